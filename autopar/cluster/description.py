@@ -1,14 +1,14 @@
-"""Description of the hardware a plan is priced for: one kind of device, and the links between devices.
+"""Description of the hardware that a plan is priced for: one kind of device, and the links between devices.
 
 A cluster is a table of numbers with a source, written as TOML (:meth:`Cluster.to_toml`) or chosen by name
-(:meth:`Cluster.get`). Adding hardware is adding a table: :mod:`autopar.cluster.presets` holds the same text a user
+(:meth:`Cluster.get`). To add hardware, add a table: :mod:`autopar.cluster.presets` holds the same text that a user
 would write.
 
-Devices are numbered so that neighbours are close: ranks ``0 .. size-1`` share the first (innermost) link, and
-so on outward. A mesh is laid over them row-major, so its last axis runs over the fastest links.
+Devices are numbered so that neighbours are close: ranks ``0 .. size-1`` share the first (innermost) link, and so on
+outward. The devices of a mesh are numbered row-major, so its last axis uses the fastest links.
 
-Invariants (checked on construction, :class:`~autopar.errors.OptionsError`): every rate is positive; link
-sizes grow, each a multiple of the one before; only the outermost link may be without a size.
+Invariants (checked on construction, :class:`~autopar.errors.OptionsError`): every rate is positive; link sizes grow,
+each a multiple of the one before; only the outermost link may have no size.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Cluster:
     Args:
         source: where the numbers come from; printed with every plan.
         links: innermost first.
-        collective_seconds: what starting any collective costs.
+        collective_seconds: seconds to start any collective.
         measurement: facts of a calibration (processes, threads, fit errors).
-        synchronisation_seconds: what a collective costs on top because its members come to it from computing, each at
-            its own time, and the first waits for the last: processes that share processors are out of step by time
-            slices.
-        algorithms: those of the library of collectives (:mod:`autopar.cost.collective.algorithms`); if none are
-            named, a hierarchical one in logarithmically many steps is assumed.
-        overlaps: whether messages are sent while the device computes, without taking of its time: true of adapters that
-            fetch from memory themselves, not of processes that share cores with what they send.
-        sharing, cores: ``sharing`` consecutive devices share the processors of a host, which give ``cores`` of them at
-            once all that one can use; the rates of ``device`` are those with all at work.
-        backend: what moves messages; buffers are counted as it needs them.
+        synchronisation_seconds: additional seconds of a collective because its members finish computing at different
+            times, and the first waits for the last: processes that share processors are out of step by time slices.
+        algorithms: the algorithms of the collective library (:mod:`autopar.cost.collective.algorithms`); if none are
+            named, a hierarchical algorithm with logarithmically many steps is assumed.
+        overlaps: whether messages are sent while the device computes, without slowing it down: true of adapters that
+            fetch from memory themselves, false of processes that send with the cores on which they compute.
+        sharing, cores: ``sharing`` consecutive devices share the processors of a host, which can serve ``cores``
+        devices
+            at full speed at once. The rates of ``device`` are those with all devices at work.
+        backend: the library that sends messages; its buffers count as memory.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Cluster:
         self._check_toruses()
 
     def _check_toruses(self) -> None:
-        """A torus has as many places as its level joins blocks."""
+        """Checks that each torus has as many places as its level joins blocks."""
         below = 1
         for link in self.links:
             if link.torus:
@@ -111,7 +111,7 @@ class Cluster:
                 )
             below = link.size or below
 
-    # A price is asked for thousands of times with the cluster as part of a cache's key.
+    # The cluster is part of the keys of price caches, which are looked up thousands of times.
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.source, self.to_toml()))
@@ -121,15 +121,15 @@ class Cluster:
 
     @property
     def size(self) -> int | None:
-        """How many devices there are, None if any number."""
+        """The number of devices; None if any number is possible."""
         return self.links[-1].size
 
     def __str__(self) -> str:
         return f"{self.name} ({self.source})"
 
     def speed(self, computing: int) -> float:
-        """How many times as fast as ``device`` says each of ``computing`` devices of a host is while the others of it
-        wait.
+        """The factor by which each of ``computing`` devices of a host is faster than the rates of ``device``, while the
+        host's other devices wait.
 
         >>> [Cluster.get("dgx-a100-80gb").speed(k) for k in (1, 8)]
         [1.0, 1.0]
@@ -137,17 +137,17 @@ class Cluster:
         return min(self.sharing / self.cores, max(1.0, self.sharing / computing))
 
     def with_node(self, devices: int) -> Cluster:
-        """The same hardware with ``devices`` in each node (what the innermost link joins) instead of as many as
-        described; adapters stay as many per node, or one per device. Raises :class:`OptionsError` if levels further out
-        cannot be made of such nodes."""
+        """The same hardware with another number of ``devices`` in each node (the devices that the innermost link
+        joins). The number of adapters per node stays, or stays one per device. Raises :class:`OptionsError` if outer
+        levels cannot be built from such nodes."""
         inner, *outer = self.links
         if inner.torus:
             raise OptionsError(f"cluster {self.name!r}: the innermost link is a torus, which has no nodes to resize")
         return replace(self, links=(replace(inner, size=devices), *outer))
 
     def of_devices(self, devices: int) -> Cluster:
-        """The same hardware with ``devices`` in all: levels of links beyond them are left out. Raises
-        :class:`OptionsError` if they do not fill whole blocks of a level, or are more than there are."""
+        """The same hardware with ``devices`` devices in all. Levels of links beyond them are left out. Raises
+        :class:`OptionsError` if the devices do not fill whole blocks of a level, or are more than the cluster has."""
         if self.size is not None and devices > self.size:
             raise OptionsError(f"cluster {self.name!r} has {self.size} devices, not {devices}")
         inner: list[Link] = []
@@ -163,7 +163,7 @@ class Cluster:
 
     @staticmethod
     def from_toml(text: str, where: str = "the cluster description") -> Cluster:
-        """The cluster described by ``text``; ``where`` names it in errors. Raises :class:`OptionsError`."""
+        """The cluster that ``text`` describes. Errors call it ``where``. Raises :class:`OptionsError`."""
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -172,19 +172,20 @@ class Cluster:
 
     @staticmethod
     def get(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
-        """The cluster itself, the preset of that name, or the one a TOML file describes.
+        """The cluster itself, the preset of that name, or the cluster that a TOML file describes.
 
-        ``"local"`` is the last calibration of this machine (:func:`local_file`) if there is one, else
-        cautious shipped numbers; ``source`` tells which. Raises :class:`OptionsError`.
+        ``"local"`` is the last calibration of this machine (:func:`local_file`) if there is one, otherwise cautious
+        shipped numbers; ``source`` says which. Raises :class:`OptionsError`.
         """
         if isinstance(cluster, Cluster):
             return cluster
-        require(isinstance(cluster, (str, os.PathLike)), f"{cluster!r} is no cluster: give a Cluster, a name or a file")
+        is_name = isinstance(cluster, (str, os.PathLike))
+        require(is_name, f"{cluster!r} is not a cluster: give a Cluster, a name or a file")
         name = os.fspath(cluster)
         measured = local_file(name)
         if name.startswith("local") and Path(name).name == name and measured.is_file():
             description = Cluster.from_toml(_text(measured), str(measured))
-            # Files from before backends were told are of gloo.
+            # Files written before backends were recorded describe gloo.
             description = replace(description, backend="gloo") if name == "local" else description
             return replace(description, source=f"{description.source}; read from {measured}")
         if name in PRESETS:
@@ -197,7 +198,7 @@ class Cluster:
             return description
         names = ", ".join(sorted(PRESETS))
         raise OptionsError(
-            f"no cluster called {name!r} and no such file; known are {names}. To describe your own, run "
+            f"no cluster is called {name!r}, and no such file exists; presets are {names}. To describe your own, run "
             "`autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml file, edit it, "
             "and give its path"
         )
@@ -217,18 +218,18 @@ def _part(link: Link, inside: list[Link], devices: int) -> tuple[int, ...]:
         dims.append(math.gcd(dim, left))
         left //= dims[-1]
     if link.torus and left > 1:
-        raise OptionsError(f"{devices} devices are no block of the torus {' x '.join(map(str, link.torus))}")
+        raise OptionsError(f"{devices} devices are not a block of the torus {' x '.join(map(str, link.torus))}")
     return tuple(dims)
 
 
 def local_file(name: str = "local") -> Path:
-    """Where a calibration of this machine is kept: ``<name>.toml`` in ``$AUTOPAR_CACHE``, by default
+    """The file of a calibration of this machine: ``<name>.toml`` in ``$AUTOPAR_CACHE``, by default
     ``~/.cache/autopar``."""
     return cache_folder() / f"{name}.toml"
 
 
 def machine_memory() -> int:
-    """Bytes of memory this machine (or the control group we run in) has."""
+    """Bytes of memory of this machine, or of the control group in which this process runs."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""One kind of device: how quick it computes, and what it holds."""
+"""One kind of device: its rates and its memory."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ class Device:
     Args:
         peak_flops: nominal FLOP/s of matrix products by dtype (``"f32"``, ``"bf16"``, ...); utilisation is
             counted against it.
-        memory_bytes: what a process can allocate; ``reserve_bytes`` and ``reserve_fraction`` of it are kept free.
+        memory_bytes: bytes that a process can allocate; ``reserve_bytes`` and ``reserve_fraction`` of it are kept free.
         memory_bandwidth: sustained bytes per second, reads and writes together.
-        launch_seconds, view_seconds: what any operation, and one that moves no data, costs besides its work.
-        host_seconds: what the host takes to start one operation from a program (its interpreter, its bookkeeping of
+        launch_seconds, view_seconds: overhead of any operation, and of an operation that moves no data.
+        host_seconds: seconds in which the host starts one operation from a program (its interpreter, its bookkeeping of
             gradients); operations that are not started one by one do not wait for it.
-        matmul_efficiency: share of the peak a large matrix product reaches; ``dtype_efficiency`` times that where
-            a dtype differs.
-        matmul_padding: every dim of a matrix product takes the time of one this much longer (tiles partly
-            filled, pipelines that ramp up), so small ones are slower per FLOP.
-        memory_stalls: share of an operation's memory traffic (or of its computing, if that takes less) that does not
-            overlap the other: 0 of devices that fetch ahead, 1 where a product packs its operands before it computes.
-        processors: multiprocessors among which a product's tiles are dealt out, in waves; 0: products are not
-            priced by tiles but by padding.
+        matmul_efficiency: share of the peak that a large matrix product reaches; multiplied by ``dtype_efficiency``
+            where a dtype differs.
+        matmul_padding: every dim of a matrix product takes the time of a dim this much longer (partly filled tiles,
+            pipelines that ramp up), so small products are slower per FLOP.
+        memory_stalls: share of an operation's memory traffic (or of its computation, if that takes less) that does not
+            overlap the other: 0 for devices that fetch ahead, 1 if a product packs its operands before it computes.
+        processors: multiprocessors to which a product's tiles are assigned, in waves; 0: products are not priced by
+            tiles but by padding.
         tile_depth: a tile takes the time of an inner dim this many bytes longer (filling the pipeline, writing the
             result).
         tile_border: a tile of a x b loses the shares ``tile_border / a`` and ``tile_border / b`` to fetching its
             operands.
-        attention_efficiency: share of the peak that fused attention reaches with wide heads, 0: priced as a product
-            is; heads of ``attention_width`` reach half of it.
-        function_seconds: what one transcendental function (tanh, exp, ...) of one element takes; 0: nothing worth
-            speaking of.
-        update_bandwidth: bytes per second of an optimizer that reads and writes each tensor once: less than
-            ``memory_bandwidth`` of one that goes through them several times, operation by operation; 0: as much.
-        host_bandwidth: bytes per second each way between the device and its share of the host's memory while all
-            devices of the host use theirs; 0: the host has no memory apart from the device's.
-        host_memory_bytes: that share.
-        sustained: clock of a long run over that of a short one, in which the rates were measured: chips that reach
-            their limit of power slow down.
+        attention_efficiency: share of the peak that fused attention reaches with wide heads; heads of
+            ``attention_width`` reach half of it. 0: attention is priced like a product.
+        function_seconds: seconds of one transcendental function (tanh, exp, ...) of one element; 0: negligible.
+        update_bandwidth: bytes per second of an optimizer, counted as if it read and wrote each tensor once; less than
+            ``memory_bandwidth`` if it passes over tensors several times, operation by operation; 0: the same.
+        host_bandwidth: bytes per second each way between the device and its share of host memory while all devices of
+            the host use theirs; 0: the host has no memory apart from the device's.
+        host_memory_bytes: that share of host memory.
+        sustained: clock of a long run relative to that of the short runs in which the rates were measured: chips that
+            reach their power limit slow down.
     """
 
     name: str
@@ -78,10 +77,10 @@ class Device:
         where = f"device {self.name!r}"
         rates = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
         for name, value in {**rates, **self.dtype_efficiency}.items():
-            require(is_rate(value), f"{where}: {name} is {value!r}, which is not a positive number")
+            require(is_rate(value), f"{where}: {name} is {value!r}, not a positive number")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
-            require(is_amount(value), f"{where}: {name} is {value!r}, which is not a number of at least 0")
+            require(is_amount(value), f"{where}: {name} is {value!r}, not a number of at least 0")
         for table in ("peak_flops", "dtype_efficiency"):
             unknown = [name for name in getattr(self, table) if name not in {*DTYPE_NAMES.values(), "tf32"}]
             require(not unknown, f"{where}: {table} of unknown dtypes {unknown}; write f32, bf16, f16, ...")
@@ -103,7 +102,7 @@ class Device:
 
     @property
     def has_host(self) -> bool:
-        """Whether there is memory besides the device's own, to which optimizer state can be put."""
+        """Whether there is host memory, to which optimizer state can be offloaded."""
         return self.host_memory_bytes > 0
 
     @cached_property
@@ -116,12 +115,11 @@ class Device:
         return DTYPE_NAMES.get(dtype) in self.peak_flops
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Nominal FLOP/s in ``dtype``; a dtype the description leaves out runs at the slowest rate it
-        gives."""
+        """Nominal FLOP/s in ``dtype``. A dtype without a rate runs at the slowest rate of the description."""
         return self._rates[dtype] if dtype in self._rates else min(self.peak_flops.values())
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s in ``dtype`` that a product comes near whose every dim is large."""
+        """FLOP/s in ``dtype`` that a product approaches if all its dims are large."""
         factor = self.dtype_efficiency.get(DTYPE_NAMES.get(dtype, ""), 1.0)
         return self.flops(dtype) * self.matmul_efficiency * factor * self.sustained
 

@@ -1,4 +1,4 @@
-"""Levels of the network between devices, and how quick collectives are on each."""
+"""Levels of the network between devices, and the rates of collectives on each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from autopar.errors import OptionsError
 from autopar.ir.program import COLLECTIVES
 
-# How a library may carry out a collective: :mod:`autopar.cost.collective.algorithms` says what each does.
+# Algorithms of collectives; :mod:`autopar.cost.collective.algorithms` describes them.
 ALGORITHMS = ("ring", "levels", "tree", "nvls", "direct")
 MESSAGE = "message"
 
@@ -21,7 +21,7 @@ def is_rate(value: float) -> bool:
 
 
 def is_amount(value: float) -> bool:
-    """Whether ``value`` is a number not below zero."""
+    """Whether ``value`` is a number of at least zero."""
     return 0 <= value < math.inf
 
 
@@ -36,10 +36,10 @@ class Rate:
     """A line of the alpha-beta model: a collective takes ``start`` seconds, ``latency`` seconds per step, and its
     traffic over ``bandwidth`` (bytes per second, per device and direction).
 
-    ``ramp`` seconds r bend the line where messages are too small to fill the link: with x = traffic / bandwidth it
-    takes x + 2 sqrt(r x), which is what a pipeline takes that cuts its message into the best number of pieces.
-    ``algorithm`` is the one the line describes, empty for all. With ``growth`` above 1 the latency grows faster than
-    the logarithm of the group: processes that share cores wait for each other's time slices.
+    ``ramp`` seconds r bend the line where messages are too small to fill the link: with x = traffic / bandwidth, the
+    traffic takes x + 2 sqrt(r x), like a pipeline that cuts its message into the best number of pieces. ``algorithm``
+    is the algorithm that the line describes, empty for all. With ``growth`` above 1 the latency grows faster than the
+    logarithm of the group: processes that share cores wait for each other's time slices.
     """
 
     latency: float
@@ -61,22 +61,21 @@ class Rate:
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network: groups of ``size`` consecutive devices (counted in all, inner levels included; None:
-    any number) in which each device sends ``bandwidth`` bytes per second in each direction, a step taking ``latency``
-    seconds.
+    """One level of the network: groups of ``size`` consecutive devices (all devices, inner levels included; None: any
+    number). Each device sends ``bandwidth`` bytes per second in each direction, and a step takes ``latency`` seconds.
 
     Args:
-        rates: kinds of collective that differ (``all_gather`` on gloo), and ``message`` for what one device sends to
-            another. A kind may have several rates: of those of one algorithm the largest counts, which bends upward
-            where large messages fall out of a cache, and among algorithms the quickest.
-        adapters: how many there are for each block of the level inside, if its devices share them; ``bandwidth`` is
+        rates: the rates of collectives that differ (``all_gather`` on gloo), and of ``message``, from one device to
+            another. A kind may have several rates: of the rates of one algorithm the one that takes longest counts (it
+            bends upward where large messages fall out of a cache), and of several algorithms the quickest.
+        adapters: the number of adapters for each block of the inner level, if its devices share them; ``bandwidth`` is
             then that of one adapter.
-        oversubscription: how many times more bandwidth the devices have than the level carries when all send at once
-            (a fat tree's upper stages).
-        torus: the lengths of the dims of a torus of which the level consists, innermost first; ``bandwidth`` is then
-            that of the two links a device has in one dim, together, and a group has that of every dim it spans.
-        pair_bandwidth: bytes per second from one device to another, where that is less than ``bandwidth`` (links that
-            join devices directly, or a library that uses few of them): a group of n has at most n - 1 times as much.
+        oversubscription: the ratio of the devices' bandwidth to what the level carries when all devices send at once
+            (the upper stages of a fat tree).
+        torus: the lengths of the dims of a torus, innermost first, if the level is one; ``bandwidth`` is then that of a
+            device's two links in one dim together, and a group has that of every dim it spans.
+        pair_bandwidth: bytes per second from one device to another, if that is less than ``bandwidth`` (links that join
+            devices directly, or a library that uses few of them). A group of n has at most n - 1 times as much.
     """
 
     name: str
@@ -108,18 +107,18 @@ class Link:
 
     @cached_property
     def own(self) -> Rate:
-        """What the link does for a kind nothing more is said of."""
+        """The link's own rate, for kinds of collective without rates of their own."""
         return Rate(self.latency, self.bandwidth)
 
     def lines(self, kind: str, algorithm: str = "") -> tuple[Rate, ...]:
-        """The rates of ``kind`` by ``algorithm``: those said of it, else those said of all, else the link's own latency
-        and bandwidth."""
+        """The rates of ``kind`` by ``algorithm``: those given for the algorithm, otherwise those given for all
+        algorithms, otherwise the link's own latency and bandwidth."""
         rates = self.rates.get(kind, ())
         exact = tuple(rate for rate in rates if rate.algorithm == algorithm)
         return exact or tuple(rate for rate in rates if not rate.algorithm) or (self.own,)
 
     def share(self, inside: int) -> float:
-        """Which part of a rate's bandwidth each device has, where all send at once and the level inside joins
-        ``inside`` devices."""
+        """The share of a rate's bandwidth that each device gets if all send at once. ``inside``: the number of devices
+        that the inner level joins."""
         adapters = 1.0 if self.adapters is None else self.adapters / inside
         return adapters / self.oversubscription

@@ -1,7 +1,7 @@
-"""Chips of the presets, as the ``[device]`` table of a cluster's TOML. Where each number comes from:
-``docs/cost-model.md``.
+"""Chips of the presets, as the ``[device]`` table of a cluster's TOML. ``docs/cost-model.md`` gives the source of each
+number.
 
-Peaks are those of data sheets, dense. ``f32`` is the rate outside matrix units, as torch computes by default.
+Peaks are those of data sheets, without sparsity. ``f32`` is the rate outside matrix units, which torch uses by default.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ f32 = 163.4e12
 f64 = 163.4e12
 """
 
-# Two matrix units of 128 x 128 in each of two cores; XLA fuses what is between products and launches nothing.
+# Two matrix units of 128 x 128 in each of two cores. XLA fuses the operations between products and launches no kernels.
 TPU_V4 = """
 [device]
 name = "TPU v4"

@@ -1,7 +1,7 @@
-"""Levels of links of the presets, as ``[[links]]`` tables of a cluster's TOML. Where each number comes from, and which
-were fitted: ``docs/cost-model.md``.
+"""Levels of links of the presets, as ``[[links]]`` tables of a cluster's TOML. ``docs/cost-model.md`` gives the source
+of each number, and says which were fitted.
 
-Networks between nodes are written per adapter: :func:`network` says how many a node has and what each carries.
+Networks between nodes are described per adapter: :func:`network` takes how many a node has and what each carries.
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ def network(
     ramp: float = 0.0,
     more: str = "",
 ) -> str:
-    """The level that joins any number of nodes: ``adapters`` in each, of so many gigabits per second each way, of
-    which a collective reaches 95%. A step of ``latency`` seconds; an all-to-all has many messages on their way."""
+    """The level that joins any number of nodes. Each node has ``adapters`` of ``gigabits`` per second each way, of
+    which a collective reaches 95%. A step takes ``latency`` seconds, less in an all-to-all, which has many messages in
+    flight. ``more``: further keys of the table."""
     bandwidth = f"bandwidth = {0.95 * gigabits / 8:.4g}e9"
     usual = f"{{latency = {latency:g}, {bandwidth}, start = {start:g}, ramp = {ramp:g}}}"
     return f"""
@@ -153,8 +154,8 @@ all_to_all = {{latency = {latency / 5:g}, {bandwidth}, start = {start + 4 * late
 
 
 def torus(dims: tuple[int, ...], gigabytes: float) -> str:
-    """The level of a torus, each device having two links of so many gigabytes per second each way in every dim, of
-    which a collective reaches 90%."""
+    """The level of a torus. Each device has two links of ``gigabytes`` per second each way in every dim, of which a
+    collective reaches 90%."""
     size = 1
     for dim in dims:
         size *= dim
@@ -169,10 +170,10 @@ latency = 1e-6
 
 
 def spine(pod: int, name: str, adapters: int, gigabits: float, oversubscription: float, latency: float) -> str:
-    """A pod of ``pod`` devices whose nodes have so many adapters, and above it a stage that carries all pods' traffic
-    only ``oversubscription`` times slower."""
+    """A pod of ``pod`` devices whose nodes have ``adapters`` each, and above it a stage that carries the traffic of all
+    pods ``oversubscription`` times slower."""
     inner = network(name, adapters, gigabits, latency, more=f"size = {pod}")
-    # Seen from the spine a pod has one adapter per device.
+    # From the spine's point of view, a pod has one adapter per device.
     rate = 0.95 * gigabits / 8
     return (
         inner

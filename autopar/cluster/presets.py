@@ -1,7 +1,7 @@
-"""Descriptions of known hardware, as the TOML a user would write: see :class:`autopar.cluster.description.Cluster` for
-the keys.
+"""Descriptions of known hardware, as the TOML that a user would write. :class:`autopar.cluster.description.Cluster`
+describes the keys.
 
-Pure data: adding hardware is adding an entry. Where each number comes from: ``docs/cost-model.md``.
+This is pure data: to add hardware, add an entry. ``docs/cost-model.md`` gives the source of each number.
 """
 
 from __future__ import annotations

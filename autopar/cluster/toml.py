@@ -1,4 +1,4 @@
-"""Clusters as TOML: tables of numbers to dataclasses and back, with errors that name the key."""
+"""Reads and writes clusters as TOML. Errors name the key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _T = TypeVar("_T")
 
 
 def table_of(value: Any) -> Any:
-    """Dataclasses, mappings and tuples as TOML tables and arrays; what is None or empty is left out."""
+    """Dataclasses, mappings and tuples as TOML tables and arrays. Values that are None or empty are left out."""
     if is_dataclass(value) and not isinstance(value, type):
         values = {item.name: getattr(value, item.name) for item in fields(value)}
-        in_short = isinstance(value, Rate)
-        usual = {item.name: item.default for item in fields(value) if in_short or item.default == math.inf}
-        return {k: table_of(v) for k, v in values.items() if v is not None and v not in ({}, ()) and v != usual.get(k)}
+        omits_defaults = isinstance(value, Rate)
+        defaults = {item.name: item.default for item in fields(value) if omits_defaults or item.default == math.inf}
+        return {
+            k: table_of(v) for k, v in values.items() if v is not None and v not in ({}, ()) and v != defaults.get(k)
+        }
     if isinstance(value, Mapping):
         return {str(k): table_of(v) for k, v in value.items()}
     return [table_of(item) for item in value] if isinstance(value, tuple) else value
@@ -124,7 +126,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 
 def read(cls: type[_T], table: Any, where: str) -> _T:
-    """An instance of the dataclass ``cls`` from a TOML table; errors name the key."""
+    """Reads an instance of the dataclass ``cls`` from a TOML table. Errors name the key."""
     require(isinstance(table, dict), f"{where} is {table!r}, not a table")
     by_name = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(table) - set(by_name))

@@ -1,4 +1,4 @@
-"""Figures of a cluster file that can only be meant in another unit: 80 bytes of memory, 312 FLOP/s, 5 s of latency."""
+"""Finds figures of a cluster file that must be in a wrong unit: 80 bytes of memory, 312 FLOP/s, 5 s of latency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_RATE = ("latency", "start", "ramp")
 
 
 class Described(Protocol):
-    """What is checked of a :class:`~autopar.cluster.description.Cluster`."""
+    """The parts of a :class:`~autopar.cluster.description.Cluster` that are checked."""
 
     @property
     def device(self) -> Device: ...
@@ -27,10 +27,11 @@ class Described(Protocol):
 
 
 def check_units(cluster: Described, where: str) -> None:
-    """Raises :class:`OptionsError` that names the key and its unit; ``where`` is the file. What is 0 is not said."""
+    """Raises :class:`OptionsError` that names the key and its unit. ``where`` is the file. A figure of 0 means that it
+    is not given."""
     for key, value, least, unit in _amounts(cluster):
-        meant = f"{where}: {key} is {value!r} {unit}; is it meant in other units? Write 80e9 for 80 G"
-        require(value == 0 or value >= least, meant)
+        message = f"{where}: {key} is {value!r} {unit}; is it meant in other units? Write 80e9 for 80 G"
+        require(value == 0 or value >= least, message)
     for key, value in _seconds(cluster):
         require(value <= MOST_SECONDS, f"{where}: {key} is {value!r} seconds; write 5e-6 for 5 microseconds")
     device = cluster.device

@@ -132,7 +132,7 @@ def test_comments_and_single_rates_are_read() -> None:
         ("memory_bytes = 1048576", "memory_bytes = 1e6", r"memory_bytes is 1000000.0, not a whole number"),
         ("f32 = 1000000000.0", 'f32 = "fast"', r"peak_flops.f32 is 'fast', not a number"),
         ("f32 =", "f23 =", r"unknown dtypes \['f23'\]; write f32"),
-        ("f32 = 1000000000.0", "f32 = 0", "f32 is 0.0, which is not a positive number"),
+        ("f32 = 1000000000.0", "f32 = 0", "f32 is 0.0, not a positive number"),
         ("size = 4", "size = 0", "size 0 is not a number of devices"),
         ("size = 4\n", "", "'board' has no size, so it joins any number of devices, and no link can lie outside it"),
         ("size = 4", "size = true", "size is True, not a whole number"),
@@ -150,12 +150,12 @@ def test_comments_and_single_rates_are_read() -> None:
         (
             "memory_bandwidth = 100000000.0",
             "memory_bandwidth = inf",
-            "memory_bandwidth is inf, which is not a positive",
+            "memory_bandwidth is inf, not a positive",
         ),
         (
             "launch_seconds = 1e-06",
             "launch_seconds = nan",
-            "launch_seconds is nan, which is not a number of at least 0",
+            "launch_seconds is nan, not a number of at least 0",
         ),
         ("f32 = 1000000000.0", f"f32 = 1{'0' * 400}", "f32 is a number of 401 digits, too large"),
         ("[device]", "[devices]", "mine.toml has unknown keys devices"),
@@ -173,7 +173,7 @@ def test_what_is_no_description_is_said(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(OptionsError, match=r"noise.toml cannot be read as a cluster's TOML"):
         Cluster.get(path)
-    with pytest.raises(OptionsError, match="5 is no cluster: give a Cluster, a name or a file"):
+    with pytest.raises(OptionsError, match="5 is not a cluster: give a Cluster, a name or a file"):
         Cluster.get(5)  # type: ignore[arg-type]
     links = TOY.to_toml().partition("[[links]]")[0]
     with pytest.raises(OptionsError, match=r"mine.toml: links\[0\] is 1, not a table"):
@@ -242,7 +242,7 @@ def test_a_cluster_of_so_many_devices() -> None:
     assert Cluster.get("tpu-v4").of_devices(64).links[0].torus == (16, 4, 1)
     with pytest.raises(OptionsError, match="'toy' has 4 devices, not 8"):
         replace(TOY, links=TOY.links[:1]).of_devices(8)
-    with pytest.raises(OptionsError, match="24 devices are no block of the torus 16 x 16 x 16"):
+    with pytest.raises(OptionsError, match="24 devices are not a block of the torus 16 x 16 x 16"):
         Cluster.get("tpu-v4").of_devices(24)
 
 
