@@ -1,1 +1,1 @@
-"""Measuring hardware: what this machine, or a job on a cluster, runs at, and the rates fitted to it."""
+"""Measures the hardware of this machine, or of a job on a cluster, and fits rates to it."""

@@ -1,4 +1,4 @@
-"""The hardware to price for where nobody names it: what was measured here, else the preset of the GPU's name."""
+"""The hardware to price for if the user names none: a calibration made here, otherwise the preset of the GPU's name."""
 
 from __future__ import annotations
 
@@ -15,53 +15,54 @@ from autopar.errors import OptionsError
 
 from .machine import measure_gpu
 
-# What calibrations of GPUs are called, of one host first.
+# The names of calibrations of GPUs: of one host, and of several hosts.
 CALIBRATIONS = ("local-gpu", "local-job")
 # Chips as torch names them; boards on PCIe have no NVLink, so presets do not describe them.
 _CHIP = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100|V100|MI300X|MI250X)\b")
 _PCIE = re.compile(r"PCIe|NVL$", re.IGNORECASE)
-# A preset's device may differ by so much in memory from the one at hand.
+# The largest relative difference in memory between a preset's device and the one at hand.
 # Chosen: torch reports a few percent less than the data sheet, and models of one name (40 and 80 GB) differ by more.
 ALIKE = 0.1
-# Links that join more devices than this are of racks, whatever a host holds.
+# Links that join more devices than this join racks, not hosts.
 # Chosen: HGX A100 has 16 GPUs in a host, and racks (NVL72) have more.
 LARGEST_HOST = 16
-# What is assumed between GPUs of which only one was measured: PCIe 4.0, shared.
+# The link assumed between GPUs if only one GPU was measured: PCIe 4.0, shared.
 # Our estimate: a third of the 32 GB/s of x16 each way, since GPUs of a host share it.
 UNKNOWN_BANDWIDTH, UNKNOWN_LATENCY = 10e9, 20e-6
 
 
 def default_cluster(device_type: str, devices: int) -> Cluster:
-    """What ``devices`` of this type are, as far as this process can see.
+    """The cluster of ``devices`` devices of this type, as far as this process can see.
 
-    For processors the calibration ``local``. For GPUs the first of: a calibration (``local-gpu``, ``local-job``) of
-    this GPU, of at least as many devices and as many in a host; the preset of the GPU's name; and the GPU measured now
-    for seconds with links assumed. ``source`` says which. Raises :class:`OptionsError` for other types of devices.
+    For processors, the calibration ``local``. For GPUs, the first of these: a calibration (``local-gpu``,
+    ``local-job``) of this GPU, of at least as many devices and as many in a host; the preset of the GPU's name; the GPU
+    measured now, in a few seconds, with assumed links. ``source`` says which. Raises :class:`OptionsError` for other
+    device types.
     """
     if device_type == "cpu":
         return Cluster.get("local")
     if device_type != "cuda":
         raise OptionsError(
-            f"nothing is known of {device_type!r} devices: say what they are, parallelize(..., cluster=...), by a "
+            f"nothing is known about {device_type!r} devices: describe them by parallelize(..., cluster=...), with a "
             f"preset ({', '.join(sorted(PRESETS))}) or a TOML file like Cluster.get('dgx-a100-80gb').to_toml()"
         )
-    about = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(devices)))
     for name in CALIBRATIONS:
-        if local_file(name).is_file() and _is_of(measured := Cluster.get(name), about.name, per_host, devices):
+        if local_file(name).is_file() and _is_of(measured := Cluster.get(name), gpu.name, per_host, devices):
             return measured
-    found = preset_of(about.name, int(about.total_memory))
-    return _measured_now(about.name, per_host) if found is None else _of_hosts(found, per_host, devices)
+    preset = preset_of(gpu.name, int(gpu.total_memory))
+    return _measured_now(gpu.name, per_host) if preset is None else _of_hosts(preset, per_host, devices)
 
 
 def _is_of(measured: Cluster, gpu: str, per_host: int, devices: int) -> bool:
-    """Whether that many of these GPUs, ``per_host`` of them in each host, are part of what was ``measured``: caches are
-    often shared between hosts that have others."""
+    """Whether ``measured`` covers this many of these GPUs, with ``per_host`` in each host. Cache folders are often
+    shared between hosts with different GPUs."""
     if measured.backend != "nccl" or measured.device.name != gpu or (measured.size or devices) < devices:
         return False
     facts = measured.measurement
-    known = facts["processes"] / facts["hosts"] if "hosts" in facts else measured.links[0].size or devices
-    return per_host == known or devices <= min(known, per_host)
+    measured_per_host = facts["processes"] / facts["hosts"] if "hosts" in facts else measured.links[0].size or devices
+    return per_host == measured_per_host or devices <= min(measured_per_host, per_host)
 
 
 def preset_of(name: str, memory_bytes: int) -> Cluster | None:
@@ -75,17 +76,17 @@ def preset_of(name: str, memory_bytes: int) -> Cluster | None:
     chip = _CHIP.search(name.replace("_", " "))
     if chip is None or _PCIE.search(name):
         return None
-    presets = (Cluster.get(known) for known in PRESETS if known != "local")
+    presets = (Cluster.get(preset) for preset in PRESETS if preset != "local")
     named = (cluster for cluster in presets if re.match(rf"{chip[1]}\b", cluster.device.name))
-    found = next((c for c in named if abs(c.device.memory_bytes / memory_bytes - 1) <= ALIKE), None)
-    return found and replace(found, source=f"taken because torch calls the GPU {name!r}; {found.source}")
+    match = next((c for c in named if abs(c.device.memory_bytes / memory_bytes - 1) <= ALIKE), None)
+    return match and replace(match, source=f"taken because torch calls the GPU {name!r}; {match.source}")
 
 
-def _of_hosts(found: Cluster, per_host: int, devices: int) -> Cluster:
-    """``found`` with as many devices in a node as the launcher started on each host."""
-    inner = found.links[0].size or devices
-    smaller = per_host < min(inner, devices) and inner <= LARGEST_HOST and not found.links[0].torus
-    return found.with_node(per_host) if smaller else found
+def _of_hosts(preset: Cluster, per_host: int, devices: int) -> Cluster:
+    """``preset`` with as many devices in a node as the launcher started on each host."""
+    inner = preset.links[0].size or devices
+    smaller = per_host < min(inner, devices) and inner <= LARGEST_HOST and not preset.links[0].torus
+    return preset.with_node(per_host) if smaller else preset
 
 
 def _measured_now(name: str, per_host: int) -> Cluster:
@@ -101,5 +102,5 @@ def _measured_now(name: str, per_host: int) -> Cluster:
 
 @functools.cache
 def _measure_once() -> Cluster:
-    # Chosen: planning waits for it.
+    # Chosen: short, because planning waits for it.
     return measure_gpu(4.0)

@@ -1,9 +1,9 @@
-"""Levels of links and algorithms of collectives from what the processes of a job measured.
+"""Fits levels of links, and algorithms of collectives, to what the processes of a job measured.
 
-Which algorithms a library uses is not asked but found: for each family of them every kind of collective is fitted on
-groups inside hosts and on groups between hosts, by the very formulas plans are priced with
-(:mod:`autopar.cost.collective.algorithms`), and the family counts that also explains the groups across both, which
-were fitted by none.
+The algorithms that a library uses are inferred. For each family of algorithms, every kind of collective is fitted on
+groups inside hosts and on groups between hosts, by the formulas with which plans are priced
+(:mod:`autopar.cost.collective.algorithms`). The chosen family is the one that also explains the groups that span both,
+on which none was fitted.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .measure_links import JobShape, LinkSample
 from .relative_least_squares import nonnegative_fit
 from .samples import CollectiveSample
 
-# Nobody's description (a hierarchical algorithm), gloo as autopar uses it, and NCCL.
+# No particular library (a hierarchical algorithm), gloo as autopar uses it, and NCCL.
 FAMILIES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("ring",), ("ring", "tree"))
-# A family must explain the samples this much better than one before it.
+# A family replaces an earlier one if its error is at most this share of the earlier one's.
 # Chosen, not measured.
 BETTER = 0.9
-# Where a gather with one process of a host at work is quicker by more than this, processes share adapters.
+# Processes share adapters if a gather is quicker by more than this factor with only one process of each host at work.
 # Chosen: between 1 (adapters of their own) and 2 (two processes share one), and nearer to 1 because rates scatter.
 SHARING = 1.2
-# Turns of choosing the quickest way and fitting again.
-# Chosen: it only ends a fit that goes round in circles; most stop earlier because the ways no longer change.
+# How often the quickest algorithms are chosen and the rate is fitted again.
+# Chosen: it only ends fits that oscillate; most stop earlier because the algorithms no longer change.
 TURNS = 8
-# Seconds per byte below which no link is.
+# The least seconds per byte of any link.
 TINY = 1e-14
 
 Fitted = Mapping[str, tuple[Rate, ...]]
@@ -45,8 +45,8 @@ Fitted = Mapping[str, tuple[Rate, ...]]
 
 @dataclass(frozen=True)
 class FittedLinks:
-    """``errors`` are mean absolute relative ones by level and kind, and ``across`` of groups that span hosts and the
-    processes in them, which were not fitted."""
+    """The fitted links. ``errors``: mean absolute relative errors by level and kind, and, as ``across``, that of groups
+    that span hosts and the processes in them, which were not fitted."""
 
     links: tuple[Link, ...]
     algorithms: tuple[str, ...]
@@ -54,25 +54,28 @@ class FittedLinks:
 
 
 def fit_kind(kind: str, samples: Sequence[CollectiveSample], algorithms: Sequence[str]) -> tuple[Rate, float]:
-    """The rate of one kind on one level, and the mean absolute relative error that remains. Of several ways of a
-    library the quickest counts, which by a rate are different ones for small and large tensors: fitted in turns."""
+    """Fits the rate of one kind on one level. Returns it and the remaining mean absolute relative error. Of the routes
+    that a library has, the quickest counts. Which one that is depends on the rate and on the size of the tensor, so
+    rates are fitted and routes chosen in turns."""
     nbytes, seconds = np.array([float(s.nbytes) for s in samples]), np.array([s.seconds for s in samples])
-    ways = [_way(kind, s.members, algorithms) for s in samples]
-    taken, rate = [0] * len(samples), Rate(0.0, 1.0)
+    possible = [_routes(kind, s.members, algorithms) for s in samples]
+    chosen, rate = [0] * len(samples), Rate(0.0, 1.0)
     for _ in range(TURNS):
-        steps, share = np.array([found[k] for found, k in zip(ways, taken, strict=True)]).T
+        steps, share = np.array([options[k] for options, k in zip(possible, chosen, strict=True)]).T
         moved = share * nbytes
         features = np.array([np.ones_like(nbytes), steps, moved, 2.0 * np.sqrt(moved)]).T
         rate = _rate(nonnegative_fit(features, seconds))
-        prices = [[_price(rate, *way, size) for way in found] for found, size in zip(ways, nbytes, strict=True)]
-        before, taken = taken, [int(np.argmin(some)) for some in prices]
-        if taken == before:
+        prices = [
+            [_price(rate, *route, size) for route in options] for options, size in zip(possible, nbytes, strict=True)
+        ]
+        before, chosen = chosen, [int(np.argmin(of_sample)) for of_sample in prices]
+        if chosen == before:
             break
-    return rate, float(np.mean(np.abs(np.array([min(some) for some in prices]) / seconds - 1.0)))
+    return rate, float(np.mean(np.abs(np.array([min(of_sample) for of_sample in prices]) / seconds - 1.0)))
 
 
-def _way(kind: str, members: int, algorithms: Sequence[str]) -> list[tuple[float, float]]:
-    """Steps, and bytes each device sends per byte of the full tensor, of each way to carry out ``kind``."""
+def _routes(kind: str, members: int, algorithms: Sequence[str]) -> list[tuple[float, float]]:
+    """For each route of ``kind``, its steps and the bytes that each device sends per byte of the full tensor."""
     fan = float(members)
 
     def lines(rate: Rate) -> list[Line]:
@@ -84,9 +87,9 @@ def _way(kind: str, members: int, algorithms: Sequence[str]) -> list[tuple[float
 
 
 def _rate(weights: Floats) -> Rate:
-    """From the weights of 1, steps, bytes and twice the root of bytes: :class:`~autopar.cluster.links.Rate`."""
+    """The :class:`~autopar.cluster.links.Rate` with these weights of 1, steps, bytes and twice the root of bytes."""
     start, latency, slope, root = map(float, weights)
-    # Bytes that only count by their root leave no bandwidth to be told.
+    # If bytes only count by their root, the bandwidth is unknown.
     slope = max(slope, TINY)
     return Rate(latency, 1.0 / slope, 1.0, start, root**2 / slope)
 
@@ -97,7 +100,7 @@ def _price(rate: Rate, steps: float, share: float, nbytes: float) -> float:
 
 
 def fit_messages(samples: Sequence[LinkSample]) -> tuple[Rate, float]:
-    """The rate of messages, and the mean absolute relative error that remains."""
+    """Fits the rate of messages. Returns it and the remaining mean absolute relative error."""
     seconds = np.array([s.seconds for s in samples])
     features = np.array([[1.0, float(s.nbytes)] for s in samples])
     latency, slope = map(float, nonnegative_fit(features, seconds))
@@ -106,25 +109,25 @@ def fit_messages(samples: Sequence[LinkSample]) -> tuple[Rate, float]:
 
 
 def fit_links(samples: Sequence[LinkSample], shape: JobShape, device: Device) -> FittedLinks:
-    """The links behind ``samples``; ``device`` is only needed to describe a cluster with them."""
+    """Fits links to ``samples``. ``device`` is only needed to describe a cluster with them."""
     adapters = shared_adapters(samples, shape)
-    found: FittedLinks | None = None
+    best: FittedLinks | None = None
     for algorithms in FAMILIES:
         fitted = _family(samples, shape, device, algorithms, adapters)
-        if found is None or _worst(fitted) < BETTER * _worst(found):
-            found = fitted
-    assert found is not None
-    return found
+        if best is None or _worst(fitted) < BETTER * _worst(best):
+            best = fitted
+    assert best is not None
+    return best
 
 
 def _worst(fitted: FittedLinks) -> float:
-    """The mean error of what was fitted, or of what was not, whichever is larger."""
+    """The larger of the mean error of fitted groups and that of groups that were not fitted."""
     within = [error for name, error in fitted.errors.items() if name != "across"]
     return max(statistics.fmean(within), fitted.errors.get("across", 0.0))
 
 
 def shared_adapters(samples: Sequence[LinkSample], shape: JobShape) -> int | None:
-    """How many adapters the processes of a host share, None if each has as much alone as with the others."""
+    """How many adapters the processes of a host share; None if each process gets as much bandwidth as it does alone."""
     for alone in (sample for sample in samples if sample.alone):
         same = (alone.axes, alone.kind, alone.nbytes)
         together = [s.seconds for s in samples if not s.alone and (s.axes, s.kind, s.nbytes) == same]
@@ -139,39 +142,41 @@ def _family(
     links, errors = [], dict[str, float]()
     spans = (("host", shape.inside, shape.per_host), ("network", shape.between, shape.hosts * shape.per_host))
     for name, sets, size in spans:
-        mine = [s for s in samples if s.axes in sets and not s.alone]
-        if not mine:
+        on_level = [s for s in samples if s.axes in sets and not s.alone]
+        if not on_level:
             continue
-        rates, left = _level(mine, shape, algorithms)
-        errors |= {f"{name} {kind}": error for kind, error in left.items()}
+        rates, level_errors = _level(on_level, shape, algorithms)
+        errors |= {f"{name} {kind}": error for kind, error in level_errors.items()}
         shared = adapters if name == "network" else None
         links.append(_link(name, size, rates, shared, shape.per_host))
     cluster = Cluster("", "", device, tuple(links), algorithms=algorithms)
     across = [s for s in samples if len(s.axes) == len(shape.mesh) and shape.hosts > 1 and shape.per_host > 1]
-    off = [
+    across_errors = [
         abs(collective_seconds(cluster, shape.mesh, s.kind, s.axes, s.nbytes) / s.seconds - 1)
         for s in across
         if s.kind != MESSAGE
     ]
-    errors |= {"across": statistics.fmean(off)} if off else {}
+    errors |= {"across": statistics.fmean(across_errors)} if across_errors else {}
     return FittedLinks(cluster.links, algorithms, errors)
 
 
 def _level(
     samples: Sequence[LinkSample], shape: JobShape, algorithms: tuple[str, ...]
 ) -> tuple[Fitted, dict[str, float]]:
-    """Rates of every kind on the level of ``samples``, and the errors that remain."""
+    """Fits the rates of every kind on the level of ``samples``. Returns them and the remaining errors."""
     rates, errors = dict[str, tuple[Rate, ...]](), dict[str, float]()
     for kind in COLLECTIVES:
-        mine = [CollectiveSample(kind, shape.members(s.axes), s.nbytes, s.seconds) for s in samples if s.kind == kind]
-        rate, errors[kind] = fit_kind(kind, mine, algorithms)
+        of_kind = [s for s in samples if s.kind == kind]
+        collectives = [CollectiveSample(kind, shape.members(s.axes), s.nbytes, s.seconds) for s in of_kind]
+        rate, errors[kind] = fit_kind(kind, collectives, algorithms)
         rates[kind] = (rate,)
     message, errors[MESSAGE] = fit_messages([s for s in samples if s.kind == MESSAGE])
     return {**rates, MESSAGE: (message,)}, errors
 
 
 def _link(name: str, size: int, rates: Fitted, adapters: int | None, per_host: int) -> Link:
-    """Measured was what each process gets with all at work; of shared adapters a link names what one carries."""
+    """The link with these rates. They were measured per process with all processes at work. If processes share
+    adapters, a link's bandwidth is that of one adapter."""
     factor = 1.0 if adapters is None else per_host / adapters
     each = {kind: tuple(replace(r, bandwidth=r.bandwidth * factor) for r in lines) for kind, lines in rates.items()}
     usual = each["all_reduce"][0]

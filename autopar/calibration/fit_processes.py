@@ -1,6 +1,6 @@
-"""Processes that share the cores of their host as a cluster, from what they measured.
+"""Fits a cluster to what processes measured that share the cores of their host.
 
-Devices are fitted in :mod:`.fit_device`, collectives in :mod:`.fit_links`; the relative errors that remain are part of
+Devices are fitted in :mod:`.fit_device`, collectives in :mod:`.fit_links`. The remaining relative errors are part of
 the cluster's ``source``.
 """
 
@@ -21,10 +21,10 @@ from .fit_links import fit_rates
 from .measure_step import exchange_seconds, step_like_seconds
 from .samples import Samples
 
-# Processes that compute by less than this share faster alone have processors of their own.
+# Processes have processors of their own if they compute faster alone by less than this share.
 # Chosen: about the relative error that remains for products (3 to 15%, docs/cost-model.md, `local`).
 LEAST_GAIN = 0.1
-# Used for links that nobody has measured yet.
+# A placeholder for links that have not been measured yet.
 NO_LINK = Link("none", None, 1.0, 0.0)
 
 
@@ -37,33 +37,33 @@ def processor_name() -> str:
 
 
 def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
-    """The cluster ``local`` from what each of several processes measured (their times are averaged)."""
+    """Fits the cluster ``local`` to what each of several processes measured. Their times are averaged."""
     measured, processes, cores = mean(samples), len(samples), available_cores()
     crowded = processes * threads / cores
     gain = min(crowded if crowded > 1.0 else float(processes), measured.alone)
-    found, errors = fit_processes(measured, processes, threads, gain)
+    cluster, errors = fit_processes(measured, processes, threads, gain)
     fits = {kind: fit_rates([s for s in measured.collectives if s.kind == kind]) for kind in COLLECTIVES}
     errors = {**errors, **{kind: error for kind, (_, error) in fits.items()}}
     rates: dict[str, tuple[Rate, ...]] = {kind: lines for kind, (lines, _) in fits.items()}
     usual = rates["all_reduce"][-1]
     source = (
         f"measured on this machine {time.strftime('%Y-%m-%d %H:%M')}: {processes} gloo processes of {threads} threads "
-        f"on {cores} cores; fit errors {told(errors)}"
+        f"on {cores} cores; fit errors {error_text(errors)}"
     )
-    facts = {"processes": float(processes), "cores": float(cores), **found.measurement, **as_facts(errors)}
+    facts = {"processes": float(processes), "cores": float(cores), **cluster.measurement, **as_facts(errors)}
     links = (Link("gloo", None, usual.bandwidth, usual.latency, rates),)
-    found = replace(found, name="local", source=source, links=links, measurement=facts)
-    return exchanging_in_step(found, processes, measured.exchange)
+    cluster = replace(cluster, name="local", source=source, links=links, measurement=facts)
+    return exchanging_in_step(cluster, processes, measured.exchange)
 
 
 def fit_processes(measured: Samples, per_host: int, threads: int, gain: float) -> tuple[Cluster, Mapping[str, float]]:
-    """A cluster of such processes, ``per_host`` of them of so many ``threads`` on a host, without its links; and the
-    relative errors of what was fitted. ``gain``: how many times as fast one computes while the others wait."""
+    """Fits a cluster of processes, ``per_host`` on a host with ``threads`` threads each. Returns it without its links,
+    and the relative errors. ``gain``: the factor by which a process computes faster while the others wait."""
     device, errors = fit_device(measured.device, processor_name(), machine_memory() // per_host)
     sharing = per_host if gain > 1.0 + LEAST_GAIN else 1
-    found = Cluster(
+    cluster = Cluster(
         "",
-        f"gloo processes of {threads} threads; fit errors {told(errors)}",
+        f"gloo processes of {threads} threads; fit errors {error_text(errors)}",
         device,
         (NO_LINK,),
         measurement={"threads": float(threads), **as_facts(errors)},
@@ -73,10 +73,10 @@ def fit_processes(measured: Samples, per_host: int, threads: int, gain: float) -
         backend="gloo",
     )
     share = measured.device.share
-    return in_step(found, measured.step * share, measured.launch * share), errors
+    return in_step(cluster, measured.step * share, measured.launch * share), errors
 
 
-def told(errors: Mapping[str, float]) -> str:
+def error_text(errors: Mapping[str, float]) -> str:
     """``all_gather 15%, matmul 3%``."""
     return ", ".join(f"{name} {error:.0%}" for name, error in errors.items())
 
@@ -87,8 +87,8 @@ def as_facts(errors: Mapping[str, float]) -> dict[str, float]:
 
 
 def in_step(cluster: Cluster, seconds: float, launch: float) -> Cluster:
-    """``cluster`` with rates of computing at which work like a step (:mod:`.measure_step`) takes ``seconds``, and every
-    operation ``launch``, if these are more than with the rates of operations repeated one by one."""
+    """``cluster`` with compute rates at which work like a step (:mod:`.measure_step`) takes ``seconds``, and every
+    operation ``launch``, if these are more than with the rates of single operations that are repeated."""
     later = max(1.0, launch / cluster.device.launch_seconds)
     device = replace(
         cluster.device,
@@ -108,8 +108,9 @@ def in_step(cluster: Cluster, seconds: float, launch: float) -> Cluster:
 
 def exchanging_in_step(cluster: Cluster, processes: int, seconds: float) -> Cluster:
     """``cluster`` with bandwidths at which exchanging the gradients of such work takes ``seconds``, if that is more
-    than it takes with the rates of collectives repeated one after the other."""
-    priced, wire = exchange_seconds(replace(cluster, synchronisation_seconds=0.0), processes)  # All begin at once.
+    than with the rates of single collectives that are repeated."""
+    # All processes begin the measured exchange at once.
+    priced, wire = exchange_seconds(replace(cluster, synchronisation_seconds=0.0), processes)
     factor = max(1.0, (seconds - priced + wire) / wire)
 
     def slower(link: Link) -> Link:

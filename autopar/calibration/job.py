@@ -1,7 +1,8 @@
-"""Measures the processes of a job as a cluster: what ``torchrun`` started on one host or several, a GPU each or none.
+"""Measures the processes of a job as a cluster. ``torchrun`` starts them on one or several hosts, with a GPU each or
+none.
 
-Levels of links are those a launcher shows: inside a host, and between hosts. Racks and spines beyond them are not seen:
-add them to the file.
+Levels of links are those that a launcher shows: inside a host, and between hosts. Racks and spines beyond them are not
+visible; add them to the file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .combine_samples import mean, mean_device
 from .default_cluster import CALIBRATIONS
 from .fit_device import fit_gpu
 from .fit_job import FittedLinks, fit_links
-from .fit_processes import NO_LINK, as_facts, available_cores, fit_processes, told
+from .fit_processes import NO_LINK, as_facts, available_cores, error_text, fit_processes
 from .machine import write_cluster
 from .measure_device import measure_device
 from .measure_host import with_host
@@ -41,19 +42,19 @@ PROCESSORS = "local-processes"
 
 
 def in_job() -> bool:
-    """Whether a launcher started this process beside others."""
+    """Whether a launcher started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 90.0) -> Cluster:
-    """The cluster of which this process is one device, measured in about ``seconds`` by all processes of the job, each
-    of which calls this and gets the same; rank 0 writes it to ``path``.
+    """Measures, in about ``seconds``, the cluster in which this process is one device. All processes of the job call
+    this and get the same cluster; rank 0 writes it to ``path``.
 
     By default it is written, on the host of rank 0, where ``Cluster.get("local-gpu")`` looks, ``"local-job"`` for
-    several hosts, ``"local-processes"`` where there are no GPUs. Processes are started by ``torchrun`` (or set
-    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``), as many on every host. A process takes the GPU of
-    its local rank if there is one for each, or the only one it sees, and then messages are sent by NCCL; without GPUs
-    by gloo. Raises :class:`OptionsError` for other launches.
+    several hosts, ``"local-processes"`` without GPUs. Processes are started by ``torchrun`` (or set ``RANK``,
+    ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``), the same number on every host. A process takes the GPU of its
+    local rank if there is one for each, or the only GPU it sees, and messages are sent by NCCL; without GPUs, by gloo.
+    Raises :class:`OptionsError` for other launches.
     """
     shape = _shape()
     device = _device(shape)
@@ -78,7 +79,7 @@ def _shape() -> JobShape:
     processes, per_host = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if processes < 2 or per_host < 1 or processes % per_host:
         raise OptionsError(
-            f"measuring a job takes at least 2 processes, as many on every host; there are {processes} in all and "
+            f"measuring a job takes at least 2 processes, the same number on every host; there are {processes} in all, "
             f"{per_host} here. Start it as `torchrun --nproc-per-node GPUS [--nnodes HOSTS ...] -m autopar calibrate`"
         )
     return JobShape(processes // per_host, per_host)
@@ -93,24 +94,25 @@ def _device(shape: JobShape) -> torch.device:
     if visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:  # each process was given its own
         return torch.device("cuda", 0)
     raise OptionsError(
-        f"{shape.per_host} processes on this host see {visible} GPUs: start as many as there are, or measure "
-        "processors with CUDA_VISIBLE_DEVICES= (empty)"
+        f"{shape.per_host} processes on this host see {visible} GPUs: start one process per GPU, or measure processors "
+        "with CUDA_VISIBLE_DEVICES= (empty)"
     )
 
 
 @contextmanager
 def _processes(device: torch.device) -> Iterator[None]:
-    """torch.distributed, started here unless it runs; figures are exchanged by gloo even beside NCCL."""
+    """A context in which torch.distributed runs; started here unless it already runs. Figures are exchanged by gloo
+    even if there is NCCL."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     started = not dist.is_initialized()
     if not started and "gloo" not in str(dist.get_backend_config()):
-        raise OptionsError('measuring needs gloo beside NCCL: dist.init_process_group("cpu:gloo,cuda:nccl")')
+        raise OptionsError('measuring needs gloo in addition to NCCL: dist.init_process_group("cpu:gloo,cuda:nccl")')
     if started:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         if int(os.environ["LOCAL_WORLD_SIZE"]) != int(agree(float(os.environ["LOCAL_WORLD_SIZE"]))[0]):
-            raise OptionsError("hosts have unlike numbers of processes: start as many on each")
+            raise OptionsError("hosts have different numbers of processes: start the same number on each")
         yield
     finally:
         if started:
@@ -118,18 +120,18 @@ def _processes(device: torch.device) -> Iterator[None]:
 
 
 def _gathered(value: _Value) -> list[_Value]:
-    found: list[_Value | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return [one for one in found if one is not None]
+    values: list[_Value | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return [gathered for gathered in values if gathered is not None]
 
 
 def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Cluster:
-    """The GPU of every process at work; their times are averaged."""
-    about = torch.cuda.get_device_properties(device)
+    """Measures the GPUs of all processes at once. Their times are averaged."""
+    gpu = torch.cuda.get_device_properties(device)
     samples = mean_device(_gathered(measure_device(device, 0.3 * seconds, lambda: agree(0.0))))
-    found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
-    described = with_host(found, device, shape.per_host, 0.05 * seconds)
-    source = f"GPUs {about.name}; fit error matmul {error:.0%}"
+    fitted, error = fit_gpu(samples, gpu.name, int(gpu.total_memory), int(gpu.multi_processor_count))
+    described = with_host(fitted, device, shape.per_host, 0.05 * seconds)
+    source = f"GPUs {gpu.name}; fit error matmul {error:.0%}"
     return Cluster(
         name="",
         source=source,
@@ -142,11 +144,11 @@ def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Clus
 
 
 def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
-    """Processes that share the cores of their hosts."""
+    """Measures processes that share the cores of their hosts."""
     processes, threads = shape.hosts * shape.per_host, max(1, available_cores() // shape.per_host)
     torch.set_num_threads(threads)
     cpu, rank = torch.device("cpu"), dist.get_rank()
-    # Shares of the time that links leave: chosen by how many figures each takes.
+    # Shares of the time that is not used for links. Chosen by the number of figures that each measures.
     device = measure_device(cpu, 0.2 * seconds, lambda: agree(0.0))
     waiting = measure_synchronisation(processes, 0.05 * seconds)
     alone = measure_alone(rank, processes, 0.05 * seconds)
@@ -159,7 +161,7 @@ def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
 def _with_links(described: Cluster, fitted: FittedLinks, shape: JobShape) -> Cluster:
     source = (
         f"measured {time.strftime('%Y-%m-%d %H:%M')} on {shape.hosts} host{'s' if shape.hosts > 1 else ''} like "
-        f"{platform.node()}, {shape.per_host} processes each: {described.source}, {told(fitted.errors)}"
+        f"{platform.node()}, {shape.per_host} processes each: {described.source}, {error_text(fitted.errors)}"
     )
     facts: Mapping[str, float] = {
         **described.measurement,

@@ -1,8 +1,8 @@
-"""Measures this machine: a :class:`~autopar.cluster.description.Cluster` called ``local`` from a minute of work of
-local processes.
+"""Measures this machine, in about a minute of work by local processes, as a
+:class:`~autopar.cluster.description.Cluster` called ``local``.
 
-All processes work at once while each figure is taken: on a machine with fewer cores than processes what
-matters is the rate each gets. :mod:`.fit_processes` makes the cluster of what they measured.
+All processes work at once while each figure is measured: on a machine with fewer cores than processes, the rate that
+each process gets matters. :mod:`.fit_processes` fits the cluster to what they measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .measure_device import measure_device
 from .measure_host import with_host
 from .samples import Samples
 
-# Of the seconds asked for, those in which processes start and join the group; chosen, not measured.
+# The part of the requested seconds in which processes start and join the group. Chosen, not measured.
 STARTUP_SECONDS = 12.0
 _WORKER = (
     "import sys; from autopar.calibration.measure_process import measure_process; "
@@ -37,8 +37,7 @@ _WORKER = (
 
 
 def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:
-    """Starts the processes, waits at most three times ``seconds`` (and a minute), and ends them whatever
-    happens."""
+    """Starts the processes, waits at most three times ``seconds`` and a minute, and ends them in any case."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -76,8 +75,8 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike
     """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to
     ``path``.
 
-    By default it goes where ``Cluster.get("local")`` looks (:func:`autopar.cluster.description.local_file`). Where
-    there are GPUs, they and their links are measured too and described beside it as ``local-gpu``. Raises
+    The default ``path`` is where ``Cluster.get("local")`` looks (:func:`autopar.cluster.description.local_file`). If
+    there are GPUs, they and their links are measured too, and written to the same folder as ``local-gpu``. Raises
     :class:`WorkerError` if a process fails or hangs.
     """
     if processes < 2:
@@ -95,8 +94,8 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike
 
 
 def _calibrate_gpus(target: Path, seconds: float) -> None:
-    """Writes what the GPUs of this machine are to ``target``: several are measured by a job of a process each
-    (:mod:`.job`), as torchrun starts it."""
+    """Measures the GPUs of this machine and writes them to ``target``. Several GPUs are measured by a job with one
+    process each (:mod:`.job`), started by torchrun."""
     count = torch.cuda.device_count()
     if count == 1:
         write_cluster(target, measure_gpu())
@@ -107,8 +106,8 @@ def _calibrate_gpus(target: Path, seconds: float) -> None:
 
 
 def run_job(command: Sequence[str], limit: float) -> None:
-    """Runs a launcher and whatever it starts. Raises :class:`WorkerError` if it fails, or, all of it ended, if it takes
-    longer than ``limit`` seconds."""
+    """Runs a launcher and the processes it starts. Raises :class:`WorkerError` if it fails, or if it takes longer than
+    ``limit`` seconds; all its processes are then ended."""
     with tempfile.TemporaryFile("w+") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -122,12 +121,12 @@ def run_job(command: Sequence[str], limit: float) -> None:
             launcher.wait()
         if code != 0:
             log.seek(0)
-            why = f"did not end in {limit:.0f} s" if code is None else f"failed (exit code {code})"
-            raise WorkerError(f"measuring GPUs {why}:\n{log.read()[-4000:]}")
+            outcome = f"did not end in {limit:.0f} s" if code is None else f"failed (exit code {code})"
+            raise WorkerError(f"measuring GPUs {outcome}:\n{log.read()[-4000:]}")
 
 
 def write_cluster(path: Path, cluster: Cluster) -> None:
-    """Writes a temporary file, then renames it: another process may be reading."""
+    """Writes a temporary file and renames it, since another process may be reading the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(cluster.to_toml())
@@ -137,11 +136,11 @@ def write_cluster(path: Path, cluster: Cluster) -> None:
 def measure_gpu(seconds: float = 10.0) -> Cluster:
     """One GPU of this machine as a cluster of one device called ``local-gpu``."""
     device = torch.device("cuda", torch.cuda.current_device())
-    about = torch.cuda.get_device_properties(device)
+    gpu = torch.cuda.get_device_properties(device)
     samples = measure_device(device, seconds)
-    found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
-    found = with_host(found, device, 1, 1.0)
+    fitted, error = fit_gpu(samples, gpu.name, int(gpu.total_memory), int(gpu.multi_processor_count))
+    fitted = with_host(fitted, device, 1, 1.0)
     when = time.strftime("%Y-%m-%d %H:%M")
-    source = f"measured on this machine {when}: one {about.name}; fit error matmul {error:.0%}"
-    # One device has no links: the numbers below are never used.
-    return Cluster("local-gpu", source, found, (Link("none", 1, 1.0, 0.0),), overlaps=True)
+    source = f"measured on this machine {when}: one {gpu.name}; fit error matmul {error:.0%}"
+    # One device has no links: the numbers of this link are never used.
+    return Cluster("local-gpu", source, fitted, (Link("none", 1, 1.0, 0.0),), overlaps=True)

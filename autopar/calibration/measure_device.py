@@ -1,4 +1,4 @@
-"""What one process measures of its device."""
+"""Measures the device of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# (m, n, k): square ones, and the skinny ones that sharding and microbatches make of the three products of a layer.
+# (m, n, k): square products, and skinny ones like the products of a layer after sharding and microbatching.
 CPU_MATRICES = (
     (64, 64, 64),
     (256, 256, 256),
@@ -33,19 +33,19 @@ GPU_MATRICES = (
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
 # Chosen: 4, 64 and 512 MiB of float32, so that a launch weighs differently in each.
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
-# The low-precision rate of a processor without matrix units is far below, so one product tells enough.
-# Chosen: one of CPU_MATRICES, to compare with.
+# The low-precision rate of a processor without matrix units is far lower, so one product is enough.
+# Chosen: one of CPU_MATRICES, for comparison.
 CPU_LOW_PRECISION = (256, 256, 256)
-# More than the caches of the processors that a few processes share.
+# Larger than the caches of the processors that a few processes share.
 # Chosen: last-level caches of servers hold some tens of MB.
 POOL_BYTES = 128 << 20
 
 # (length, width) of causal attention with HEADS heads.
 # Chosen: short and long rows, narrow and wide heads, small enough for a core.
 CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
-# Chosen: 256 KiB of float32, many more than a launch costs, and near the core.
+# Chosen: 256 KiB of float32, which take much longer than a launch and stay in a cache near the core.
 FUNCTION_ELEMENTS = 1 << 16
-# A layer's parameters, as many as make one update longer than a time slice.
+# Parameters of layers, enough of them that one update takes longer than a time slice.
 # Chosen: 8 MiB in all.
 UPDATED = 8 * ((256, 1024), (1024,))
 
@@ -76,9 +76,9 @@ class AttentionSample:
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """Seconds of one small operation, one view, matrix products, and elementwise operations moving so many
-    bytes; where measured, of causal attention, of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements on
-    average, and of AdamW updating :data:`UPDATED`. ``share``: how many seconds pass for one of processor time while all
+    """Seconds of one small operation, one view, matrix products, and elementwise operations with their bytes; if
+    measured, also of causal attention, of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements (their average),
+    and of an AdamW update of :data:`UPDATED`. ``share``: wall-clock seconds per second of processor time while all
     processes are at work."""
 
     launch: float
@@ -92,11 +92,11 @@ class DeviceSamples:
 
 
 def mean_seconds(function: Job, device: torch.device, budget: float) -> tuple[float, float]:
-    """Mean time of ``function`` called back to back for about ``budget`` seconds: by the clock, and of the processor
-    (on a GPU by the clock as well).
+    """Mean seconds of ``function``, called back to back for about ``budget`` seconds: wall-clock time and processor
+    time (on a GPU, wall-clock time twice).
 
-    The mean, not the median: processes that share a core are suspended for whole time slices, and what counts
-    is the rate each gets.
+    The mean is taken, not the median, because processes that share a core are suspended for whole time slices, and the
+    rate that each gets is what counts.
     """
     if device.type == "cuda":
         seconds, _ = _mean(function, budget, lambda: _settled(device))
@@ -111,7 +111,7 @@ def _settled(device: torch.device) -> float:
 
 
 def _mean(function: Job, budget: float, now: Callable[[], float]) -> tuple[float, float]:
-    """Seconds per call by ``now``, and of this process's processors."""
+    """Seconds per call by the clock ``now``, and in processor time of this process."""
     for _ in range(2):
         function()
     count, spent, worked, calls = 1, 0.0, 0.0, 0
@@ -126,10 +126,10 @@ def _mean(function: Job, budget: float, now: Callable[[], float]) -> tuple[float
 
 
 def _each(jobs: Sequence[Job], device: torch.device, seconds: float, meet: Job) -> tuple[list[float], float]:
-    """Seconds of each of ``jobs``, called back to back, and the share of processor time in them.
+    """Seconds of each of ``jobs``, called back to back, and the ratio of wall-clock time to processor time.
 
-    They are those of the processor, times how many of the clock it takes for one of them, which is the same for all:
-    the lower quartile counts. So a figure is not disturbed by whatever else ran while just it was taken.
+    The seconds are processor time, multiplied by that ratio, which is the same for all jobs: the lower quartile over
+    all of them. So other load that ran during a single measurement does not disturb its figure.
     """
     times = []
     for job in jobs:
@@ -140,7 +140,8 @@ def _each(jobs: Sequence[Job], device: torch.device, seconds: float, meet: Job) 
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """
+    """The lower quartile of ``values``.
+
     >>> lower_quartile([4.0, 1.0, 2.0, 3.0, 90.0])
     2.0
     """
@@ -148,14 +149,14 @@ def lower_quartile(values: Sequence[float]) -> float:
 
 
 class Pool:
-    """Memory that is more than the caches hold, out of which operations take operands that are others each time: so
-    does a step, which touches much between two uses of a tensor."""
+    """Memory that is larger than the caches, from which operations take different operands each time. The same happens
+    in a step, which touches much memory between two uses of a tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self.ones = torch.ones(POOL_BYTES // 4, device=device)
 
     def turns(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
-        """Tensors of ``shapes`` again and again, until all of the pool was used the same ones not twice."""
+        """Yields tensors of ``shapes`` endlessly. Memory is reused only after the whole pool has been used."""
         sizes, flat = [math.prod(shape) for shape in shapes], self.ones.view(dtype)
         need = sum(sizes)
         if need > len(flat):
@@ -166,23 +167,23 @@ class Pool:
         )
 
     def job(self, operation: Callable[..., torch.Tensor], dtype: torch.dtype, *shapes: tuple[int, ...]) -> Job:
-        """``operation`` on operands of ``shapes``."""
+        """A job that runs ``operation`` on operands of ``shapes``."""
         turns = self.turns(dtype, *shapes)
         return lambda: operation(*next(turns))
 
 
 def _attention_jobs(pool: Pool, length: int, width: int) -> list[Job]:
-    """Causal attention, and its backward."""
+    """Jobs for causal attention and its backward."""
     shape, kind = (1, HEADS, length, width), torch.float32
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    three, four = pool.turns(kind, *(3 * [shape])), pool.turns(kind, *(4 * [shape]))
-    made = forward(*next(three), 0.0, True)
-    return [lambda: forward(*next(three), 0.0, True), lambda: backward(*next(four), *made, 0.0, True)]
+    inputs, backward_inputs = pool.turns(kind, *(3 * [shape])), pool.turns(kind, *(4 * [shape]))
+    saved = forward(*next(inputs), 0.0, True)
+    return [lambda: forward(*next(inputs), 0.0, True), lambda: backward(*next(backward_inputs), *saved, 0.0, True)]
 
 
 def _updating() -> Job:
-    """An update as torch's optimizers do it unless told otherwise."""
+    """A job that runs an AdamW update with torch's default implementation."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in UPDATED]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -190,14 +191,14 @@ def _updating() -> Job:
 
 
 def _processor_jobs(pool: Pool) -> list[Job]:
-    """What is measured of processors alone: attention, functions and updates."""
+    """The jobs that are only measured on processors: attention, functions and updates."""
     jobs = [job for length, width in CPU_ATTENTION for job in _attention_jobs(pool, length, width)]
     jobs += [pool.job(function, torch.float32, (FUNCTION_ELEMENTS,)) for function in (torch.tanh, torch.exp)]
     return [*jobs, _updating()]
 
 
 def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSamples:
-    """``samples`` and what :func:`_processor_jobs` took."""
+    """``samples`` with the ``times`` of :func:`_processor_jobs`."""
     kinds = [(length, width, backward) for length, width in CPU_ATTENTION for backward in (False, True)]
     attention = (AttentionSample(*kind, taken) for kind, taken in zip(kinds, times, strict=False))
     *_, tanh, exp, update = times
@@ -205,21 +206,21 @@ def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSam
 
 
 def measure_device(device: torch.device, seconds: float, meet: Job = lambda: None) -> DeviceSamples:
-    """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to
-    be at work."""
+    """Measures one device for about ``seconds``. ``meet`` is called before each figure, so that all processes are at
+    work."""
     on_gpu = device.type == "cuda"
     shapes, elements = (GPU_MATRICES, GPU_ELEMENTS) if on_gpu else (CPU_MATRICES, CPU_ELEMENTS)
     products = [(shape, torch.float32) for shape in shapes]
     for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,):
         products += [(shape, dtype) for shape in (shapes if on_gpu else (CPU_LOW_PRECISION,))]
     pool, small = Pool(device), torch.ones(8, device=device)
-    # As a step calls them.
+    # Called as a step calls them.
     add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
     jobs: list[Job] = [lambda: add(small, small), lambda: view(small, [2, 4])]
     jobs += [pool.job(torch.mm, dtype, (m, k), (k, n)) for (m, n, k), dtype in products]
     jobs += [pool.job(add, torch.float32, (count,), (count,)) for count in elements]
-    more = [] if on_gpu else _processor_jobs(pool)
-    (launch, viewing, *times), share = _each([*jobs, *more], device, seconds, meet)
+    processor_jobs = [] if on_gpu else _processor_jobs(pool)
+    (launch, viewing, *times), share = _each([*jobs, *processor_jobs], device, seconds, meet)
     multiplied, added = times[: len(products)], times[len(products) : len(products) + len(elements)]
     samples = DeviceSamples(
         launch,

@@ -1,8 +1,8 @@
-"""What the processes of a job, on one host or several, measure of the links between them, all at once.
+"""Measures the links between the processes of a job, on one or several hosts, all of them at once.
 
-Every kind of collective at every message size, in groups inside a host, between hosts and across both; messages to a
-neighbour; and the largest gather between hosts with one process of each host at work, which tells how many adapters
-the processes of a host share.
+It measures every kind of collective at every message size, in groups inside a host, between hosts and across both;
+messages to a neighbour; and the largest gather between hosts with one process of each host at work, which shows how
+many adapters the processes of a host share.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ GPU_MESSAGE_BYTES = (64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 ROUNDS = 5
 # Chosen: ends the rounds of small messages, whose mean is steady by then.
 MOST_REPEATS = 100
-# Larger messages of a kind are left out if one took longer than this beyond its part of the time.
-# Chosen: what one slow kind may cost on top of the seconds asked for.
+# Larger messages of a kind are left out if one took this much longer than its part of the time.
+# Chosen: the time that one slow kind may add to the requested seconds.
 PATIENCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """``hosts`` of ``per_host`` processes, ranks of a host consecutive."""
+    """A job of ``per_host`` processes on each of ``hosts`` hosts. The ranks of a host are consecutive."""
 
     hosts: int
     per_host: int
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """Hosts, then processes of a host; an even number above two as (its half, 2), for smaller groups to be
-        measured.
+        """Hosts, then processes of a host. An even number above two becomes (its half, 2), so that smaller groups are
+        measured too.
 
         >>> JobShape(2, 8).mesh
         (2, 4, 2)
@@ -75,9 +75,9 @@ class JobShape:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Until the last process had done it, a collective over ``axes`` of the mesh of :class:`JobShape` took ``seconds``.
-    ``nbytes`` is the full tensor of a group (:mod:`autopar.cost.collective.collective`), or, of the kind ``message``,
-    what each process sent to the next of its group. ``alone``: only the groups of each host's first process were at
+    """A collective over ``axes`` of the mesh of :class:`JobShape` took ``seconds`` until the last process was done.
+    ``nbytes``: of the full tensor of a group (:mod:`autopar.cost.collective.collective`) or, for the kind ``message``,
+    of what each process sent to the next of its group. ``alone``: only the groups of each host's first process were at
     work."""
 
     axes: tuple[int, ...]
@@ -103,16 +103,14 @@ def _trials(shape: JobShape, sizes: tuple[int, ...]) -> Iterator[_Trial]:
 
 
 def measure_links(groups: MeshGroups, shape: JobShape, seconds: float) -> tuple[LinkSample, ...]:
-    """Measures for about ``seconds``, collectively; ``groups`` are of the mesh ``shape.mesh``. Every rank gets the same
-    samples."""
+    """Measures for about ``seconds``. All processes call this and get the same samples. ``groups``: those of the mesh
+    ``shape.mesh``."""
     sizes = MESSAGE_BYTES if groups.device.type == "cpu" else GPU_MESSAGE_BYTES
     wires, started, trials = Collectives(groups), time.perf_counter(), list(_trials(shape, sizes))
     samples, too_slow = list[LinkSample](), set[tuple[tuple[int, ...], str]]()
     for index, trial in enumerate(trials):
         if trial.alone:
-            trial = replace(
-                trial, nbytes=max(s.nbytes for s in samples if (s.axes, s.kind) == (trial.axes, trial.kind))
-            )
+            trial = replace(trial, nbytes=_largest(samples, trial))
         elif (trial.axes, trial.kind) in too_slow:
             continue
         function = _function(trial, wires, shape)
@@ -129,7 +127,7 @@ def measure_links(groups: MeshGroups, shape: JobShape, seconds: float) -> tuple[
 
 
 def _largest(samples: Sequence[LinkSample], trial: _Trial) -> int:
-    """The largest message that the same groups exchanged all at once."""
+    """The largest message that the same groups exchanged, all of them at once."""
     return max(sample.nbytes for sample in samples if (sample.axes, sample.kind) == (trial.axes, trial.kind))
 
 
@@ -143,7 +141,9 @@ def _function(trial: _Trial, wires: Collectives, shape: JobShape) -> Callable[[]
 
 
 def _message(nbytes: int, group: AxisGroup, device: torch.device) -> Callable[[], object]:
-    """A message to the next process of ``group``, and one from the process before."""
+    """Returns a function that sends a message to the next process of ``group`` and receives one from the process
+    before.
+    """
     sent, received = (torch.ones(max(1, nbytes // 4), device=device) for _ in range(2))
     following, before = (group.index + 1) % group.size, (group.index - 1) % group.size
 

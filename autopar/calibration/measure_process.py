@@ -1,8 +1,8 @@
-"""What one process measures of its device and of the links to the others, all of them working at once.
+"""Measures, in one process, its device and the links to the other processes, while all of them work.
 
-Run by :mod:`autopar.calibration.machine` in processes of its own; results are plain numbers in JSON, one file per
-rank. All figures are taken in several rounds, spread over the whole time: what disturbs a machine lasts longer than
-one figure takes, and would else fall on some of them alone (:mod:`.combine_samples`).
+:mod:`autopar.calibration.machine` runs this in processes of its own. Results are plain numbers in JSON, one file per
+rank. All figures are measured in several rounds, spread over the whole time: disturbances of a machine last longer than
+one measurement, and would otherwise affect only some figures (:mod:`.combine_samples`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .samples import CollectiveSample, Samples
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # Chosen: the fewest that have a lower quartile (docs/cost-model.md, `local`).
 ROUNDS = 4
-# Computing between two collectives while synchronisation is measured: about as much as in a step that has many of them.
-# Where there are few, they cost little whatever each does.
+# Seconds of computation between two collectives while synchronisation is measured: about as much as in a step with many
+# collectives. If a step has few collectives, they cost little in any case.
 # Compared with 1, 16 and 30 ms in docs/cost-model.md, "Synchronisation".
 WORK_SECONDS = 0.004
-# Loops in a row of which one measures synchronisation.
+# How many loops in a row make one measurement of synchronisation.
 # Chosen: 20 ms of computing together, longer than a time slice.
 REPEATS = 5
-# Chosen: one product is short against WORK_SECONDS, which are made of several.
+# Chosen: one product is much shorter than WORK_SECONDS, which consist of several.
 SQUARE = (256, 256)
 
 
 def collective_call(
     kind: str, members: int, nbytes: int, wires: Collectives, axes: tuple[int, ...]
 ) -> Callable[[], object]:
-    """A collective, as plans run it, whose full tensor has about ``nbytes`` bytes."""
+    """Returns a function that runs a collective as plans do, with a full tensor of about ``nbytes`` bytes."""
     device = wires.groups.device
     part = torch.ones(max(1, nbytes // 4 // members), device=device)
     full = torch.ones(part.numel() * members, device=device)
@@ -55,13 +55,13 @@ def collective_call(
         return lambda: wires.all_gather(part, axes, 0, full.numel()).wait()
     if kind == "reduce_scatter":
         return lambda: wires.reduce_scatter(full, axes, "sum", 0).wait()
-    # Each of n devices holds 1/n of what counts as the full tensor, itself in n pieces.
+    # Each of n devices holds 1/n of the full tensor, divided into n pieces.
     rows = torch.ones(members, -(-part.numel() // members), device=device)
     return lambda: wires.all_to_all(rows, axes, 1, members * rows.shape[1], 1, 0, 1).wait()
 
 
 def agree(*seconds: float) -> list[float]:
-    """The largest values of any process, so that all repeat equally often. Waits for all."""
+    """The largest values of any process, so that all processes repeat equally often. Waits for all processes."""
     values = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [float(value) for value in values]
@@ -74,14 +74,14 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _groups(processes: int) -> tuple[Collectives, dict[int, tuple[int, ...]]]:
-    """Collectives among local processes, and for each size of group (pairs and all) the axes it spans."""
+    """Collectives among local processes, and for each size of group (pairs, and all processes) the axes it spans."""
     shape = halved(processes)
     wires = Collectives(mesh_groups(DeviceMesh("cpu", torch.arange(processes).reshape(shape))))
     return wires, {math.prod(shape[axis:]): tuple(range(axis, len(shape))) for axis in reversed(range(len(shape)))}
 
 
 def halved(count: int) -> tuple[int, ...]:
-    """A mesh of ``count`` processes: an even number above two as (its half, 2), for pairs to be measured too.
+    """A mesh of ``count`` processes. An even number above two becomes (its half, 2), so that pairs are measured too.
 
     >>> halved(8), halved(3)
     ((4, 2), (3,))
@@ -90,8 +90,8 @@ def halved(count: int) -> tuple[int, ...]:
 
 
 def rate_of_all(function: Callable[[], object], count: int, device: torch.device | None = None) -> float:
-    """Seconds per call of ``count`` in a row, from when all processes start to when the last is done, with all that was
-    started on ``device``."""
+    """Seconds per call of ``count`` calls in a row, from when all processes start until the last one is done, including
+    all work that was started on ``device``."""
     agree(0.0)
     start = time.perf_counter()
     for _ in range(count):
@@ -103,10 +103,10 @@ def rate_of_all(function: Callable[[], object], count: int, device: torch.device
 
 
 def measure_synchronisation(processes: int, seconds: float) -> float:
-    """By how many seconds a small collective among all processes takes longer when they come to it from computing.
+    """The seconds by which a small collective among all processes takes longer if they compute before it.
 
-    Three loops take turns: computing, the collective, and both. What both take beyond the sum of the two is waiting
-    for the last to arrive. The same piece of work takes every process another time where cores are shared.
+    Three loops take turns: computation, the collective, and both. The time of both beyond the sum of the two is the
+    wait for the last process to arrive. If processes share cores, the same work takes each of them a different time.
     """
     wires, groups = _groups(processes)
     meet = collective_call("all_gather", processes, MESSAGE_BYTES[0], wires, groups[processes])
@@ -131,7 +131,7 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
 
 
 def measure_alone(rank: int, processes: int, seconds: float) -> float:
-    """How many times as fast this process computes while the others wait as while all do."""
+    """The factor by which this process computes faster while the others wait than while all compute."""
     square = torch.ones(SQUARE)
     budget = seconds / (processes + 1)
 
@@ -149,8 +149,8 @@ def measure_alone(rank: int, processes: int, seconds: float) -> float:
 
 
 def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
-    """Seconds of processor time of a piece of work like a step, and of a tiny operation in it; and of exchanging its
-    gradients behind it, from when all processes start to when the last is done. Medians over repeats."""
+    """Medians over repeats of three times: processor seconds of work like a step; processor seconds of a tiny operation
+    in it; seconds of the exchange of its gradients afterwards, from when all processes start until the last is done."""
     wires, groups = _groups(processes)
     worked, launches, exchanged = list[float](), list[float](), list[float]()
     work, launching, axes = step_like(), step_like(launches), groups[processes]
@@ -175,7 +175,8 @@ def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
 
 
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
-    """Every kind at every message size, among all processes and in pairs, every group busy at once."""
+    """Measures every kind of collective at every message size, among all processes and in pairs, with all groups at
+    work at once."""
     started, samples = time.perf_counter(), list[CollectiveSample]()
     wires, groups = _groups(processes)
     jobs = [(size, kind, nbytes) for size in groups for kind in COLLECTIVES for nbytes in MESSAGE_BYTES]
@@ -187,7 +188,7 @@ def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSampl
         function()
         pilot, elapsed = agree(_timed(function), time.perf_counter() - started)
         budget = max(0.0, seconds - elapsed) / (len(jobs) - index)
-        # Chosen: a median of 200 is steady.
+        # Chosen: the median of 200 calls is steady.
         repeats = min(200, max(2, math.ceil(budget / pilot)))
         times = [_timed(function) for _ in range(repeats)]
         samples.append(CollectiveSample(kind, size, nbytes, statistics.median(times)))
@@ -197,7 +198,7 @@ def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSampl
 
 
 def measure_process(folder: str, rank: int, processes: int, seconds: float) -> None:
-    """What a process started by :func:`autopar.calibration.machine.calibrate` does: measures, and writes
+    """The main function of a process started by :func:`autopar.calibration.machine.calibrate`: measures, and writes
     ``folder/<rank>.json``."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     store = f"file://{Path(folder).absolute()}/rendezvous"
@@ -210,7 +211,7 @@ def measure_process(folder: str, rank: int, processes: int, seconds: float) -> N
 
 
 def _measure_once(rank: int, processes: int, seconds: float) -> Samples:
-    # Shares of the time: chosen by how many figures each takes.
+    # Shares of the time. Chosen by the number of figures that each measures.
     device = measure_device(torch.device("cpu"), 0.3 * seconds, dist.barrier)
     collectives = measure_collectives(processes, 0.35 * seconds)
     synchronisation = measure_synchronisation(processes, 0.15 * seconds)

@@ -1,6 +1,6 @@
-"""A piece of work like a training step, by which calibration learns how much slower operations and collectives are in
-a step than one by one: neither operands nor code are in a cache, results are new memory, and of processes that share
-cores the last one counts."""
+"""Work like a training step, with which calibration measures how much slower operations and collectives are in a step
+than in isolation: in a step, neither operands nor code are in a cache, results are new memory, and of processes that
+share cores the slowest counts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from autopar.cost.compute.roofline import compute_seconds
 LAYERS, ROWS, WIDTH, WIDER = 8, 256, 256, 1024
 
 
-# Tiny operations behind each product of forward while the time of launching is measured.
-# Chosen: enough to average over, few enough that the products find their caches as without.
+# Tiny operations after each product of forward while the launch time is measured.
+# Chosen: enough for an average, few enough not to disturb the caches of the products.
 TINY = 4
 
 
 def step_like(launches: list[float] | None = None) -> Callable[[], list[torch.Tensor]]:
-    """Forward and backward of :data:`LAYERS` pairs of products with elementwise operations between them, which gives
-    the gradients. ``launches`` gets the seconds, of processor time, of a tiny operation that comes behind each product
-    of forward."""
+    """Returns a function that runs forward and backward of :data:`LAYERS` pairs of products, with elementwise
+    operations between them, and returns the gradients. It appends to ``launches`` the processor seconds of a tiny
+    operation after each product of forward."""
     small, add = torch.ones(4, 16), torch.ops.aten.add.Tensor
 
     weights = [(torch.ones(WIDTH, WIDER), torch.ones(WIDER, WIDTH)) for _ in range(LAYERS)]
@@ -49,11 +49,11 @@ def step_like(launches: list[float] | None = None) -> Callable[[], list[torch.Te
             x = x + square @ down
             launch()
         gradients = []
-        for (up, down), (given, wide, square) in zip(reversed(weights), reversed(saved), strict=True):
+        for (up, down), (x_before, wide, square) in zip(reversed(weights), reversed(saved), strict=True):
             gradients.append(square.t() @ x)
             inner = (x @ down.t()) * wide
             inner = inner + wide
-            gradients.append(given.t() @ inner)
+            gradients.append(x_before.t() @ inner)
             x = x + inner @ up.t()
         return gradients
 
@@ -61,7 +61,7 @@ def step_like(launches: list[float] | None = None) -> Callable[[], list[torch.Te
 
 
 def step_like_seconds(cluster: Cluster) -> float:
-    """What :func:`step_like` is priced at, operation by operation."""
+    """The price of :func:`step_like`, operation by operation."""
     wide, narrow = 4 * ROWS * WIDER, 4 * ROWS * WIDTH
     shapes = 2 * [(ROWS, WIDER, WIDTH), (ROWS, WIDTH, WIDER)] + [(WIDER, WIDTH, ROWS), (WIDTH, WIDER, ROWS)]
     products = sum(
@@ -73,8 +73,8 @@ def step_like_seconds(cluster: Cluster) -> float:
 
 
 def exchange_seconds(cluster: Cluster, processes: int) -> tuple[float, float]:
-    """What reducing and scattering the gradients of :func:`step_like` and gathering them again, each in one bucket, is
-    priced at: seconds in all, and those of the bytes on the wire among them."""
+    """The price of a reduce-scatter and an all-gather of the gradients of :func:`step_like`, each in one bucket:
+    seconds in all, and the part of them for bytes on the wire."""
     nbytes = 2 * LAYERS * 4 * WIDER * WIDTH
     packing = 4.0 * nbytes / cluster.device.memory_bandwidth
 

@@ -1,4 +1,4 @@
-"""Everything that one process measures while a machine is calibrated, as plain numbers."""
+"""All measurements of one process while a machine is calibrated, as plain numbers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from .measure_device import AttentionSample, DeviceSamples, MatrixSample
 
-# Times, and what is derived from times.
+# Fields that are times, and fields that are derived from times.
 TIMES = ("step", "launch", "exchange")
 FIGURES = ("synchronisation", "alone")
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """One collective among ``members`` processes took ``seconds``; ``nbytes`` is the full tensor, as in
+    """One collective among ``members`` processes took ``seconds``. ``nbytes``: of the full tensor, as in
     :mod:`autopar.cost.collective.collective`."""
 
     kind: str
@@ -26,8 +26,8 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class Samples:
-    """All one rank measured; ``synchronisation`` is by how many seconds a collective takes longer after computing
-    than after another collective, ``alone`` how many times as fast as with all at work it computes while the others
+    """All measurements of one rank. ``synchronisation``: the seconds by which a collective takes longer after
+    computation than after another collective. ``alone``: the factor by which the rank computes faster while the others
     wait. ``step``, ``launch``, ``exchange``: see :func:`measure_step`."""
 
     device: DeviceSamples
@@ -49,5 +49,5 @@ class Samples:
         pointwise = tuple((int(nbytes), float(seconds)) for nbytes, seconds in device.pop("pointwise"))
         attention = tuple(AttentionSample(**sample) for sample in device.pop("attention"))
         collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
-        found = DeviceSamples(matrices=matrices, pointwise=pointwise, attention=attention, **device)
-        return Samples(found, collectives, **{name: float(table[name]) for name in (*TIMES, *FIGURES)})
+        device_samples = DeviceSamples(matrices=matrices, pointwise=pointwise, attention=attention, **device)
+        return Samples(device_samples, collectives, **{name: float(table[name]) for name in (*TIMES, *FIGURES)})

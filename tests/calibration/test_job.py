@@ -203,7 +203,7 @@ def test_calibrations_of_other_devices_are_passed_over(monkeypatch: pytest.Monke
     calibrated("local-gpu", backend="gloo")
     calibrated("local-job", device=replace(Cluster.get("dgx-a100-80gb").device, name="NVIDIA A100-SXM4-80GB"))
     assert default_cluster("cuda", 8).name == "dgx-h200"
-    with pytest.raises(OptionsError, match=r"nothing is known of 'xpu' devices.*dgx-h100"):
+    with pytest.raises(OptionsError, match=r"nothing is known about 'xpu' devices.*dgx-h100"):
         default_cluster("xpu", 8)
 
 
