@@ -1,7 +1,7 @@
-"""Prices: seconds of computing and communicating, FLOPs and bytes, and the memory there is, for a described
-cluster.
+"""Prices for a described cluster: seconds of computation and communication, FLOPs and bytes, and the memory that a plan
+may use.
 
-Formulas, their sources and what they leave out: ``docs/cost-model.md``.
+``docs/cost-model.md`` gives the formulas, their sources, and what they leave out.
 """
 
 from autopar.cost.collective.collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out

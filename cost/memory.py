@@ -1,4 +1,4 @@
-"""Bytes of a device that a plan may use, and what must stay free."""
+"""Bytes of a device that a plan may use, and bytes that must stay free."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from autopar.errors import OptionsError
 
 
 def reserve(cluster: Cluster) -> int:
-    """Bytes of a device's memory that a plan leaves free: contexts and buffers of libraries, and
-    fragmentation."""
+    """Bytes of a device's memory that a plan leaves free, for contexts and buffers of libraries, and fragmentation."""
     device = cluster.device
     return device.reserve_bytes + math.ceil(device.reserve_fraction * device.memory_bytes)
 
 
-# Share of a host's memory that data loading, checkpoints and the system leave.
+# The share of host memory that data loading, checkpoints and the system leave.
 # Our estimate (docs/cost-model.md, "Host memory").
 HOST_SHARE = 0.8
 
 
 def usable_host_bytes(cluster: Cluster) -> int:
-    """Bytes of the host's memory that a plan may use for each device; 0: there is none apart from the device's."""
+    """Bytes of host memory that a plan may use for each device; 0 if there is none apart from the device's."""
     return int(HOST_SHARE * cluster.device.host_memory_bytes)
 
 
 def usable_bytes(cluster: Cluster) -> int:
-    """Bytes of a device's memory that a plan may use. Raises :class:`OptionsError` if the reserve leaves
-    none."""
+    """Bytes of a device's memory that a plan may use. Raises :class:`OptionsError` if the reserve leaves none."""
     left = cluster.device.memory_bytes - reserve(cluster)
     if left <= 0:
         raise OptionsError(

@@ -79,8 +79,9 @@ def _shape() -> JobShape:
     processes, per_host = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if processes < 2 or per_host < 1 or processes % per_host:
         raise OptionsError(
-            f"measuring a job takes at least 2 processes, the same number on every host; there are {processes} in all, "
-            f"{per_host} here. Start it as `torchrun --nproc-per-node GPUS [--nnodes HOSTS ...] -m autopar calibrate`"
+            f"measuring a job takes at least 2 processes, the same number on every host; there are {processes} "
+            f"in all and {per_host} here. Start it as "
+            "`torchrun --nproc-per-node GPUS [--nnodes HOSTS ...] -m autopar calibrate`"
         )
     return JobShape(processes // per_host, per_host)
 

@@ -52,8 +52,7 @@ class Cluster:
         overlaps: whether messages are sent while the device computes, without slowing it down: true of adapters that
             fetch from memory themselves, false of processes that send with the cores on which they compute.
         sharing, cores: ``sharing`` consecutive devices share the processors of a host, which can serve ``cores``
-        devices
-            at full speed at once. The rates of ``device`` are those with all devices at work.
+            devices at full speed at once. The rates of ``device`` are those with all devices at work.
         backend: the library that sends messages; its buffers count as memory.
     """
 

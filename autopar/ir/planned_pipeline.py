@@ -15,9 +15,9 @@ from .staged_graph import Edge
 class ChunkFigures:
     """What one chunk was priced at: seconds of ``forward``, ``input_gradient`` and ``weight_gradient`` for one
     microbatch, and of ``reduce`` once a step; bytes on a device, ``saved`` by each microbatch in flight and always
-    ``resting``. An undivided backward is ``joined`` seconds quicker than its two halves. Of ``reduce``, ``beside_half``
-    seconds overlap the last weight gradient, or ``beside_whole`` seconds the last undivided backward; at most
-    ``unawaited`` seconds if the rank has more to do.
+    ``resting``. An undivided backward is ``joined`` seconds quicker than its two halves. Of ``reduce``,
+    ``overlap_half`` seconds overlap the last weight gradient, or ``overlap_whole`` seconds the last undivided backward;
+    at most ``unawaited`` seconds if the rank has more to do.
     """
 
     forward: float
@@ -27,8 +27,8 @@ class ChunkFigures:
     saved: float
     resting: float
     joined: float = 0.0
-    beside_half: float = 0.0
-    beside_whole: float = 0.0
+    overlap_half: float = 0.0
+    overlap_whole: float = 0.0
     unawaited: float = float("inf")
 
 

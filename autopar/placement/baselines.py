@@ -4,9 +4,9 @@ Each is a restriction of the placement program, so it computes the same numbers 
 
 - *data parallel* (DDP): every device has all weights, every operation that reads a weight runs on the device's own
   samples, and gradients are all-reduced in buckets.
-- *FSDP* (FSDP2): the same, with weights, gradients and optimizer state sharded over all devices. - *tensor parallel t*
-(Megatron, Shoeybi et al. 2019, section 3): matrices and tables are sharded over the innermost axis,
-  samples over the other axes.
+- *FSDP* (FSDP2): the same, with weights, gradients and optimizer state sharded over all devices.
+- *tensor parallel t* (Megatron, Shoeybi et al. 2019, section 3): matrices and tables are sharded over the innermost
+  axis, samples over the other axes.
 
 A rank may read any slice of the batch, so an input may also be replicated if that saves an exchange. Then every rank
 knows the number of labels that count. Under DDP no rank does, and DDP averages the ranks' means instead. Statistics of

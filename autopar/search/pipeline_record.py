@@ -47,8 +47,8 @@ def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
         saved=price.until_weight_gradient,
         resting=price.static,
         joined=price.input_gradient + price.weight_gradient - price.whole_backward,
-        beside_half=price.beside_weight_gradient,
-        beside_whole=price.beside_backward,
+        overlap_half=price.overlap_weight_gradient,
+        overlap_whole=price.overlap_backward,
         unawaited=price.unawaited,
     )
 

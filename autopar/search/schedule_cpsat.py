@@ -132,7 +132,7 @@ class ScheduleProgram:
         """The least seconds that reductions take after the last weight gradient of a chunk, whether backward is split
         or not."""
         kinds: tuple[Kind, ...] = ("weight_gradient", "backward")
-        most = max(self.prices.beside(Action(kind, chunk, 0)) for kind in kinds)
+        most = max(self.prices.overlapped_reduction(Action(kind, chunk, 0)) for kind in kinds)
         return self.prices.chunks[chunk].reduce - most
 
     def _order(self) -> None:

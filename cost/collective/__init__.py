@@ -1,1 +1,1 @@
-"""Seconds of collectives and of messages on described links."""
+"""Prices of collectives and of messages on described links, in seconds."""

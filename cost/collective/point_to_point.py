@@ -1,4 +1,4 @@
-"""Seconds of a message between two pipeline stages."""
+"""The price of a message between two pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from autopar.cluster.links import MESSAGE, Rate
 
 
 def link_between(cluster: Cluster, source: int, target: int, devices: int) -> Link:
-    """The slowest level of links on the way from the block ``source`` of ``devices`` consecutive ranks to the block
-    ``target``: each rank sends to the one at its position in the other block."""
+    """The slowest level of links between the block ``source`` of ``devices`` consecutive ranks and the block
+    ``target``. Each rank sends to the rank at its position in the other block."""
     for link in cluster.links:
         if link.size is None:
             return link
@@ -19,14 +19,14 @@ def link_between(cluster: Cluster, source: int, target: int, devices: int) -> Li
 
 
 def _rate(link: Link) -> Rate:
-    """Where messages were not measured, as what the collective closest to them was: an all-to-all."""
+    """The rate of messages; if they were not measured, that of the most similar collective, an all-to-all."""
     rates = link.rates.get(MESSAGE) or link.lines("all_to_all", "direct")
     return min(rates, key=lambda rate: rate.bandwidth)
 
 
 def message_rate(cluster: Cluster, source: int, target: int, devices: int) -> tuple[float, float]:
-    """(latency in seconds, bytes per second) of what one rank of stage ``source`` sends to its counterpart of stage
-    ``target``, all ``devices`` of both sending at once. Adapters that a block shares are divided among these alone."""
+    """(latency in seconds, bytes per second) of messages from one rank of stage ``source`` to its counterpart of stage
+    ``target`` while all ``devices`` of both stages send at once. Only these devices share the adapters of a block."""
     link = link_between(cluster, source, target, devices)
     level = cluster.links.index(link)
     below = (cluster.links[level - 1].size or 1) if level else 1

@@ -1,1 +1,1 @@
-"""Seconds of operations: FLOPs, bytes and the roofline."""
+"""Prices of operations in seconds: FLOPs, bytes and the roofline."""

@@ -1,7 +1,7 @@
-"""How the work of an operation is counted: FLOPs, bytes read and written, and the dims of its matrix products.
+"""Counts the work of operations: FLOPs, bytes read and written, and the dims of their matrix products.
 
 Every count is a function of the types of operands and results, so it works on global types with symbolic dims as well
-as on the shards of one device. :mod:`.op_families` says which operation is counted how.
+as on the shards of one device. :mod:`.op_families` assigns counts to operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Outputs = tuple[TensorType | None, ...]
 
 
 class Operation(Protocol):
-    """A :class:`autopar.ir.node.Node`, or anything that says as much of one."""
+    """A :class:`autopar.ir.node.Node`, or any object with these attributes of a node."""
 
     @property
     def op(self) -> str: ...
@@ -38,7 +38,7 @@ Shape = Callable[[Inputs, Outputs], Matrix]
 
 
 def larger(left: Dim, right: Dim) -> Dim:
-    """The larger of two sizes; of symbolic ones the one that is larger for every batch, else a ``Max``."""
+    """The larger of two sizes. Of symbolic sizes, the one that is larger for every batch, otherwise a ``Max``."""
     if isinstance(left, int) and isinstance(right, int):
         return left if left > right else right
     ratio = sympy.sympify(left) / right
@@ -58,17 +58,18 @@ def argument(call: Operation, name: str, default: Any = None) -> Any:
 
 @cache
 def _positions(op: str) -> Mapping[str, int]:
-    """Positions of the arguments of ``aten.mm.default`` by name; none for operations torch does not know."""
+    """Positions of the arguments of an operation such as ``aten.mm.default``, by name; none for operations that torch
+    does not know."""
     namespace, packet, overload = (*op.split("."), "default", "default")[:3]
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    return {item.name: i for i, item in enumerate(schema_of(found).arguments)} if found is not None else {}
+    operator = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    return {item.name: i for i, item in enumerate(schema_of(operator).arguments)} if operator is not None else {}
 
 
 # ---- bytes ------------------------------------------------------------
 
 
 def every_tensor(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-    """Each operand read once, each result written once."""
+    """Bytes if each operand is read once and each result written once."""
     total: Dim = 0
     for tensor in inputs:
         total += math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -83,13 +84,14 @@ def results_only(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
 
 
 def selected_rows(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-    """Of the table (operand 0) only what comes out is read."""
+    """Bytes of a look-up: only the selected rows of the table (operand 0) are read."""
     return every_tensor(call, inputs[1:], outputs) + every_tensor(call, (), outputs)
 
 
 def draw_passes(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-    """Random numbers are mixed from 64-bit integers in many small steps, here counted as eight reads and writes of
-    each: what a core takes (10 ns an element). A device that goes through memory for each step takes twice that."""
+    """Bytes of drawing random numbers. They are mixed from 64-bit integers in many small steps, counted here as eight
+    reads and writes of each integer, which matches a core's time (10 ns per element). A device that accesses memory in
+    each step takes twice that."""
     return 128 * first_result(call, inputs, outputs) + every_tensor(call, (), outputs)
 
 
@@ -117,8 +119,8 @@ def last_operand(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
 
 
 def product(left: int, right: int) -> tuple[Count, Shape]:
-    """FLOPs and (m, n, k) of ``[..., m, k] @ [..., k, n]``, operands ``left`` and ``right``; vectors are
-    matrices of one column."""
+    """FLOPs and (m, n, k) of ``[..., m, k] @ [..., k, n]``, with operands ``left`` and ``right``. Vectors are matrices
+    of one column."""
 
     def matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
         a, b = inputs[left].shape, inputs[right].shape
@@ -147,8 +149,8 @@ def linear_matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
 
 
 def grouped_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-    """``grouped_mm(a, b, offsets)``: the groups split the rows of a, the columns of b, or the inner dim;
-    every row of work is done once. With both operands batched it is a plain batched product."""
+    """``grouped_mm(a, b, offsets)``. The groups divide the rows of a, the columns of b, or the inner dim; every row is
+    computed once. If both operands are batched, it is a plain batched product."""
     a, b = inputs[0].shape, inputs[1].shape
     if len(a) == 3 and len(b) == 2:
         return 2 * math.prod(a[1:]) * b[-1]
@@ -156,7 +158,8 @@ def grouped_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
 
 
 def grouped_here(products: int) -> Count:
-    """``grouped_rows(x, matrices, ends)`` of some of the groups, taken to be equally long, and its gradients."""
+    """``grouped_rows(x, matrices, ends)`` of some of the groups, and its gradients. Groups are assumed to be equally
+    long."""
 
     def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
         x, matrices, ends = (tensor.shape for tensor in inputs[:3])
@@ -172,7 +175,7 @@ def grouped_inner_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Di
 
 
 def convolution_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-    """Every weight meets every position: of the output, or of the input if transposed."""
+    """A convolution multiplies every weight at every position of the output, or of the input if transposed."""
     bias = first_result(call, inputs, outputs) if len(inputs) > 2 else 0
     return _convolution_work(call, inputs[0], inputs[1], outputs[0]) + bias
 
@@ -189,11 +192,11 @@ def convolution_matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
 
 
 def convolution_backward_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-    """``(grad, input, weight)``: as much as forward for each gradient asked for, and a sum for the bias."""
+    """``(grad, input, weight)``: as many FLOPs as forward for each requested gradient, and a sum for the bias."""
     grad, image, weight = inputs[:3]
     work = _convolution_work(call, image, weight, grad)
-    asked = argument(call, "output_mask", tuple(result is not None for result in outputs))
-    return (bool(asked[0]) + bool(asked[1])) * work + (math.prod(grad.shape) if asked[2] else 0)
+    mask = argument(call, "output_mask", tuple(result is not None for result in outputs))
+    return (bool(mask[0]) + bool(mask[1])) * work + (math.prod(grad.shape) if mask[2] else 0)
 
 
 def convolution_backward_matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
@@ -203,10 +206,10 @@ def convolution_backward_matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
 def attention(
     first: int, key_products: int, value_products: int, *, shard_of_causal: bool = False
 ) -> tuple[Count, Shape]:
-    """Scaled dot-product attention with query, key, value at operands ``first`` onward, each [batch, heads,
-    length, width]: so many products over the width of the keys and of the values. Causal attention computes
-    half of each; on a shard of its queries the device with the last ones, for which others wait, all but half of the
-    square on the diagonal."""
+    """Scaled dot-product attention with query, key and value at operands ``first`` onward, each [batch, heads, length,
+    width], and ``key_products`` and ``value_products`` products over the widths of keys and values. Causal attention
+    computes half of each product. If its queries are sharded (``shard_of_causal``), the device with the last queries,
+    for which the others wait, computes all but half of the square on the diagonal."""
 
     def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
         query, key, value = (tensor.shape for tensor in inputs[first : first + 3])
@@ -226,9 +229,9 @@ def attention(
 
 
 def experts(tokens: int, products: int) -> tuple[Count, Count, Shape]:
-    """FLOPs, bytes and (m, n, k) of a mixture-of-experts block: tokens at operand ``tokens``, then ids, weights and the
-    two matrices of the experts held here; ``products`` with each matrix. Every expert is taken to be chosen equally
-    often, so that a device does its share of the rows."""
+    """FLOPs, bytes and (m, n, k) of a mixture-of-experts block. Its operands are the tokens, at position ``tokens``,
+    then ids, weights and the two matrices of the experts on this device. There are ``products`` products with each
+    matrix. All experts are assumed to be chosen equally often, so a device computes its share of the rows."""
 
     def share(call: Operation, inputs: Inputs) -> Dim:
         held, count = inputs[tokens + 3].shape[0], call.args[-2]

@@ -1,15 +1,15 @@
-"""Seconds of matrix products and fused attention at full speed of their operands: efficiency by shape.
+"""Seconds of matrix products and fused attention whose operands arrive at full speed: efficiency by shape.
 
-A library computes a product in tiles of the result, dealt out to the device's multiprocessors in waves, the last of
-which may leave most of them idle. With T(a, b) tiles of a x b among P processors, and device constants d
+A library computes a product in tiles of the result, which are assigned to the device's multiprocessors in waves. The
+last wave may leave most of them idle. With T(a, b) tiles of a x b on P processors, and device constants d
 (``tile_depth``) and c (``tile_border``),
 
     seconds = min over tiles a x b of  ceil(T / P) · 2 a b (k + d) · (1 + c/a + c/b) / (rate / P)
 
-d is what a tile takes to fill its pipeline and write its result, as an inner dim of so many bytes; c says what fetching
-takes beside multiplying: of the operands of a tile a + b rows are read, and used a b times. The library tries tiles of
-many shapes; those of :data:`TILES` are enough to see its steps. Neither a smaller product nor fewer of them is
-dearer, since every term grows with m, n, k and their number.
+d is the time in which a tile fills its pipeline and writes its result, as the bytes of an additional inner dim. c is
+the cost of fetching relative to multiplying: a tile reads a + b rows of its operands and uses them a b times. The
+library tries tiles of many shapes; those of :data:`TILES` suffice to model its steps. A smaller product never costs
+more, and neither do fewer products, since every term grows with m, n, k and their number.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TILES = ((256, 256), (256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (
 def product_seconds(
     device: Device, rate: float, batch: float, matrix: tuple[float, float, float], itemsize: int = 2
 ) -> float:
-    """Seconds of ``batch`` products of [m, k] and [k, n] (``matrix`` is m, n, k) on a device that does ``rate`` FLOP/s
-    at the most, of elements of ``itemsize`` bytes."""
+    """Seconds of ``batch`` products of [m, k] and [k, n] (``matrix`` is m, n, k) on a device of at most ``rate``
+    FLOP/s, with elements of ``itemsize`` bytes."""
     m, n, k = matrix
     if not device.processors:
         h = device.matmul_padding
@@ -39,6 +39,6 @@ def product_seconds(
 
 
 def attention_seconds(device: Device, rate: float, flops: float, width: float) -> float:
-    """Seconds of fused attention of ``flops`` with heads of ``width``; narrow heads use less of a device's matrix
-    units, which softmax keeps waiting between two products."""
+    """Seconds of fused attention of ``flops`` with heads of ``width``. Narrow heads use less of a device's matrix
+    units, which wait for softmax between two products."""
     return flops * (1.0 + device.attention_width / width) / (rate * device.attention_efficiency)

@@ -1,8 +1,8 @@
-"""The family of every operation, which says how its work is counted (:mod:`.flops_and_bytes`).
+"""The family of every operation, which determines how its work is counted (:mod:`.flops_and_bytes`).
 
 Operations are looked up by name without namespace and overload (``aten.mm.default`` is ``mm``; a local form such as
-``autopar.masked_embedding`` is ``embedding``). One that is in no table counts as one FLOP per element of its largest
-tensor, and reads and writes each tensor once.
+``autopar.masked_embedding`` is ``embedding``). An operation that is in no table counts as one FLOP per element of its
+largest tensor, and reads and writes each tensor once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from .flops_and_bytes import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How operations of one family are counted. ``matrix`` gives the (m, n, k) of the matrix products that an
-    operation consists of; ``is_function`` ones evaluate a transcendental function for each element of their largest
-    tensor; ``is_view`` ones move nothing, ``is_free`` ones (placeholders) do not even run."""
+    """How operations of one family are counted. ``matrix`` returns the (m, n, k) of the matrix products of an
+    operation. ``is_function``: they evaluate a transcendental function for each element of their largest tensor.
+    ``is_view``: they move no data. ``is_free``: they are placeholders, which do not run."""
 
     flops: Count
     bytes: Count
@@ -177,13 +177,15 @@ FAMILIES: Mapping[str, Family] = {name: family for family, names in _NAMES for n
 
 @cache
 def family_of(op: str) -> Family:
-    """The family of an operation by its overload name; by torch's own tag for pointwise ones, else
-    :data:`DEFAULT`."""
+    """The family of an operation by its overload name. For operations that are in no table, :data:`POINTWISE` if torch
+    tags them so, otherwise :data:`DEFAULT`."""
     namespace, _, rest = op.partition(".")
     name = rest.partition(".")[0] if rest else namespace
     if namespace == "autopar":
         name = name.removeprefix("masked_") if name not in FAMILIES else name
     if name in FAMILIES:
         return FAMILIES[name]
-    found = getattr(getattr(torch.ops.aten, name, None), op.rpartition(".")[2], None) if namespace == "aten" else None
-    return POINTWISE if found is not None and torch.Tag.pointwise in found.tags else DEFAULT
+    operator = (
+        getattr(getattr(torch.ops.aten, name, None), op.rpartition(".")[2], None) if namespace == "aten" else None
+    )
+    return POINTWISE if operator is not None and torch.Tag.pointwise in operator.tags else DEFAULT

@@ -1,11 +1,11 @@
-"""Seconds of one operation on one device: the roofline model, and its inputs, FLOPs and bytes.
+"""The price of one operation on one device: the roofline model, and its inputs, FLOPs and bytes.
 
     seconds = launch + max(work, traffic) + memory_stalls min(work, traffic)
 
-(Williams, Waterman, Patterson 2009), with work the seconds of its products at full speed of their operands, or of the
-transcendental functions it evaluates, and traffic bytes / bandwidth. Matrix products and attention have efficiencies by
-shape (:mod:`autopar.cost.compute.matmul_efficiency`). Other operations run at the peak: they are bound by bytes on
-any device we know. Views cost ``view_seconds`` and placeholders nothing.
+(Williams, Waterman, Patterson 2009). work: the seconds of its products if operands arrive at full speed, or of the
+transcendental functions it evaluates. traffic: bytes / bandwidth. Matrix products and attention have efficiencies by
+shape (:mod:`autopar.cost.compute.matmul_efficiency`). Other operations run at the peak, because they are bound by
+bandwidth on every known device. Views cost ``view_seconds`` and placeholders nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def _outputs(node: Operation, outputs: Outputs | None) -> Outputs:
 
 
 def flops(node: Operation, inputs: Inputs, outputs: Outputs | None = None) -> Dim:
-    """Floating-point operations of ``node`` on operands of types ``inputs``, giving ``outputs`` (by default
-    the node's own types).
+    """Floating-point operations of ``node`` on operands of types ``inputs``, with results ``outputs`` (by default the
+    node's own types).
 
-    A multiply and an add count two. Dims may be symbolic. Matrix products, convolutions and attention are
-    counted exactly (causal attention by half), anything else one per element of its result or, if that
-    reduces, of its operand.
+    A multiply and an add count two. Dims may be symbolic. Matrix products, convolutions and attention are counted
+    exactly (causal attention by half). Other operations count one per element of the result or, if they reduce, of the
+    operand.
     """
     return family_of(node.op).flops(node, inputs, _outputs(node, outputs))
 
 
 def bytes_moved(node: Operation, inputs: Inputs, outputs: Outputs | None = None) -> Dim:
-    """Bytes ``node`` reads and writes, each tensor once; 0 for views. Arguments as for :func:`flops`."""
+    """Bytes that ``node`` reads and writes, each tensor once; 0 for views. Arguments are those of :func:`flops`."""
     return family_of(node.op).bytes(node, inputs, _outputs(node, outputs))
 
 
@@ -55,9 +55,9 @@ def compute_seconds(
     attention: bool = False,
     functions: float = 0.0,
 ) -> float:
-    """Roofline seconds of one operation; ``matrix`` is (m, n, k) if it consists of matrix products of that
-    shape, ``attention`` says that they are those of fused attention; ``functions``: of how many elements it evaluates
-    a transcendental function."""
+    """Roofline seconds of one operation. ``matrix``: (m, n, k) if it consists of matrix products of that shape;
+    ``attention``: whether they are those of fused attention; ``functions``: the number of elements for which it
+    evaluates a transcendental function."""
     device = cluster.device
     if matrix is None or not flops:
         work = flops / device.flops(dtype) + functions * device.function_seconds
@@ -73,20 +73,20 @@ def compute_seconds(
 def node_seconds(
     cluster: Cluster, node: Operation, inputs: Inputs, outputs: Outputs | None = None, local: str = ""
 ) -> float:
-    """Seconds of one run of ``node`` on a device holding operands of (concrete, local) types ``inputs`` and
-    results ``outputs``; ``local`` names the local operation that replaces it, if any."""
+    """Seconds of one run of ``node`` on a device that holds operands of (concrete, local) types ``inputs`` and results
+    ``outputs``. ``local``: the name of the local operation that replaces it, if any."""
     family = family_of(local or node.op)
     if family.is_view:
         return 0.0 if family.is_free else cluster.device.view_seconds
-    found = _outputs(node, outputs)
-    work, nbytes = family.flops(node, inputs, found), family.bytes(node, inputs, found)
-    matrix = family.matrix(inputs, found) if family.matrix is not None else None
+    results = _outputs(node, outputs)
+    work, nbytes = family.flops(node, inputs, results), family.bytes(node, inputs, results)
+    matrix = family.matrix(inputs, results) if family.matrix is not None else None
     functions = work if family.is_function else 0.0
-    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix, family.is_attention, functions)
+    return compute_seconds(cluster, work, nbytes, _dtype(inputs, results), matrix, family.is_attention, functions)
 
 
 def _dtype(inputs: Inputs, outputs: Outputs) -> torch.dtype:
-    """The dtype that is computed in: of the first operand, else of the first result."""
+    """The dtype of the computation: that of the first operand, otherwise that of the first result."""
     if inputs:
         return inputs[0].dtype
     return outputs[0].dtype if outputs and outputs[0] is not None else torch.float32
@@ -108,5 +108,5 @@ def total_flops(graph: Graph) -> sympy.Expr:
 
 
 def total_bytes(graph: Graph) -> sympy.Expr:
-    """Bytes all operations of ``graph`` read and write, an expression of its symbols."""
+    """Bytes that all operations of ``graph`` read and write, an expression of its symbols."""
     return _total(graph, "bytes")

@@ -1,1 +1,1 @@
-"""Seconds of a pipeline: simulation of schedules, and bounds."""
+"""Prices of pipelines in seconds: simulation of schedules, and bounds."""

@@ -1,4 +1,5 @@
-"""Closed forms for pipelines: seconds that no schedule can beat, and what the named ones take with equal chunks."""
+"""Closed forms for pipelines: seconds that no schedule can beat, and bubbles of the named schedules with equal
+chunks."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from .prices import ChunkPrice, PipelinePrices
 def step_lower_bound(
     prices: PipelinePrices, placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int, split: bool = True
 ) -> float:
-    """Seconds that no schedule of these chunks beats; for pruning before anything is simulated.
+    """Seconds that no schedule of these chunks can beat; used to prune before anything is simulated.
 
-    The larger of, per rank: the earliest it can begin (the shortest way of a first value to one of its chunks), all its
-    work, and the shortest way from its last computation to the end of the step; and one microbatch's way there and
-    back. ``split``: whether backward may be split; a rank may then end with a weight gradient, on which nobody waits.
+    It is the largest of two kinds of sums. For each rank: its earliest start (the shortest path of a first value to one
+    of its chunks), all its work, and the shortest path from its last computation to the end of the step. For one
+    microbatch: its path through all chunks and back. ``split``: whether backward may be split; a rank may then end with
+    a weight gradient, for which no rank waits.
     """
     wiring = Wiring(placement, edges)
     heads = _forward_heads(prices, wiring)
@@ -33,7 +35,8 @@ def step_lower_bound(
 
 
 def _forward(price: ChunkPrice) -> float:
-    """Without receiving, which may pass while the rank waits; so below."""
+    """Seconds of a forward without receiving, which may happen while the rank waits. The functions below leave it out
+    too."""
     return price.forward - price.receive_forward
 
 
@@ -49,7 +52,7 @@ def _back(price: ChunkPrice, split: bool) -> float:
 
 
 def _forward_heads(prices: PipelinePrices, wiring: Wiring) -> list[float]:
-    """Per chunk, the earliest end of its first forward."""
+    """For each chunk, the earliest end of its first forward."""
     heads: list[float] = []
     for chunk, price in enumerate(prices.chunks):
         arrivals = (heads[s] + _transfer(prices, wiring, s, chunk, "forward") for s in wiring.values_from[chunk])
@@ -58,7 +61,7 @@ def _forward_heads(prices: PipelinePrices, wiring: Wiring) -> list[float]:
 
 
 def _backward_tails(prices: PipelinePrices, wiring: Wiring, split: bool) -> list[float]:
-    """Per chunk, the least time from the end of one of its backwards to the end of the step."""
+    """For each chunk, the least seconds from the end of one of its backwards to the end of the step."""
     tails: list[float] = []
     for chunk in range(len(prices.chunks)):
         onward = (
@@ -77,12 +80,12 @@ def _transfer(prices: PipelinePrices, wiring: Wiring, source: int, target: int, 
 
 
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle over busy time with equal chunks and free messages, as published: (p - 1)/m for GPipe with one chunk and for
-    1F1B, (p - 1)/(m v) for interleaved 1F1B with m >= p (Narayanan et al. 2021, there for multiples of p); with
-    forward, input gradient and weight gradient that take the same, (p - 1)/(3 m) for ZB-H1 with m >= p (Qi et al.
-    2023) and (p - 1)/(6 m) for ZB-V with m >= 2 p (Qi et al. 2024). Raises :class:`ScheduleError` for any other.
+    """The ratio of idle to busy time with equal chunks and free messages, as published: (p - 1)/m for GPipe with one
+    chunk and for 1F1B; (p - 1)/(m v) for interleaved 1F1B with m >= p (Narayanan et al. 2021, for multiples of p). If
+    forward, input gradient and weight gradient take equally long, (p - 1)/(3 m) for ZB-H1 with m >= p (Qi et al. 2023)
+    and (p - 1)/(6 m) for ZB-V with m >= 2 p (Qi et al. 2024). Raises :class:`ScheduleError` for other schedules.
 
-    At a fixed global batch, larger microbatches are fewer microbatches: the bubble grows with them.
+    At a fixed global batch, larger microbatches mean fewer of them, so the bubble grows.
     """
     if name in ("gpipe", "1f1b") and chunks == 1:
         return (stages - 1) / microbatches

@@ -12,15 +12,15 @@ from autopar.schedule.dependencies import Wiring
 from autopar.schedule.schedule import Schedule
 
 from .prices import EdgePrice, PipelinePrices
-from .record import Ran, Travelled
+from .record import Ran, SentMessage
 from .shared_processors import Host
 
 _FREE = EdgePrice()
 
 
 class Replay:
-    """Ranks do their actions in order of time; what happens next is the end of a computation, the arrival of a
-    message, or the end of a wait."""
+    """Replays a schedule. Ranks run their actions in the order of time. Events are the end of a computation, the
+    arrival of a message, and the end of a wait."""
 
     def __init__(self, schedule: Schedule, prices: PipelinePrices) -> None:
         self.schedule, self.prices, self.wiring = schedule, prices, Wiring.of(schedule)
@@ -29,9 +29,9 @@ class Replay:
         self.position = [0] * stages
         self.reduced = [0.0] * stages
         self.begun = [0.0] * stages
-        # Since when each rank that waits for what its next computation takes has waited.
+        # For each rank that waits for operands of its next computation, the start of the wait.
         self.idle: dict[int, float] = {}
-        # What made the weight gradients of each chunk last.
+        # For each chunk, the last action that computed its weight gradients.
         self.last: dict[int, Action] = {}
         self.sent: set[Message] = set()
         self.posted: dict[Message, float] = {}
@@ -39,11 +39,11 @@ class Replay:
         self.waiting: dict[Message, list[int]] = defaultdict(list)
         self.link_free: dict[object, float] = defaultdict(float)
         self.done: list[Ran] = []
-        self.travelled: list[Travelled] = []
+        self.messages: list[SentMessage] = []
         shared = prices.shared
         self.host_of = range(stages) if shared is None else shared.hosts
         self.hosts = [Host((1.0,) if shared is None else shared.speeds) for _ in range(max(self.host_of) + 1)]
-        # Of a host that changed only the last entry holds: its version tells.
+        # The version of each host's announced end. Events of older versions are ignored.
         self.versions = [0] * len(self.hosts)
         self.order = count()
         self.events: list[tuple[float, int, str, object]] = []
@@ -52,17 +52,17 @@ class Replay:
         for rank in range(self.schedule.stages):
             self.advance(rank)
         while self.events:
-            self.now, _, what, about = heapq.heappop(self.events)
-            if what == "arrives":
-                assert isinstance(about, Message)
-                self.arrived.add(about)
-                for rank in self.waiting.pop(about, ()):
+            self.now, _, kind, subject = heapq.heappop(self.events)
+            if kind == "arrives":
+                assert isinstance(subject, Message)
+                self.arrived.add(subject)
+                for rank in self.waiting.pop(subject, ()):
                     self.advance(rank)
-            elif what == "resumes":
-                assert isinstance(about, int)
-                self.advance(about)
+            elif kind == "resumes":
+                assert isinstance(subject, int)
+                self.advance(subject)
             else:
-                self.computed(*about)  # type: ignore[misc]
+                self.computed(*subject)  # type: ignore[misc]
         for rank, listed in enumerate(self.schedule.ranks):
             if self.position[rank] < len(listed):
                 at = self.position[rank]
@@ -70,11 +70,11 @@ class Replay:
                     f"rank {rank} never gets past position {at}, {listed[at]}: check the schedule first"
                 )
 
-    def at(self, time: float, what: str, about: object) -> None:
-        heapq.heappush(self.events, (time, next(self.order), what, about))
+    def at(self, time: float, kind: str, subject: object) -> None:
+        heapq.heappush(self.events, (time, next(self.order), kind, subject))
 
     def advance(self, rank: int) -> None:
-        """Goes on with the list of ``rank`` until it computes or waits."""
+        """Advances through the list of ``rank`` until it computes or waits."""
         listed = self.schedule.ranks[rank]
         while self.position[rank] < len(listed):
             action = listed[self.position[rank]]
@@ -90,7 +90,7 @@ class Replay:
             self.position[rank] += 1
 
     def ready(self, rank: int, action: Action) -> bool:
-        """Whether a computation has its values, and the step its gradients; if not, ``rank`` waits for one."""
+        """Whether a computation has its values, or the step its gradients. If not, ``rank`` waits for one of them."""
         if action.chunk < 0:
             if self.reduced[rank] > self.now:
                 self.at(self.reduced[rank], "resumes", rank)
@@ -114,8 +114,9 @@ class Replay:
         self.expect(host)
 
     def handling(self, action: Action) -> float:
-        """What a rank itself does about the messages before and after a computation, where processors move the bytes:
-        half of what each takes, as rates of processes are measured that send and receive at once."""
+        """Seconds that a rank itself spends on the messages before and after a computation, if its processors move the
+        bytes: half of each message's seconds, since rates were measured with processes that send and receive at
+        once."""
         if self.prices.hides:
             return 0.0
         messages = (*self.wiring.arrivals(action), *self.wiring.departures(action))
@@ -146,22 +147,24 @@ class Replay:
         self.advance(rank)
 
     def reduce(self, rank: int, action: Action) -> bool:
-        """Starts a reduction, a part of which overlapped with the computation before if there was none under way;
-        where none hides ``rank`` waits until it is done."""
-        last, beside = self.last.get(action.chunk), 0.0
+        """Starts a reduction. A part of it overlapped the computation before it, unless another reduction was under
+        way. If reductions cannot overlap computation, ``rank`` waits until it is done. Returns whether the rank
+        continues."""
+        last, overlapped = self.last.get(action.chunk), 0.0
         if last is not None:
-            beside = self.prices.beside(last, self.schedule.ends_with(action.chunk))
-        start = max(self.now - beside, self.reduced[rank])
+            overlapped = self.prices.overlapped_reduction(last, self.schedule.ends_with(action.chunk))
+        start = max(self.now - overlapped, self.reduced[rank])
         end = self.reduced[rank] = start + self.prices.chunks[action.chunk].reduce
         self.done.append(Ran(rank, action, start, end))
-        if self.prices.reduces_beside:
+        if self.prices.overlaps_reductions:
             return True
         self.position[rank] += 1
         self.at(end, "resumes", rank)
         return False
 
     def communicate(self, rank: int) -> bool:
-        """Posts the message at hand; without overlap all that follow each other, and waits for them."""
+        """Posts the next message. Without overlap, posts all adjacent messages and waits for them. Returns whether the
+        rank continues."""
         listed, start = self.schedule.ranks[rank], self.position[rank]
         if self.prices.overlap:
             self.post(listed[start])
@@ -177,20 +180,21 @@ class Replay:
         return True
 
     def post(self, action: Action) -> None:
-        """Notes one end of a message, which is sent once both (if transports are buffered, its send) are there."""
+        """Notes one end of a message. It is sent once both ends are posted (if transports are buffered, once its send
+        is)."""
         message = action.message
         if action.receives:
             if message in self.posted:
                 return
             self.posted[message] = self.now
             if not self.prices.buffered and message in self.sent:
-                self.travel(message)
+                self.send(message)
         elif message not in self.sent:
             self.sent.add(message)
             if self.prices.buffered or message in self.posted:
-                self.travel(message)
+                self.send(message)
 
-    def travel(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         ends = self.wiring.placement[message.source], self.wiring.placement[message.target]
         price = self.price_of(message)
         link = self.prices.links.get(ends, ends)
@@ -198,4 +202,4 @@ class Replay:
         self.link_free[link] = start + price.bytes_of(message.direction) / price.bandwidth
         arrival = self.link_free[link] + price.latency
         self.at(arrival, "arrives", message)
-        self.travelled.append(Travelled(message, self.posted.get(message, start), start, arrival))
+        self.messages.append(SentMessage(message, self.posted.get(message, start), start, arrival))

@@ -1,4 +1,4 @@
-"""The timeline of a simulated step, and the bytes that each rank holds through it."""
+"""The timeline of a simulated step, and the bytes that each rank holds during it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Ran(NamedTuple):
     end: float
 
 
-class Travelled(NamedTuple):
-    """A message, when its receive was posted, and when it was sent."""
+class SentMessage(NamedTuple):
+    """A message, the time when its receive was posted, and the start and end of its transfer."""
 
     message: Message
     posted: float
@@ -37,22 +37,22 @@ class Travelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """All that happened in a step."""
+    """Everything that happened in a step."""
 
     schedule: Schedule
     prices: PipelinePrices
     ran: tuple[Ran, ...]
-    travelled: tuple[Travelled, ...]
+    messages: tuple[SentMessage, ...]
 
 
 def timeline_of(record: Record, memory: Memory) -> Timeline:
-    """Computations, reductions and messages (on their sender), in order of time."""
+    """The timeline: computations, reductions and messages (on their sender), in order of time."""
     placement = record.schedule.placement
     spans = [
         Span(rank, str(i), i.kind, start, end, "communication" if i.kind == "reduce" else "compute")
         for rank, i, start, end in record.ran
     ]
-    for message, _, start, end in record.travelled:
+    for message, _, start, end in record.messages:
         send = send_of(message)
         spans.append(Span(placement[message.source], str(send), send.kind, start, end, "communication"))
     spans.sort(key=lambda span: (span.start, span.rank, span.end))
@@ -60,7 +60,8 @@ def timeline_of(record: Record, memory: Memory) -> Timeline:
 
 
 def memory_of(record: Record) -> Memory:
-    """Per rank, (seconds, bytes held from then on): what chunks hold, and the buffers of messages at both ends."""
+    """For each rank, (seconds, bytes held from then on): the bytes of chunks, and the buffers of messages at both
+    ends."""
     changes: list[list[tuple[float, float]]] = [[] for _ in record.schedule.ranks]
     for chunk, rank in enumerate(record.schedule.placement):
         changes[rank].append((0.0, record.prices.chunks[chunk].static))
@@ -88,15 +89,16 @@ def _held(
 
 
 def _buffers(record: Record) -> Iterator[tuple[int, float, float]]:
-    """A sender keeps what it computed until it has arrived; a receiver has a buffer from the time it posts the receive
-    until the value is used, when it is part of what the chunk holds. (rank, seconds, bytes more)."""
+    """Yields (rank, seconds, change in bytes) for message buffers. A sender keeps a value until it has arrived. A
+    receiver has a buffer from when it posts the receive until the value is used; then it counts as part of the
+    chunk."""
     begun, ended = {}, {}
     wiring = Wiring.of(record.schedule)
     for _, action, start, end in record.ran:
         if action.microbatch >= 0:
             begun.update(dict.fromkeys(wiring.arrivals(action), start))
             ended.update(dict.fromkeys(wiring.departures(action), end))
-    for message, posted, _, arrived in record.travelled:
+    for message, posted, _, arrived in record.messages:
         edge = message[1:3] if message.direction == "forward" else message[2:0:-1]
         nbytes = record.prices.edges.get((edge[0], edge[1]), _FREE).bytes_of(message.direction)
         if nbytes:
@@ -106,10 +108,10 @@ def _buffers(record: Record) -> Iterator[tuple[int, float, float]]:
 
 
 def _accumulate(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Running totals; at equal times what is freed goes first."""
+    """Running totals. At equal times, memory is freed first."""
     levels: list[tuple[float, float]] = []
     held = 0.0
-    for time, change in sorted(found for found in changes if found[1] or not found[0]):
+    for time, change in sorted(change_at for change_at in changes if change_at[1] or not change_at[0]):
         held += change
         if levels and levels[-1][0] == time:
             levels.pop()

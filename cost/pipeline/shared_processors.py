@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 class Host:
-    """Computations under way on one host. While k of its ranks compute, each does ``speeds[k - 1]`` seconds of priced
-    work in a second (processor sharing, Kleinrock 1967)."""
+    """The computations under way on one host. While k of its ranks compute, each does ``speeds[k - 1]`` seconds of
+    priced work in a second (processor sharing, Kleinrock 1967)."""
 
     def __init__(self, speeds: Sequence[float]) -> None:
         self.speeds = speeds
-        # Priced seconds that a computation would have had which never ended, up to ``clock``.
+        # Priced seconds that an endless computation would have done up to ``_clock``.
         self._work, self._clock = 0.0, 0.0
         self._ends: list[tuple[float, int]] = []
 
@@ -24,18 +24,18 @@ class Host:
         self._clock = time
 
     def begin(self, rank: int, seconds: float, time: float) -> None:
-        """``rank`` starts to compute what is priced at ``seconds``."""
+        """Starts a computation of ``rank`` that is priced at ``seconds``."""
         self._pass(time)
         heapq.heappush(self._ends, (self._work + seconds, rank))
 
     def next_end(self) -> float:
-        """When the next computation ends if no other begins, infinite if there is none."""
+        """The time at which the next computation ends if no other begins; infinite if there is none."""
         if not self._ends:
             return float("inf")
         return self._clock + max(0.0, self._ends[0][0] - self._work) / self.speeds[len(self._ends) - 1]
 
     def end(self, time: float) -> int:
-        """Ends the computation that is due at ``time``; its rank."""
+        """Ends the computation that is due at ``time``. Returns its rank."""
         self._pass(time)
         self._work, rank = max(self._work, self._ends[0][0]), self._ends[0][1]
         heapq.heappop(self._ends)

@@ -81,7 +81,7 @@ def test_reductions_beside_computing() -> None:
 def test_reductions_begin_within_the_last_backward() -> None:
     """As far as the link is free: what travels beside a backward is of its own chunk only once the one before is done.
     A backward in halves hides what its second half does."""
-    price = ChunkPrice(1.0, 1.0, 1.0, reduce=4.0, beside_weight_gradient=0.5, beside_backward=1.5)
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=4.0, overlap_weight_gradient=0.5, overlap_backward=1.5)
     schedule = make_schedule("gpipe", 1, 3, 2, edges=chain(2))
     beside, instead = (simulate(schedule, PipelinePrices((price,) * 2, step=1.0, hides=h)) for h in (True, False))
     assert beside.seconds == 18.0 - 1.5 + 4.0 + 1.0
@@ -91,8 +91,8 @@ def test_reductions_begin_within_the_last_backward() -> None:
     assert simulate(schedule, PipelinePrices((longer,) * 2, step=1.0)).seconds == 12.0 - 1.5 + 2 * 7.0 + 1.0
     halves = make_schedule("zb-h1", 1, 2)
     assert simulate(halves, PipelinePrices((price,), step=1.0)).seconds == 6.0 - 0.5 + 4.0 + 1.0
-    with pytest.raises(ScheduleError, match="reduces longer beside its last backward than that takes"):
-        simulate(halves, PipelinePrices((replace(price, beside_weight_gradient=1.5),)))
+    with pytest.raises(ScheduleError, match="its reduction overlaps more than its last backward takes"):
+        simulate(halves, PipelinePrices((replace(price, overlap_weight_gradient=1.5),)))
 
 
 def test_messages_that_processors_carry_take_of_their_time() -> None:
@@ -106,7 +106,7 @@ def test_messages_that_processors_carry_take_of_their_time() -> None:
 
 def test_what_is_not_awaited_travels_beside_a_backward_with_more_to_do_after_it() -> None:
     """The gradient that the other rank waits for leaves when backward ends, with few reductions under way by then."""
-    price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, beside_backward=2.0, unawaited=0.5)
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, overlap_backward=2.0, unawaited=0.5)
     schedule = make_schedule("1f1b", 2, 1)
     assert (schedule.ends_with(0), schedule.ends_with(1)) == (True, False)
     ran = simulate(schedule, PipelinePrices((price,) * 2)).record.ran
@@ -120,7 +120,7 @@ def test_a_reduction_before_any_backward_travels_beside_nothing() -> None:
     (listed,) = schedule.ranks
     ranks = (tuple(sorted(listed, key=lambda one: one.kind != "reduce")),)
     assert ranks[0][0].kind == "reduce"
-    price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, beside_backward=2.0)
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, overlap_backward=2.0)
     assert simulate(replace(schedule, ranks=ranks), PipelinePrices((price,))).seconds == 6.0
 
 
