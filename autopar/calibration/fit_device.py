@@ -53,10 +53,9 @@ def fit_tiles(samples: Sequence[MatrixSample], processors: int, launch: float) -
     fastest = max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)
 
     def device(parameters: Floats) -> Device:
-        peak, depth, border = parameters
-        return Device(
-            "", {name: float(peak)}, 1, 1.0, launch, processors=processors, tile_depth=depth, tile_border=border
-        )
+        # Numbers of Python's own: a cluster's TOML has no form for those of numpy.
+        peak, depth, border = map(float, parameters)
+        return Device("", {name: peak}, 1, 1.0, launch, processors=processors, tile_depth=depth, tile_border=border)
 
     def model(parameters: Floats) -> Floats:
         tiled = device(parameters)

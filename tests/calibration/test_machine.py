@@ -55,6 +55,8 @@ def test_tiles_of_a_gpu_are_found_again() -> None:
     for m, n, k in ((4096, 11008, 4096), (1024, 3072, 768), (16384, 4096, 8192)):
         priced, true = (product_seconds(d, d.peak_flops["bf16"], 1.0, (m, n, k)) for d in (found, truth))
         assert priced == pytest.approx(true, rel=0.04)
+    cluster = Cluster("a GPU", "", replace(found, name="gpu"), (Link("none", 1, 1.0, 0.0),))
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
 
 
 def machine(*rates: Rate) -> Cluster:
