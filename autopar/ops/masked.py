@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from .attention import causal_attention, causal_attention_backward
+from .attention import OPERATIONS as ATTENTION_OPERATIONS
 from .ctc_loss import OPERATIONS as CTC_OPERATIONS
 from .experts import OPERATIONS as EXPERT_OPERATIONS
 from .grouped_mm import grouped_backward, grouped_inner, grouped_rows
@@ -216,9 +216,9 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
-# Kernels that assume contiguous operands whatever their strides: attention gives nan, others raise. A graph shows no
-# strides, and on shards they differ.
-_NEED_ROWS = ("_scaled_dot_product_", "view_as_complex.")
+# Kernels that assume contiguous operands whatever their strides: some give nan, others raise. A graph shows no strides,
+# and on shards they differ.
+_NEED_ROWS = ("view_as_complex.",)
 _NEED_ALL = ("_embedding_bag", "as_strided.", "as_strided_scatter.", "view.dtype")
 
 
@@ -248,13 +248,12 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = (
             masked_index_put,
             dense,
             dense_rows,
-            causal_attention,
-            causal_attention_backward,
             grouped_rows,
             grouped_inner,
             grouped_backward,
         )
     }
+    | ATTENTION_OPERATIONS
     | EXPERT_OPERATIONS
     | CTC_OPERATIONS
     | DRAWS

@@ -129,3 +129,14 @@ def exporting() -> Iterator[None]:
     finally:
         for flag, value in zip(flags, saved, strict=True):
             setattr(torch.compiler, flag, value)
+
+
+@contextmanager
+def functional_moves_replaced(name: str, move: Callable[..., Any]) -> Iterator[None]:
+    """The method ``name`` (``cuda``) of tensors that AOTAutograd traces is ``move``: theirs asks for the current GPU.
+    Relies on ``FunctionalTensor`` having its own ``cuda`` (2.11)."""
+    if name not in vars(FunctionalTensor):
+        yield
+        return
+    with patch.object(FunctionalTensor, name, move):
+        yield

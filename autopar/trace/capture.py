@@ -53,10 +53,15 @@ from .record import PATH, PLACE, Recorder, UnrecordedError
 from .replay import Bodies, capture_outlined
 from .running_module import ModuleTracker
 
+# Models are traced on fake tensors of the processor, whatever they run on: one graph for every device, also where torch
+# was built without that device, or there is none (autograd on fake tensors of CUDA needs a GPU).
+CAPTURE_DEVICE = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Request:
-    """What to trace: see :func:`autopar.trace.tracer.trace`."""
+    """What to trace: see :func:`autopar.trace.tracer.trace`. ``device`` is the kind that the model is written for: what
+    its code says of it is said of the device that it is traced on."""
 
     model: nn.Module
     state: tuple[State, ...]
@@ -194,7 +199,7 @@ def _sizes(request: Request) -> set[int]:
 
 
 def _fake(tensor: torch.Tensor, shape: Sequence[Any], request: Request) -> torch.Tensor:
-    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=request.device)
+    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=CAPTURE_DEVICE)
     if tensor.requires_grad and request.grad:
         fake.requires_grad_()
     return nn.Parameter(fake, fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -245,7 +250,7 @@ def capture(
             _collecting_rarely(),
             exporting(),  # Models, transformers' above all, then take paths free of data-dependent checks.
             without_error_log(),
-            patched(),
+            patched(request.device.type),
             experts_as_operations(request.model, request.autocast),
             preserve_node_meta(),
             selected if select else nullcontext(),
@@ -304,32 +309,37 @@ def _outlined(
     found = outline(recorder.program(len(inputs) + len(tensors), outputs))
     if not found.sites:
         raise UnrecordedError("no two calls of modules are equal")
-    device = step.__dict__["request"].device
-    with _without_autocast(device):  # Its casts have been recorded.
+    with _without_autocast():  # Its casts have been recorded.
         with mode:
-            spare = [] if batch is None else [torch.empty((batch,), device=device)]
+            spare = [] if batch is None else [torch.empty((batch,), device=CAPTURE_DEVICE)]
         return capture_outlined(step, inputs, found, spare, mode, partial(_export, mode))
 
 
 def _autocast(request: Request) -> AbstractContextManager[Any]:
-    """What the request computes products in."""
-    return nullcontext() if request.autocast is None else _autocasting(request.device.type, request.autocast)
+    """What the request computes products in: what it says, or else the autocast that is on for the model's device."""
+    own = request.device.type
+    if request.autocast is not None:
+        return _autocasting(request.autocast)
+    if own == CAPTURE_DEVICE.type:
+        return nullcontext()
+    return _autocasting(torch.get_autocast_dtype(own) if torch.is_autocast_enabled(own) else None)
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return _autocasting(device.type, None) if torch.is_autocast_enabled(device.type) else nullcontext()
+def _without_autocast() -> AbstractContextManager[Any]:
+    return _autocasting(None) if torch.is_autocast_enabled(CAPTURE_DEVICE.type) else nullcontext()
 
 
 @contextmanager
-def _autocasting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Casts for products on ``device`` to ``dtype``, or not at all, whether or not that device is there:
-    :class:`torch.autocast` would warn and do nothing. Without torch's cache of casts, which would outlive a trace;
-    equal casts are merged afterwards. Raises :class:`TraceError` if torch cannot."""
+def _autocasting(dtype: torch.dtype | None) -> Iterator[None]:
+    """Casts for products to ``dtype``, or not at all; :class:`torch.autocast` would only warn of an unknown dtype and
+    do nothing. Without torch's cache of casts, which would outlive a trace; equal casts are merged afterwards. Raises
+    :class:`TraceError` if torch cannot."""
+    device = CAPTURE_DEVICE.type
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     try:
         _set_autocast(device, dtype is not None, dtype or before[1], False)
         if torch.is_autocast_enabled(device) != (dtype is not None):
-            raise TraceError(f"torch does not cast to {dtype} on {device}: leave precision out")
+            raise TraceError(f"torch does not cast to {dtype}: leave precision out")
         yield
     finally:
         _set_autocast(device, *before)

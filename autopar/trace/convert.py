@@ -29,10 +29,11 @@ from autopar.torch_internals.joint_graphs import (
 )
 from autopar.torch_internals.operators import OpOverload
 
-from .capture import Captured, Request, module_path_of, place_of
+from .capture import CAPTURE_DEVICE, Captured, Request, module_path_of, place_of
 from .explain_errors import SPARSE, defined_at
 from .expressions import Expressions
 from .model_state import State
+from .neutral_operations import Operation, neutral
 from .random_draws import number_draws
 from .replay import BACKWARD, FORWARD, Bodies
 
@@ -210,7 +211,8 @@ class _Converter:
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
         path, source = self.path_of(node), _source(node)
         try:
-            return self._add(node.name, str(node.target), args, value, path, kwargs=kwargs, source=source)
+            call = neutral(Operation(node.name, str(node.target), args, kwargs))
+            return self._add(call.name, call.op, call.args, value, path, kwargs=call.kwargs, source=source)
         except TraceError as error:
             where = f"{defined_at(self.request.model, path or '')}{f', at {source}' if source else ''}"
             raise TraceError(f"{node.target} {where} gives {error}") from error
@@ -228,10 +230,8 @@ class _Converter:
         return arg
 
     def _device(self) -> torch.device:
-        """One kind of device for the whole graph: that of the tensors it was traced on; which one, a rank
-        knows.
-        """
-        return torch.device(self.request.device.type)
+        """One device for the whole graph, that of the fake tensors it was traced on; a rank puts its own there."""
+        return CAPTURE_DEVICE
 
     def outputs(self) -> Iterator[Output]:
         """Model outputs, mutations, then one gradient per parameter and per input that requires one."""

@@ -18,6 +18,7 @@
 - ``nn.Transformer`` compares a mask with the causal one to let attention leave it out; here the mask is used as it is.
   In evaluation its encoder goes through nested tensors and fused layers; here it is the layers that it trains with;
 - ``cov`` and ``corrcoef`` warn where a value is too small; here they do not (:mod:`.covariance`);
+- devices: a model is traced on the processor, so where it names the device it is written for, it means that one;
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise on values; a graph has no place to raise from.
 """
@@ -44,14 +45,15 @@ from autopar.trace.decompositions.corrected import mended
 
 from .covariance import CORRELATIONS, COVARIANCES, correlation, covariance
 from .embedding_bags import embedding_bag
+from .named_devices import OnProcessor
 
 _CHECKS = "aten::_linalg_check_errors"
 _batch_norm_forward = BatchNorm.forward
 
 
 @contextmanager
-def patched() -> Iterator[None]:
-    """Within, the parts of torch named above are traceable."""
+def patched(device: str = "cpu") -> Iterator[None]:
+    """Within, the parts of torch named above are traceable, for a model that is written for this kind of device."""
     with ExitStack() as stack:
         stack.enter_context(replacements.checkpoint_replaced(_call, _around_a_call))
         stack.enter_context(replacements.module_conversion_replaced(_convert))
@@ -67,6 +69,8 @@ def patched() -> Iterator[None]:
         stack.enter_context(replacements.flex_attention_by_definition())
         stack.enter_context(masks_as_in_eager())
         stack.enter_context(_Plain())
+        if device != "cpu":
+            stack.enter_context(OnProcessor(device))
         yield
 
 

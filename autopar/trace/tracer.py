@@ -128,7 +128,6 @@ def request_for(
         raise TraceError(
             f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
         )
-    _check_device(torch.device(device))
     _check_modules(model)
     return Request(
         model=model,
@@ -155,14 +154,6 @@ def traced_request(request: Request) -> Traced:
         warn_of_counters(model, captured.counted)
     found = _traced(request, captured, graph)
     return replace(found, reads=guards_of(model, reads), read_names=names_of(reads), counted=captured.counted)
-
-
-def _check_device(device: torch.device) -> None:
-    """Fake tensors need no device, but autograd, run on them, ends the process if torch was built without."""
-    kind = device.type
-    built = torch.backends.cuda.is_built() if kind == "cuda" else torch.get_device_module(kind).is_available()
-    if not built:
-        raise TraceError(f"torch was built without {kind}, so it cannot trace for it; trace for the cpu instead")
 
 
 def _check_modules(model: nn.Module) -> None:

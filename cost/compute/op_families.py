@@ -150,23 +150,8 @@ _NAMES: tuple[tuple[Family, str], ...] = (
         """,
     ),
     (CONVOLUTION_BACKWARD, "convolution_backward convolution_backward_overrideable"),
-    (
-        ATTENTION,
-        """
-        scaled_dot_product_attention _scaled_dot_product_attention_math
-        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-        _scaled_dot_product_fused_attention_overrideable
-        """,
-    ),
-    (
-        ATTENTION_BACKWARD,
-        """
-        _scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
-        _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-        _scaled_dot_product_fused_attention_overrideable_backward
-        """,
-    ),
+    (ATTENTION, "attention scaled_dot_product_attention"),
+    (ATTENTION_BACKWARD, "attention_backward"),
     (EXPERTS, "experts some_experts"),
     (EXPERTS_BACKWARD, "experts_backward some_experts_backward"),
     (CAUSAL_SHARD, "causal_attention"),

@@ -48,6 +48,8 @@ ANCHORS = [
     "index_put",
     "index_select",
     "_grouped_mm",
+    "attention",
+    "attention_backward",
 ]
 BILINEAR = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default", "aten.div.Tensor", "aten.convolution.default")
 
@@ -58,8 +60,7 @@ Live = Mapping[Value, frozenset[Placement]]
 def is_anchor(node: Node) -> bool:
     """Whether the operation does work worth dividing."""
     name = node.op.split(".")[1] if node.op.count(".") == 2 else node.op
-    is_listed = name in ANCHORS or "scaled_dot_product" in name
-    return is_listed or (not node.is_placeholder and not node.op.startswith(("aten.", "autopar.")))
+    return name in ANCHORS or (not node.is_placeholder and not node.op.startswith(("aten.", "autopar.")))
 
 
 def _places(node: Node, strategy: Strategy) -> list[Placed]:

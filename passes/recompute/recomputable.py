@@ -15,12 +15,11 @@ from functools import cached_property
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
-from autopar.ir.program import Instruction, draws_numbers
 from autopar.passes.base import is_pure
 
 # Matrix products; those of two activations belong to attention written out.
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm"))
-_FUSED = "aten._scaled_dot_product_"
+_FUSED = "autopar.attention.default"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,7 @@ class Recomputable:
         """The saved activations inside attention: scores and everything computed from them up to the product with the
         values, or the results of one fused operation (Korthikanti et al. 2022, section 5)."""
         inside = set(_between_products(self.graph))
-        fused = {n.name for n in self.graph.nodes if n.op.startswith(_FUSED) and n.phase == "forward"}
+        fused = {n.name for n in self.graph.nodes if n.op == _FUSED and n.phase == "forward"}
         saved = (n for n in self.graph.nodes if n.op == SAVED_ACTIVATION and n.name in self.nodes)
         return frozenset(n.name for n in saved if n.name in inside or n.operands[0].node in fused)
 
@@ -97,7 +96,7 @@ def _possible(graph: Graph, layers: Mapping[str, str], banned: set[str]) -> set[
             shared = any(layers.get(user.name) != own for user in _forward_users(graph, node))
             possible = node.operands[0].node in names and not (own and shared)
         else:
-            possible = _repeatable(node) and all(_is_available(graph, v, own, layers, names) for v in node.operands)
+            possible = is_pure(node.op) and all(_is_available(graph, v, own, layers, names) for v in node.operands)
         if possible:
             names.add(node.name)
     return names
@@ -111,14 +110,6 @@ def _is_available(
     if node.is_placeholder or node.op == SAVED_ACTIVATION:
         return node.op != "tangent"
     return node.name in recomputable and layers.get(node.name) in (None, layer)
-
-
-def _repeatable(node: Node) -> bool:
-    """Whether the operation gives the same bits again. Attention without dropout does, despite its tag."""
-    if is_pure(node.op):
-        return True
-    call = Instruction(node.name, node.op, node.args, node.kwargs)
-    return node.op.startswith(_FUSED) and not draws_numbers(call)
 
 
 def _forward_users(graph: Graph, node: Node) -> Iterator[Node]:

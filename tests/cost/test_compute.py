@@ -117,16 +117,14 @@ def test_flops_of_attention(causal: bool) -> None:
     query, key, value = r(2, 6, 5, 4), r(2, 3, 7, 4), r(2, 3, 7, 4)
     shapes = types((2, 6, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4))
     product = 2 * 2 * 6 * 5 * 7 * 4 // (2 if causal else 1)
-    for name in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention"):
-        op = f"aten._scaled_dot_product_{name}.default"
-        leading = () if "flash" in name else (None, False)
-        forward = Node("y", op, (Value("q"), Value("k"), Value("v"), *leading, 0.0, causal))
-        assert flops(forward, shapes, (shapes[0],)) == 2 * product
-        keyword = Node("y", op, (Value("q"), Value("k"), Value("v")), (("is_causal", causal),))
-        assert flops(keyword, shapes, (shapes[0],)) == 2 * product
-    op = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    op = "autopar.attention.default"
+    forward = Node("y", op, (Value("q"), Value("k"), Value("v"), None, causal))
+    assert flops(forward, shapes, (shapes[0],)) == 2 * product
+    keyword = Node("y", op, (Value("q"), Value("k"), Value("v")), (("is_causal", causal),))
+    assert flops(keyword, shapes, (shapes[0],)) == 2 * product
+    op = "autopar.attention_backward.default"
     values = tuple(map(Value, "gqkvol"))
-    backward = Node("y", op, (*values, 0.0, causal))
+    backward = Node("y", op, (*values, None, causal))
     assert flops(backward, (shapes[0], *shapes, shapes[0], *types((2, 6, 5))), ()) == 5 * product
     if not causal:
         with FlopCounterMode(display=False) as counter:
@@ -317,7 +315,7 @@ def test_wide_heads_use_more_of_the_peak() -> None:
 
 
 def test_the_last_shard_of_causal_queries_is_priced_not_the_average() -> None:
-    node = Node("y", "aten._scaled_dot_product_flash_attention_for_cpu.default", (None, None, None, 0.0, True))
+    node = Node("y", "autopar.attention.default", (None, None, None, None, True))
     whole, shard = types((2, 4, 64, 8)) * 3, (*types((2, 4, 16, 8)), *types((2, 4, 64, 8)) * 2)
     last = family_of("autopar.causal_attention").flops(node, shard, ())
     square = 2 * 4 * 16 * 16 * 16  # half of the corner, two products of 2 FLOPs each, width 8

@@ -30,8 +30,8 @@ from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 LENGTH = 17
 MESHES = {(2,): "S(2)", (4,): "S(2)", (2, 2): "R,S(2)"}
 KERNELS = (
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "autopar.attention",
+    "autopar.attention_backward",
 )
 
 

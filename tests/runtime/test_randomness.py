@@ -25,9 +25,9 @@ def test_which_operations_are_random() -> None:
     assert not any(map(is_random, ("aten.add.Tensor", "collective.wait", "autopar.masked_gather", "aten.nothing.here")))
 
 
-def test_attention_that_drops_nothing_draws_nothing() -> None:
+def test_operations_that_draw_with_a_probability_of_zero_draw_nothing() -> None:
     operands = (Value("q"), Value("k"), Value("v"))
-    op = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    op = "aten._scaled_dot_product_flash_attention.default"
 
     def attention(*args: float, **kwargs: float) -> Instruction:
         return Instruction("y", op, (*operands, *args), tuple(kwargs.items()), 2)

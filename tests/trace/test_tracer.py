@@ -191,9 +191,3 @@ def test_a_function_is_no_module() -> None:
 def test_a_loss_that_is_no_scalar() -> None:
     with pytest.raises(TraceError, match=r"loss_fn returned a tensor of shape \(3, 2\)"):
         trace(nn.Linear(4, 2), (torch.randn(3, 4),), device="cpu", loss_fn=lambda output: output)
-
-
-def test_a_device_that_torch_was_not_built_for() -> None:
-    missing = "xpu" if torch.backends.cuda.is_built() else "cuda"
-    with pytest.raises(TraceError, match=f"built without {missing}"):
-        trace(nn.Linear(2, 2), (torch.ones(2, 2),), device=missing)

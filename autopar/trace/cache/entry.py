@@ -91,7 +91,7 @@ class Entry:
         if not set(self.held.values()) <= own.keys():
             raise ValueError("the model has other constants")
         held = {name: own[place] for name, place in self.held.items()}
-        created = {name: tensor.to(request.device) for name, tensor in self.graph.constants.items()}
+        created = dict(self.graph.constants)
         order = {n.target: None for n in self.graph.nodes if n.op == "constant"}
         constants = {
             name: tensor for name in order for tensor in ({**held, **created}.get(name),) if tensor is not None

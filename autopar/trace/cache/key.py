@@ -33,7 +33,7 @@ def trace_key(request: Request) -> str:
     contents.add(code_version(), *_settings(request.device))
     for name, text in _user_modules():
         contents.add(name, text)
-    contents.add(request.device.type, request.training, request.grad, request.differentiate, request.autocast)
+    contents.add(request.training, request.grad, request.differentiate, request.autocast)
     _add_call(contents, request)
     contents.feed(request.model, "model")
     contents.feed(request.loss_fn, "loss_fn")
@@ -56,10 +56,8 @@ def _settings(device: torch.device) -> Iterator[object]:
     yield torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     yield torch.backends.mha.get_fastpath_enabled()
     yield torch.backends.mkldnn.enabled
-    cuda = torch.backends.cuda
-    yield cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    if device.type == "cuda" and torch.cuda.is_available():
-        yield torch.cuda.get_device_capability(device), torch.backends.cudnn.version()
+    # Which attention is traced; its kernels for a GPU are chosen later.
+    yield torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
 
 
 def _user_modules() -> Iterator[tuple[str, str]]:
