@@ -15,6 +15,7 @@ import torch._decomp.decompositions as torch_decompositions
 from torch import nn
 from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
 from torch._higher_order_ops.flex_attention import math_attention
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
@@ -132,7 +133,7 @@ def exporting() -> Iterator[None]:
 
 
 @contextmanager
-def functional_moves_replaced(name: str, move: Callable[..., Any]) -> Iterator[None]:
+def functional_move_replaced(name: str, move: Replacement) -> Iterator[None]:
     """The method ``name`` (``cuda``) of tensors that AOTAutograd traces is ``move``: theirs asks for the current GPU.
     Relies on ``FunctionalTensor`` having its own ``cuda`` (2.11)."""
     if name not in vars(FunctionalTensor):

@@ -70,6 +70,7 @@ def patched(device: str = "cpu") -> Iterator[None]:
         stack.enter_context(masks_as_in_eager())
         stack.enter_context(_Plain())
         if device != "cpu":
+            stack.enter_context(replacements.functional_move_replaced(device, _stays))
             stack.enter_context(OnProcessor(device))
         yield
 
@@ -95,6 +96,11 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
             for key, tensor in tensors.items():
                 tensors[key] = tensor if tensor is None else function(tensor)
     return module
+
+
+def _stays(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Replaces the method that moves a tensor to the device it is traced on."""
+    return tensor
 
 
 class _Plain(TorchFunctionMode):
