@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.torch_internals.collectives import all_gather_single, reduce_scatter_single
+
 from .gloo import Finish
 from .groups import AxisGroup
 
@@ -57,7 +59,7 @@ def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
     receive = piece.new_empty((group.size, *piece.shape))
     if group.imagined:
         return _finish(None, receive, piece)
-    work = dist.all_gather_single(_wire(receive).view(-1), _wire(piece).view(-1), group=group.group, async_op=True)
+    work = all_gather_single(_wire(receive).view(-1), _wire(piece).view(-1), group=group.group, async_op=True)
     return _finish(work, receive, piece)
 
 
@@ -67,7 +69,7 @@ def reduce_scatter(send: torch.Tensor, op: str, group: AxisGroup) -> Finish:
     if group.imagined:
         return _finish(None, receive, send)
     reduction = _reduction(op, send.dtype)
-    work = dist.reduce_scatter_single(
+    work = reduce_scatter_single(
         _wire(receive).view(-1), _wire(send).view(-1), op=reduction, group=group.group, async_op=True
     )
     return _finish(work, receive, send)
