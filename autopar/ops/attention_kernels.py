@@ -10,6 +10,7 @@ kernel             runs on                                             takes
 ``flash``          CUDA, compute capability 8.0 and above              16-bit, no mask, heads of at most 256
 ``efficient``      CUDA                                                16- and 32-bit, masks
 ``written_out``    everything else (float64 on CUDA, other devices)    every floating dtype, masks
+``shapes``         meta                                                everything; gives tensors without data
 =================  ==================================================  =======================================
 
 Key and value may have fewer heads than the query (grouped queries). The ``efficient`` and ``written_out`` kernels take
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +62,8 @@ def kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
     """The kernel that runs attention for such a ``query``. See the module's table."""
     if query.device.type == "cpu":
         return PROCESSOR
+    if query.device.type == "meta":
+        return SHAPES
     if query.device.type != "cuda" or query.dtype == torch.float64:
         return WRITTEN_OUT
     narrow = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= _FLASH_WIDTH
@@ -225,7 +229,18 @@ def _written_out_backward(
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
+def _shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    sums = torch.float64 if query.dtype == torch.float64 else torch.float32
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output, query.new_empty(query.shape[:-1], dtype=sums)
+
+
+def _shapes_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
 PROCESSOR = Kernel("processor", _processor, _processor_backward)
 FLASH = Kernel("flash", _flash, _flash_backward)
 EFFICIENT = Kernel("efficient", _efficient, _efficient_backward)
 WRITTEN_OUT = Kernel("written_out", _written_out, _written_out_backward)
+SHAPES = Kernel("shapes", _shapes, _shapes_backward)

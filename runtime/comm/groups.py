@@ -26,13 +26,14 @@ from .settle_threads import settle_at_exit
 class AxisGroup:
     """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``.
     ``group`` is None if it is alone, or ``imagined``: then buffers are made as that backend needs them, and nothing is
-    sent (:mod:`autopar.runtime.rehearse.rehearsal`)."""
+    sent (:mod:`autopar.runtime.rehearse.rehearsal`). ``axes`` are those mesh axes, without axes of one device."""
 
     group: dist.ProcessGroup | None
     size: int
     index: int
     device_type: str = "cpu"
     imagined: str = ""
+    axes: tuple[int, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -119,12 +120,12 @@ class MeshGroups:
         for axis in axes:
             index = index * self.shape[axis] + self.coordinate[axis]
         if len(axes) == 1:
-            return AxisGroup(self.mesh.get_group(axes[0]), size, index, kind)
+            return AxisGroup(self.mesh.get_group(axes[0]), size, index, kind, axes=axes)
         if size == dist.get_world_size():
-            return AxisGroup(dist.group.WORLD, size, index, kind)
+            return AxisGroup(dist.group.WORLD, size, index, kind, axes=axes)
         # Only members call: ranks outside the mesh need not know of it.
         group = dist.new_group(self._members(axes), use_local_synchronization=True)
-        return AxisGroup(group, size, index, kind)
+        return AxisGroup(group, size, index, kind, axes=axes)
 
     def _members(self, axes: tuple[int, ...]) -> list[int]:
         spans = [range(n) if a in axes else [self.coordinate[a]] for a, n in enumerate(self.shape)]

@@ -143,8 +143,8 @@ class Source:
                     raise GraphError(f"the size {arg} still has symbols; lower the graph at concrete sizes")
                 return repr(int(arg) if arg.is_integer else float(arg))
             case torch.device():
-                here = self._device.type in (arg.type, "meta") or arg.type == "meta"
-                return self._constant(self._device if here else arg, "device")
+                # A graph names one device, that of its trace: here it is this rank's.
+                return self._constant(self._device, "device")
             case float() if arg != arg or abs(arg) == float("inf"):
                 return f'float("{arg}")'
             case None | bool() | int() | float() | str() | complex():

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
+from autopar.ir.chunk_program import ChunkProgram
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import local_shape
 from autopar.ir.program import Program, TensorSlot
@@ -28,6 +29,7 @@ from .storage_meter import StorageMeter
 
 META = torch.device("meta")
 Tensors = list[torch.Tensor]
+AnyProgram = TypeVar("AnyProgram", Program, ChunkProgram)
 
 
 @dataclass(frozen=True)
@@ -53,33 +55,46 @@ class Footprint:
 
 class ImaginedGroups(MeshGroups):
     """The groups of the rank at ``coordinate`` of a mesh of ``shape`` on which nobody is; ``backend`` decides what
-    buffers collectives make."""
+    buffers collectives make, on ``device``."""
 
-    def __init__(self, shape: tuple[int, ...], coordinate: tuple[int, ...], backend: str) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], coordinate: tuple[int, ...], backend: str, device: torch.device = META
+    ) -> None:
         self.shape, self.coordinate = shape, coordinate
-        self._backend = backend
+        self._backend, self._device = backend, device
         self._made: dict[tuple[int, ...], AxisGroup] = {}
 
     @property
     def device(self) -> torch.device:
-        return META
+        return self._device
 
     def _make(self, axes: tuple[int, ...]) -> AxisGroup:
         index = 0
         for axis in axes:
             index = index * self.shape[axis] + self.coordinate[axis]
-        return AxisGroup(None, math.prod(self.shape[a] for a in axes), index, "cpu", self._backend)
+        return AxisGroup(None, math.prod(self.shape[a] for a in axes), index, self._device.type, self._backend, axes)
 
 
-def rehearse(program: Program | PipelineProgram, backend: str = "nccl") -> Footprint:
-    """The footprint of one training step of ``program``. Raises whatever an operation raises that has no form for meta
-    tensors."""
-    return _whole(program, backend) if isinstance(program, Program) else _staged(program, backend)
+def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: torch.device = META) -> Footprint:
+    """The footprint of one training step of ``program`` on ``device``, which is without data: meta, or any within
+    ``FakeTensorMode``. Raises whatever an operation raises that has no form for such tensors."""
+    if isinstance(program, Program):
+        groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
+        return _whole(_without_data(program), groups)
+    groups = ImaginedGroups(program.mesh[1:], program.coordinate[1:], backend, device)
+    chunks = {index: _without_data(chunk) for index, chunk in program.chunks.items()}
+    return _staged(replace(program, chunks=chunks), groups)
 
 
-def _empty(slot: TensorSlot, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> torch.Tensor:
-    shape = local_shape(slot.shape, slot.placements, mesh, coordinate)
-    return torch.empty(shape, dtype=slot.dtype, device=META)
+def _without_data(program: AnyProgram) -> AnyProgram:
+    """``program``, with constants that are on the meta device."""
+    constants = {name: constant.to("meta") for name, constant in program.constants.items()}
+    return replace(program, constants=constants)
+
+
+def _empty(slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
+    shape = local_shape(slot.shape, slot.placements, groups.shape, groups.coordinate)
+    return torch.empty(shape, dtype=slot.dtype, device=groups.device)
 
 
 def _given(
@@ -93,14 +108,13 @@ def _given(
     return [known[slot.kind][slot.target] if slot.kind in known else empty(slot) for slot in slots]
 
 
-def _whole(program: Program, backend: str) -> Footprint:
-    groups = ImaginedGroups(program.mesh, program.coordinate, backend)
+def _whole(program: Program, groups: MeshGroups) -> Footprint:
     refresh, forward, backward = (
         runner(section, groups, "a rehearsal") for section in (program.refresh, program.forward, program.backward)
     )
 
     def empty(slot: TensorSlot) -> torch.Tensor:
-        return _empty(slot, program.mesh, program.coordinate)
+        return _empty(slot, groups)
 
     stored, constants = (
         list(map(empty, program.parameters)),
@@ -188,29 +202,25 @@ class _Nobody:
         self._sent.clear()
 
 
-def _staged(program: PipelineProgram, backend: str) -> Footprint:
-    inside, coordinate = program.mesh[1:], program.coordinate[1:]
-    groups = ImaginedGroups(inside, coordinate, backend)
+def _staged(program: PipelineProgram, groups: MeshGroups) -> Footprint:
     chunks = {index: ChunkExecutable(chunk, groups) for index, chunk in program.chunks.items()}
     owned = [p.slot for p in program.parameters if program.stage_of(p.owner) == program.stage]
-    stored = {slot.target: _empty(slot, inside, coordinate) for slot in owned}
+    stored = {slot.target: _empty(slot, groups) for slot in owned}
     with torch.no_grad(), StorageMeter() as meter:
         record = _Record(meter, list(stored.values()))
         working: dict[int, dict[str, torch.Tensor]] = {}
         for index, chunk in chunks.items():
             slots = chunk.program.parameters
-            given = [stored.get(s.target, _empty(s, inside, coordinate)) for s in slots]
+            given = [stored.get(s.target, _empty(s, groups)) for s in slots]
             working[index] = dict(zip((s.target for s in slots), chunk.refresh(given), strict=True))
             record.add("weight", list(working[index].values()), ())
 
         def inputs(index: int, microbatch: int) -> Tensors:
             chunk = chunks[index]
-            return _given(
-                chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, inside, coordinate)
-            )
+            return _given(chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, groups))
 
-        tangents = {i: [_empty(s, inside, coordinate) for s in c.program.tangents] for i, c in chunks.items()}
-        run = _Rehearsed(program, chunks, _Nobody(), inputs, tangents, META, record=record)  # type: ignore[arg-type]
+        tangents = {i: [_empty(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
+        run = _Rehearsed(program, chunks, _Nobody(), inputs, tangents, groups.device, record=record)  # type: ignore[arg-type]
         run.run()
         gradients = [value for values in run.gradients.values() for value in values]
         names = [slot.target for i in run.gradients for slot in chunks[i].program.gradients]

@@ -9,7 +9,15 @@ import torch
 from torch.nn import functional as F
 
 from autopar.ops.attention import attention, attention_backward
-from autopar.ops.attention_kernels import EFFICIENT, FLASH, PROCESSOR, WRITTEN_OUT, Kernel, kernel_for
+from autopar.ops.attention_kernels import (
+    EFFICIENT,
+    FLASH,
+    PROCESSOR,
+    SHAPES,
+    WRITTEN_OUT,
+    Kernel,
+    kernel_for,
+)
 from autopar.torch_internals.fake_tensors import FakeTensorMode
 
 LENGTH, KEYS = 7, 9
@@ -104,4 +112,4 @@ def test_which_kernel_runs() -> None:
             query = torch.empty(1, 1, 2, width, dtype=dtype, device="cuda")
             assert kernel_for(query, query if masked else None) is kernel
         assert kernel_for(torch.empty(1, 1, 2, 8), None) is PROCESSOR
-        assert kernel_for(torch.empty(1, 1, 2, 8, device="meta"), None) is WRITTEN_OUT
+        assert kernel_for(torch.empty(1, 1, 2, 8, device="meta"), None) is SHAPES
