@@ -19,7 +19,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from autopar.api import split_batch
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.program import Program
+from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.prices import Prices
 from autopar.planner.prepare import Prepared, prepare
@@ -114,7 +115,9 @@ def recorded_messages() -> Iterator[list[Message]]:
         return start
 
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    with patch.multiple(nccl, **{kind: recording(kind, getattr(nccl, kind)) for kind in kinds}):
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.object(nccl, kind, recording(kind, getattr(nccl, kind))))
         yield messages
 
 
@@ -179,10 +182,17 @@ def plans(base: Prepared) -> Iterator[tuple[str, Callable[[], Row]]]:
     annotated = annotate(graph, MESH)
     for kind, (cluster, options) in configurations().items():
         prices = Prices.of(cluster, MESH, annotated)
-        yield kind, lambda p=prices, o=options: rehearse_ranks(programs(annotated, solved(annotated, p, o), p))
-    chosen = random_assignment(annotated, MESH, 0)
-    yield "random", lambda: rehearse_ranks(programs(annotated, chosen, prices_for(annotated, MESH)))
+        yield kind, partial(_solved, annotated, prices, options)
+    yield "random", partial(_random, annotated)
     yield "stages", partial(_staged, graph)
+
+
+def _solved(annotated: Graph, prices: Prices, options: Options) -> Row:
+    return rehearse_ranks(programs(annotated, solved(annotated, prices, options), prices))
+
+
+def _random(annotated: Graph) -> Row:
+    return rehearse_ranks(programs(annotated, random_assignment(annotated, MESH, 0), prices_for(annotated, MESH)))
 
 
 def _staged(graph: Graph) -> Row:
