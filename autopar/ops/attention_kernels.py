@@ -33,13 +33,15 @@ from torch.nn import functional as F
 
 aten = torch.ops.aten
 
-# FlashAttention's kernels are built for heads of up to 256 (Dao 2023) and for 8.0 (Ampere) and above.
+# The widest heads that FlashAttention's kernels are built for (FlashAttention-2, Dao 2023, section 4).
 _FLASH_WIDTH = 256
+# The oldest GPU that they are built for: Ampere (FlashAttention-2, Dao 2023, section 4).
 _FLASH_CAPABILITY = (8, 0)
-# The kernels for CUDA load 16 bytes at a time: rows of heads and masks are padded to whole loads.
+# The kernels for CUDA load 16 bytes at a time, eight 16-bit elements (torch's `sdp_utils.cpp`, `pad_last_dim<8>`).
 _WIDTH_MULTIPLE = 8
+# Rows of a mask are aligned to so many elements for the memory-efficient kernel (torch's `pad_bias<16>`).
 _MASK_MULTIPLE = 16
-# The memory-efficient kernel stores log-sum-exps for whole blocks of this many queries.
+# The memory-efficient kernel stores log-sum-exps for whole blocks of this many queries (torch's `kAlignLSE`).
 _EFFICIENT_BLOCK = 32
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
