@@ -89,7 +89,8 @@ def plan(
         loss_fn: ``loss_fn(output)``, ``loss_fn(output, batch)`` or, with targets, ``loss_fn(output, targets)``, for a
             model that returns no loss; a module such as ``nn.CrossEntropyLoss()`` too.
         targets: an example of ``step(..., targets=)``: tensors that only ``loss_fn`` receives, in any tree.
-        device: the type of device to trace for (it decides which operations run); default that of the mesh, or cpu.
+        device: the type of device that the model is written for (``"cuda"``); default that of the mesh, or cpu. The
+            plan is the same for all, and none needs to be there.
 
     Raises:
         TraceError: the model cannot be captured; names module and line.
