@@ -1,4 +1,4 @@
-"""Advice for models that do not fit, with and without stages: the texts, and the options that they stand for."""
+"""Advice for models that do not fit, with and without stages: the texts, and the options that follow them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Action:
     """One entry in the list of a pipeline rank: it computes, sends, receives, reduces or ends the step.
 
     ``chunk`` is held by that rank (-1 for ``step``); ``microbatch`` is -1 for ``reduce`` and ``step``; ``peer`` is the
-    chunk at the other end of a message, else -1."""
+    chunk at the other end of a message, otherwise -1."""
 
     kind: Kind
     chunk: int = -1

@@ -80,6 +80,6 @@ def _between(part: Floats) -> Floats:
 
 
 def _misplaced(allowed: Ints, rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """``[i, j]``: whether some segment from i to j - 1 must lie on another rank than ``rank``."""
+    """``[i, j]``: whether some segment from i to j - 1 must be on another rank than ``rank``."""
     elsewhere = ((allowed >= 0) & (allowed != rank)).astype(np.float64)
     return _between(elsewhere) > 0

@@ -4,7 +4,7 @@ The placement program is solved once, for the graph of one microbatch on the mes
 every node. From these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
 (:mod:`.pipeline_breakdown`). The quickest step wins.
 
-The memory of the uncut graph stands for that of all stages together. If a stage turns out too full, the program is
+The memory of the uncut graph is taken as that of all stages together. If a stage turns out too full, the program is
 solved again with less memory, a few times.
 """
 

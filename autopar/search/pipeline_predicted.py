@@ -78,13 +78,13 @@ def rank_lines(breakdown: PipelineBreakdown, rank: int) -> tuple[CostLine, ...]:
 
 def _reduced_meanwhile(breakdown: PipelineBreakdown, rank: int) -> float:
     """Seconds for which reductions of ``rank`` overlap its computations."""
-    own = [one for one in breakdown.simulation.record.ran if one.rank == rank]
-    computed = [one for one in own if one.action.computes]
+    own = [ran for ran in breakdown.simulation.record.ran if ran.rank == rank]
+    reductions = [ran for ran in own if ran.action.kind == "reduce"]
+    computations = [ran for ran in own if ran.action.computes]
     return sum(
-        max(0.0, min(one.end, two.end) - max(one.start, two.start))
-        for one in own
-        if one.action.kind == "reduce"
-        for two in computed
+        max(0.0, min(reduction.end, computation.end) - max(reduction.start, computation.start))
+        for reduction in reductions
+        for computation in computations
     )
 
 

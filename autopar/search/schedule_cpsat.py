@@ -159,7 +159,7 @@ class ScheduleProgram:
             )
         for messages in self.links().values():
             if self._can_meet(messages):
-                self.model.add_no_overlap(map(self._travels, messages))
+                self.model.add_no_overlap(map(self._occupation, messages))
 
     def links(self) -> dict[object, list[tuple[Message, Action]]]:
         """By link, its messages with the computations that wait for them."""
@@ -178,7 +178,7 @@ class ScheduleProgram:
             self.ticks(occupied_seconds(self.prices, m)) > self._length(producers(m)[0]) for m, _ in messages
         )
 
-    def _travels(self, awaited: tuple[Message, Action]) -> Any:
+    def _occupation(self, awaited: tuple[Message, Action]) -> Any:
         """The interval in which a message occupies its link: after it was produced, and a latency before it is used."""
         message, user = awaited
         begin, size = self._time(f"begin {message}"), self.ticks(occupied_seconds(self.prices, message))

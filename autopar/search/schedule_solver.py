@@ -27,7 +27,7 @@ from .schedule_cpsat import MOST_COMPUTATIONS, Limits, ScheduleProgram, computat
 
 # Rounding durations to ticks lowers the bound by about this share.
 OPTIMAL = 0.002
-# How often CP-SAT is asked again with less memory. Chosen: its limits leave out waiting messages, which are small.
+# How often CP-SAT is run again with less memory. Chosen: its limits leave out waiting messages, which are small.
 ROUNDS = 3
 
 
@@ -49,7 +49,7 @@ class SolvedSchedule:
 
     @property
     def gap(self) -> float:
-        """How far ``bound`` lies below ``seconds``, as a share of ``seconds``."""
+        """How far ``bound`` is below ``seconds``, as a share of ``seconds``."""
         return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
 

@@ -19,7 +19,7 @@ TOLERANCE = 1e-6
 # Sweeps between two looks at the choices. Chosen: looking costs about as much as five sweeps (POLISHING).
 _BATCH = 20
 # The work of polishing decoded choices, and of repairing them, in sweeps.
-# Chosen: at most so many descents of a few sweeps are made by each.
+# Chosen: each makes at most this many descents of a few sweeps.
 POLISHING, _REPAIRING = 5, 30
 
 

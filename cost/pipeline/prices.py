@@ -85,7 +85,7 @@ class EdgePrice:
 @dataclass(frozen=True)
 class SharedProcessors:
     """Ranks that share the processors of a host. ``hosts``: the host of each pipeline rank. While k ranks of a host
-    compute, each is ``speeds[k - 1]`` times as fast as priced. A rank stands for all devices of a stage."""
+    compute, each is ``speeds[k - 1]`` times as fast as priced. A rank represents all devices of a stage."""
 
     hosts: tuple[int, ...]
     speeds: tuple[float, ...]

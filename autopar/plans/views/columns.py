@@ -9,7 +9,7 @@ from .quantities import clip
 
 # Characters of a column at most. Chosen: two of them fit in a line of a wide terminal.
 MOST = 60
-# Characters below which no column is narrowed. Chosen: less cannot be told apart.
+# Characters below which no column is narrowed. Chosen: shorter texts cannot be distinguished.
 LEAST = 8
 INDENT = 4  # Characters before each line of a table that is part of another text.
 

@@ -157,8 +157,8 @@ class _Body:
 
     def _shown(self, row: ModuleRow) -> list[ModuleRow]:
         """The children that an open row shows, in their order."""
-        dearest = sorted(row.children, key=lambda child: -child.seconds * child.count)[: self.open.get(id(row), 0)]
-        shown = set(map(id, dearest))
+        by_cost = sorted(row.children, key=lambda child: -child.seconds * child.count)
+        shown = set(map(id, by_cost[: self.open.get(id(row), 0)]))
         return [child for child in row.children if id(child) in shown]
 
     def lines(self) -> Iterator[str]:
