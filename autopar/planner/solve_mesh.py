@@ -201,9 +201,11 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
     that differ, mostly at the ends of the model, could be faster even without a limit."""
     instance, solution = best.instance, best.solution
     folded = len(instance.names) < len(instance.graph.nodes)
-    dearer = solution.objective - unlimited > request.options.gap * solution.objective
+    limit_costs = solution.objective - unlimited > request.options.gap * solution.objective
     # A limit that is far away is not what costs. Chosen, not measured.
-    return folded and dearer and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
+    return (
+        folded and limit_costs and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
+    )
 
 
 def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
