@@ -1,1 +1,1 @@
-"""From a model and a call to a graph."""
+"""Traces a call of a model as a graph."""

@@ -1,6 +1,4 @@
-"""The two ends of a traced call: what the model is called with, and what it returns, as flat lists of
-leaves.
-"""
+"""The arguments and the results of a traced call, as flat lists of leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ Differentiate = Literal["loss", "all"]
 @dataclass(frozen=True)
 class Call:
     """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is not a tensor;
-    ``batch`` is the size of dim 0 that most tensor leaves share (0: none worth a symbol)."""
+    ``batch`` is the size of dim 0 that most tensor leaves share (0: there is none, or it is below 2)."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -40,7 +38,7 @@ class Call:
         return {i: leaf for i, leaf in enumerate(self.leaves) if self.names[i] is None}
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with the given tensors in place of the tensor leaves."""
+        """``(args, kwargs)`` with ``tensors`` instead of the tensor leaves."""
         source = iter(tensors)
         leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -89,8 +87,8 @@ def _batch_size(tensors: Iterable[torch.Tensor]) -> int:
 
 @dataclass
 class Returned:
-    """What the traced call returned, noted while it is traced: the tree, and per leaf its graph output or
-    its constant. ``lost`` names the leaves that are neither, with their types.
+    """What the traced call returned, recorded during the trace: the tree, and for each leaf its graph output or its
+    constant. ``lost`` names the leaves that are neither, with their types.
     """
 
     spec: TreeSpec | None = None
@@ -107,7 +105,7 @@ def collect_outputs(
 ) -> tuple[torch.Tensor, ...]:
     """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
 
-    ``loss`` is what a loss function made of ``output``. An output leaf that is neither tensor nor constant (a
+    ``loss`` is what a loss function computed from ``output``. An output leaf that is neither tensor nor constant (a
     key-value cache object) becomes None, and ``returned.lost`` names it. Every result is a copy, so that no two alias
     each other or an input; outputs that are not differentiated are detached.
     """
@@ -120,8 +118,10 @@ def collect_outputs(
     if loss is not None:
         named["loss"] = loss
     returned.loss = "loss" if loss is not None else _find_loss(output, named)
-    wanted = named if differentiate == "all" or returned.loss is None else {returned.loss}
-    returned.differentiable = tuple(name for name in named if name in wanted and _is_differentiable(named[name]))
+    differentiated = named if differentiate == "all" or returned.loss is None else {returned.loss}
+    returned.differentiable = tuple(
+        name for name in named if name in differentiated and _is_differentiable(named[name])
+    )
     returned.order = tuple(named)
     return tuple(
         leaf.clone() if name in returned.differentiable else leaf.detach().clone() for name, leaf in named.items()
@@ -129,8 +129,8 @@ def collect_outputs(
 
 
 def _flatten_output(output: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], TreeSpec]:
-    """Leaves of ``output`` with their paths, and its tree; dataclasses met for the first time become trees of their
-    fields.
+    """Flattens ``output`` into leaves with their paths, and its tree. Registers dataclasses that are new, as trees of
+    their fields.
     """
     leaves, spec = tree_flatten_with_path(output)
     fresh = {type(leaf) for _, leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
@@ -156,9 +156,9 @@ def _constant(leaf: Any) -> Any:
 
 def _find_loss(output: Any, named: Mapping[str, torch.Tensor]) -> str | None:
     """The name of the output called ``loss``, or of the only differentiable scalar."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     for name, leaf in named.items():
-        if leaf is found and leaf.numel() == 1:
+        if leaf is loss and leaf.numel() == 1:
             return name
     scalars = [name for name, leaf in named.items() if leaf.dim() == 0 and _is_differentiable(leaf)]
     return scalars[0] if len(scalars) == 1 else None

@@ -33,9 +33,9 @@ from autopar.trace.masked_rows.mode import SelectedRows
 
 from .call import Call, Differentiate, Returned, collect_outputs
 from .counters import (
-    Left,
+    CallRecord,
+    ModuleAttributes,
     Operations,
-    Ran,
     attributes_of,
     changed,
     containers,
@@ -77,9 +77,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
-    ``guards`` must hold of it. ``counted`` are the plain numbers that calls of modules count, by path.
-    ``bodies`` has what represents the calls taken out of line, if any; ``notes`` are for people.
+    """A joint graph of torch.fx. ``symbol`` is torch's symbol for the batch size, or None; ``guards`` are conditions on
+    it. ``counted`` are the plain numbers that calls of modules count, by path. ``bodies`` has the graphs of the calls
+    taken out of line, if any; ``notes`` are for people.
     """
 
     graph_module: torch.fx.GraphModule
@@ -103,7 +103,7 @@ class Step(nn.Module):
         self.returned = Returned()
         self.counted: tuple[str, ...] = ()
         self.refilled: tuple[str, ...] = ()
-        # Past nn.Module's bookkeeping: as a submodule, the model would have its parameters lifted too.
+        # Bypasses nn.Module's registration: as a submodule, the model would have its parameters lifted too.
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
         self.__dict__["selected"] = selected
         for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
@@ -117,41 +117,43 @@ class Step(nn.Module):
         return tensor
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The model's outputs, and the loss, as :class:`Returned` orders them."""
+        """The model's outputs, and the loss, in the order of :class:`Returned`."""
         self.__dict__["tracker"].restart()
         self.__dict__["selected"].restart()
-        with self._given(inputs) as (request, args, kwargs):
-            before, held = counters(request.model), containers(request.model)
+        with self._prepared(inputs) as (request, args, kwargs):
+            before, contents = counters(request.model), containers(request.model)
             with request.reads.following(), request.reads.generators.watching():
                 output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
             self.counted = changed(before, counters(request.model))
-            self.refilled = refilled(held, request.model)
+            self.refilled = refilled(contents, request.model)
             return collect_outputs(output, loss, request.differentiate, self.returned)
 
     def draws(self, *inputs: torch.Tensor) -> tuple[str, ...]:
-        """What is to say about numbers that the model draws from generators other than torch's."""
+        """Notes on numbers that the model draws from generators other than torch's."""
         request, tracker = self.__dict__["request"], self.__dict__["tracker"]
 
         def run() -> object:
             tracker.restart()
-            return self._ran(inputs, (), other_mode=False).operations
+            return self._run_again(inputs, (), other_mode=False).operations
 
         return notes_on_draws(request.reads.generators, run, lambda: tracker.path, type(request.model).__name__)
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
-        """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
+        """Which of the changed numbers a graph must not contain as constants, see :func:`counted`."""
         return counted(
-            partial(self._ran, inputs), self.counted, (*self.refilled, *self.__dict__["request"].reads.rewritten)
+            partial(self._run_again, inputs), self.counted, (*self.refilled, *self.__dict__["request"].reads.rewritten)
         )
 
-    def _ran(self, inputs: Sequence[torch.Tensor], attributes: Sequence[Left], *, other_mode: bool) -> Ran:
-        """What a step runs that finds ``attributes`` in the modules: with its backward, even if the trace is without,
+    def _run_again(
+        self, inputs: Sequence[torch.Tensor], attributes: Sequence[ModuleAttributes], *, other_mode: bool
+    ) -> CallRecord:
+        """Records what a step runs if the modules have ``attributes``: with its backward, even if the trace has none,
         since the other mode may be training."""
         self.__dict__["selected"].restart()
-        with self._given(inputs) as (request, args, kwargs), torch.enable_grad():
+        with self._prepared(inputs) as (request, args, kwargs), torch.enable_grad():
             tensors = [*(self._state(index) for index in range(len(request.state))), *inputs]
-            given = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
-            learnt = [t.requires_grad_() for t, real in zip(tensors, given, strict=True) if real.requires_grad]
+            originals = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
+            trainable = [t.requires_grad_() for t, real in zip(tensors, originals, strict=True) if real.requires_grad]
             with_attributes(request.model, attributes)
             if other_mode:
                 request.model.train(not request.training)
@@ -161,32 +163,33 @@ class Step(nn.Module):
                     request.reads.carry()
                 output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
                 outputs = collect_outputs(output, loss, request.differentiate, returned)
-                operations.note((returned.order, returned.constants, outputs, _gradients(outputs, learnt)))
-            return Ran(operations.seen, counters(request.model), attributes_of(request.model))
+                operations.add((returned.order, returned.constants, outputs, _gradients(outputs, trainable)))
+            return CallRecord(operations.seen, counters(request.model), attributes_of(request.model))
 
     @contextmanager
-    def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Request, tuple[Any, ...], dict[str, Any]]]:
-        """The model with this step's tensors, in the mode that is asked for, and the arguments of its call."""
+    def _prepared(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Request, tuple[Any, ...], dict[str, Any]]]:
+        """Gives the model this step's tensors and the requested mode, and yields the arguments of its call."""
         request: Request = self.__dict__["request"]
         args, kwargs = request.call.rebuild(inputs)
         tensors = [self._state(index) for index in range(len(request.state))]
         state = exchanged(request.model, request.state, tensors)
         with state, torch.set_grad_enabled(request.grad), _autocast(request):
-            # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them if the whole fits.
+            # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them alone if the model
+            # itself is in the requested mode.
             if request.model.training != request.training:
                 request.model.train(request.training)
             yield request, args, kwargs
 
 
-def _gradients(outputs: Sequence[torch.Tensor], learnt: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+def _gradients(outputs: Sequence[torch.Tensor], trainable: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     ends = [output for output in outputs if output.requires_grad]
     tangents = [torch.ones_like(end) for end in ends]
-    return torch.autograd.grad(ends, learnt, tangents, allow_unused=True) if ends and learnt else ()
+    return torch.autograd.grad(ends, trainable, tangents, allow_unused=True) if ends and trainable else ()
 
 
 def fresh_prime(sizes: set[int], batch: int) -> int:
-    """A prime that divides none of ``sizes``, so that no size equals the batch's by chance; the smallest
-    above the real ``batch``, so that comparisons with fixed numbers turn out as for that."""
+    """A prime that divides none of ``sizes``, so that no size equals the batch's by chance. It is the smallest such
+    prime above the real ``batch``, so that comparisons with fixed numbers have the same result as for ``batch``."""
     candidate = max(11, batch + 1) | 1
     while not sympy.isprime(candidate) or any(size % candidate == 0 for size in sizes if size):
         candidate += 2
@@ -215,7 +218,8 @@ def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Tracing makes many objects that live on; looking for garbage among them costs an eighth of the time."""
+    """Makes garbage collections rare: tracing creates many objects that stay alive, and collections would take an
+    eighth of its time."""
     saved = gc.get_threshold()
     # Chosen: a few collections for a large model.
     gc.set_threshold(max(saved[0], 200_000), *saved[1:])
@@ -228,10 +232,9 @@ def _collecting_rarely() -> Iterator[None]:
 def capture(
     request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
 ) -> Captured:
-    """The joint graph, with a symbol for the batch size or with the real sizes; ``outlined``, with equal calls of
-    modules captured once; ``select``, with rows selected by values as masks.
-    Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
-    outlined.
+    """Captures the joint graph, with a symbol for the batch size or with the real sizes; ``outlined``: with equal calls
+    of modules captured once; ``select``: with rows selected by values as masks. Raises whatever the model or torch
+    raise, and :class:`UnrecordedError` if nothing can be outlined.
     """
     environment = shape_environment() if symbolic else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
@@ -270,17 +273,17 @@ def capture(
 
 
 def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
-    """The plain numbers that calls of the model count, and what else they change and read; where a second call cannot
-    be made, all numbers that change."""
-    found, reads = step.counted, step.__dict__["request"].reads
+    """The plain numbers that calls of the model count, and whatever else they change and read; if a second call fails,
+    all numbers that change."""
+    paths, reads = step.counted, step.__dict__["request"].reads
     if step.counted or step.refilled or reads.rewritten:
         with suppress(Exception), _symbolic(batch), mode:
-            found = step.counts_on(*inputs)
-    return (*found, *(path for path in reads.written if path not in found))
+            paths = step.counts_on(*inputs)
+    return (*paths, *(path for path in reads.written if path not in paths))
 
 
 def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
-    """What is to say about draws that are not operations."""
+    """Notes on draws that are not operations."""
     request: Request = step.__dict__["request"]
     if not request.reads.generators.drawn:
         return ()
@@ -290,7 +293,8 @@ def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], bat
 
 
 def _symbolic(batch: Any) -> AbstractContextManager[Any]:
-    """As torch's own tracer does, for operations whose C++ code would fix a symbolic size."""
+    """Enables torch's Python dispatcher, as torch's own tracer does, since the C++ code of some operations would fix a
+    symbolic size."""
     return nullcontext() if batch is None else enable_python_dispatcher()
 
 
@@ -301,22 +305,23 @@ def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tens
 def _outlined(
     mode: FakeTensorMode, step: Step, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], batch: Any
 ) -> tuple[torch.fx.GraphModule, Bodies]:
-    """The joint graphs of what the model does, recorded by one run of it."""
+    """The joint graphs of the model's operations, which one run of it records."""
     tracker: ModuleTracker = step.__dict__["tracker"]
     recorder = Recorder((*inputs, *tensors), tracker.modules)
     with tracker.listening(), _symbolic(batch), mode, recorder.listening():
         outputs = step(*inputs)
-    found = outline(recorder.program(len(inputs) + len(tensors), outputs))
-    if not found.sites:
+    program = outline(recorder.program(len(inputs) + len(tensors), outputs))
+    if not program.sites:
         raise UnrecordedError("no two calls of modules are equal")
-    with _without_autocast():  # Its casts have been recorded.
+    with _without_autocast():  # The casts of autocast are already recorded.
         with mode:
-            spare = [] if batch is None else [torch.empty((batch,), device=CAPTURE_DEVICE)]
-        return capture_outlined(step, inputs, found, spare, mode, partial(_export, mode))
+            symbol_inputs = [] if batch is None else [torch.empty((batch,), device=CAPTURE_DEVICE)]
+        return capture_outlined(step, inputs, program, symbol_inputs, mode, partial(_export, mode))
 
 
 def _autocast(request: Request) -> AbstractContextManager[Any]:
-    """What the request computes products in: what it says, or else the autocast that is on for the model's device."""
+    """Autocast to the dtype in which the request computes products: its own, or that of the autocast that is enabled
+    for the model's device."""
     own = request.device.type
     if request.autocast is not None:
         return _autocasting(request.autocast)
@@ -331,9 +336,9 @@ def _without_autocast() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _autocasting(dtype: torch.dtype | None) -> Iterator[None]:
-    """Casts for products to ``dtype``, or not at all; :class:`torch.autocast` would only warn of an unknown dtype and
-    do nothing. Without torch's cache of casts, which would outlive a trace; equal casts are merged afterwards. Raises
-    :class:`TraceError` if torch cannot."""
+    """Casts products to ``dtype``, or not at all; :class:`torch.autocast` would only warn of an unknown dtype and do
+    nothing. Disables torch's cache of casts, which would outlive a trace; equal casts are merged later. Raises
+    :class:`TraceError` if torch cannot cast."""
     device = CAPTURE_DEVICE.type
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     try:
@@ -352,12 +357,12 @@ def _set_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool) 
 
 
 def module_path_of(node: torch.fx.Node) -> str | None:
-    """The path noted by :class:`ModuleTracker`, or None."""
-    found: str | None = notes_of(node).get(PATH)
-    return found
+    """The path recorded by :class:`ModuleTracker`, or None."""
+    path: str | None = notes_of(node).get(PATH)
+    return path
 
 
 def place_of(node: torch.fx.Node) -> int | None:
-    """For a node of a body, which of its operations it came from, or None."""
-    found: int | None = notes_of(node).get(PLACE)
-    return found
+    """The index of the body's operation that a node came from, or None."""
+    place: int | None = notes_of(node).get(PLACE)
+    return place

@@ -1,4 +1,4 @@
-"""The captured torch.fx graph as a :class:`~autopar.ir.graph.Graph`: names, types, phases and module paths."""
+"""Converts a captured torch.fx graph to a :class:`~autopar.ir.graph.Graph`: names, types, phases and module paths."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BATCH = "b"
 
 
 def convert(captured: Captured, request: Request) -> Graph:
-    """The graph of ``captured``. Raises :class:`TraceError` for a size that only running would tell."""
+    """The graph of ``captured``. Raises :class:`TraceError` for a size that is known only at run time."""
     converter = _Converter(captured, request)
     converter.convert_nodes()
     symbols = ((BATCH, request.call.batch),) if captured.symbol is not None else ()
@@ -50,7 +50,7 @@ def convert(captured: Captured, request: Request) -> Graph:
 
 
 class _Converter:
-    """Walks the fx nodes in order; ``values`` says what each one became."""
+    """Converts the fx nodes in order; ``values`` maps each to what it became."""
 
     def __init__(self, captured: Captured, request: Request) -> None:
         self.captured, self.request = captured, request
@@ -59,7 +59,7 @@ class _Converter:
         self.nodes: list[Node] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.names: set[str] = set()
-        self.counts: dict[str, int] = {}  # Where to look on for a free name: no name is ever free again.
+        self.counts: dict[str, int] = {}  # Where the search for an unused name continues: names are never released.
         self.unplaced: set[str] = set()
         self.input_names = tuple(request.call.tensors)
         self.graph_module = captured.graph_module
@@ -83,7 +83,7 @@ class _Converter:
             self.values[node] = self._call(node)
 
     def _forward_of(self, node: fx.Node) -> tuple[Any, ...]:
-        """The results of a call out of line, whose forward operations now stand in line."""
+        """Inlines the forward operations of a call that was taken out of line, and returns its results."""
         inputs, site = self._arg(node.args)
         body = self._bodies.graph_of(site)
         self.inlined[site] = dict(zip(body.inputs, inputs, strict=True))
@@ -164,11 +164,11 @@ class _Converter:
 
     def _state(self, entry: State, value: torch.Tensor) -> Value:
         owner = entry.name.rpartition(".")[0]
-        found = self._add(entry.name, entry.role, (entry.name,), value, owner)
+        placeholder = self._add(entry.name, entry.role, (entry.name,), value, owner)
         if entry.role == "constant":
-            self.nodes[-1] = replace(self.nodes[-1], args=(found.node,))
-            self.constants[found.node] = entry.tensor
-        return found
+            self.nodes[-1] = replace(self.nodes[-1], args=(placeholder.node,))
+            self.constants[placeholder.node] = entry.tensor
+        return placeholder
 
     def _constant(self, node: fx.Node) -> Value:
         attribute = _attribute(self.graph_module, str(node.target))
@@ -183,16 +183,16 @@ class _Converter:
             )
         name = self._name("constant")
         self.names.discard(name)
-        found = self._add(name, "constant", (name,), value, self.path_of(node))
-        self.constants[found.node] = tensor
-        return found
+        placeholder = self._add(name, "constant", (name,), value, self.path_of(node))
+        self.constants[placeholder.node] = tensor
+        return placeholder
 
     def _no_tensor(self, node: fx.Node, value: object) -> TraceError:
         user = next(iter(node.users), node)
-        what = f"a {type(value).__name__} is used by {user.target}"
+        constant = f"a {type(value).__name__} is used by {user.target}"
         where = defined_at(self.request.model, module_path_of(user) or "")
         return TraceError(
-            f"{what} {where}; but a graph holds only tensors and numbers; draw random numbers from torch's own "
+            f"{constant} {where}; but a graph holds only tensors and numbers; draw random numbers from torch's own "
             "generator (torch.manual_seed), or compute the tensor outside the model and keep it in a buffer"
         )
 
@@ -201,8 +201,8 @@ class _Converter:
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
-            found = self.values[source]
-            return Value(found.node, index) if isinstance(found, Value) else found[index]
+            results = self.values[source]
+            return Value(results.node, index) if isinstance(results, Value) else results[index]
         if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.expressions.number(value)
         if not isinstance(node.target, OpOverload):
@@ -230,33 +230,33 @@ class _Converter:
         return arg
 
     def _device(self) -> torch.device:
-        """One device for the whole graph, that of the fake tensors it was traced on; a rank puts its own there."""
+        """The device of the whole graph, that of the fake tensors it was traced on; a rank replaces it by its own."""
         return CAPTURE_DEVICE
 
     def outputs(self) -> Iterator[Output]:
         """Model outputs, mutations, then one gradient per parameter and per input that requires one."""
-        found: dict[tuple[str, str], Value | None] = {}
+        values: dict[tuple[str, str], Value | None] = {}
         output = next(iter(reversed(self.captured.graph_module.graph.nodes)))
         for node, described in described_outputs(output):
             key = self._output_key(described)
             if key is not None:
-                found[key] = self.values[node] if isinstance(node, fx.Node) else None
+                values[key] = self.values[node] if isinstance(node, fx.Node) else None
         for kind, name in [("output", name) for name in self.captured.returned.order]:
-            yield Output("output", name, found.get((kind, name)))
-        for (kind, name), value in found.items():
+            yield Output("output", name, values.get((kind, name)))
+        for (kind, name), value in values.items():
             if kind == "mutation":
                 yield Output("mutation", name, value)
-        yield from self._gradients(found)
+        yield from self._gradients(values)
 
-    def _gradients(self, found: dict[tuple[str, str], Value | None]) -> Iterator[Output]:
+    def _gradients(self, values: dict[tuple[str, str], Value | None]) -> Iterator[Output]:
         if not self.request.grad:
             return
         for entry in self.request.state:
             if entry.role == "param":
-                yield Output("gradient", entry.name, found.get(("gradient", entry.name)))
+                yield Output("gradient", entry.name, values.get(("gradient", entry.name)))
         for name, tensor in self.request.call.tensors.items():
             if tensor.requires_grad:
-                yield Output("input_gradient", name, found.get(("input_gradient", name)))
+                yield Output("input_gradient", name, values.get(("input_gradient", name)))
 
     def _output_key(self, described: Any) -> tuple[str, str] | None:
         match described:
@@ -265,7 +265,7 @@ class _Converter:
             case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)):
                 return "mutation", self._mutated(self.request.state[int(target[1:])])
             case InputMutationAOTOutput(mutated_input=PlainAOTInput()):
-                return None  # The model has its own copy of its inputs, which nobody sees afterwards.
+                return None  # The model has its own copy of its inputs, which nothing reads afterwards.
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
                 return "gradient", self.request.state[int(target[1:])].name
             case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
@@ -285,13 +285,13 @@ class _Converter:
 
 
 def _no_operator(node: fx.Node) -> str:
-    """Why a call of something else than an operator cannot be in a graph."""
+    """The message for a call of something that is not an operator."""
     if "auto_functionalized" in str(node.target) and node.args:
         return (
             f"{node.args[0]} writes into its arguments ({_source(node) or 'in the model'}), but a graph has values "
             "that never change; let the operator return what it computes (mutates_args=()), and use that"
         )
-    return f"the trace contains {node.target}, which is no operator of a graph"
+    return f"the trace contains {node.target}, which is not an operator of a graph"
 
 
 def _placeholder_name(prefix: str, name: str) -> str:
@@ -301,12 +301,12 @@ def _placeholder_name(prefix: str, name: str) -> str:
 def _attribute(module: Any, path: str) -> object:
     for part in path.split("."):
         module = getattr(module, part)
-    found: object = module
-    return found
+    attribute: object = module
+    return attribute
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a constant; torch keeps that of a small fake tensor beside it."""
+    """The value of a constant; torch stores that of a small fake tensor in an attribute."""
     value = getattr(tensor, "constant", None)
     return value if isinstance(value, torch.Tensor) else tensor.detach()
 
@@ -317,17 +317,17 @@ def _source(node: fx.Node) -> str:
     return ":".join(frames[-1]) if frames else ""
 
 
-def with_modules(graph: Graph, unknown: set[str]) -> Graph:
-    """The ``unknown`` nodes (torch has no path for sums of gradients) take the path of the latest producer,
-    else of a consumer.
+def with_modules(graph: Graph, unplaced: set[str]) -> Graph:
+    """Gives the ``unplaced`` nodes (torch has no path for sums of gradients) the module path of their latest producer,
+    else that of a consumer.
     """
-    paths = {node.name: node.module for node in graph.nodes if node.name not in unknown}
+    paths = {node.name: node.module for node in graph.nodes if node.name not in unplaced}
     placeholders = {node.name for node in graph.nodes if node.is_placeholder}
     order = {node.name: position for position, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        known = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
-        if node.name not in paths and known:
-            paths[node.name] = paths[max(known, key=order.__getitem__)]
+        producers = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
+        if node.name not in paths and producers:
+            paths[node.name] = paths[max(producers, key=order.__getitem__)]
     for node in reversed(graph.nodes):
         for value in node.operands:
             if node.name in paths:

@@ -1,4 +1,4 @@
-"""Plain numbers that a model changes when it is called. A captured graph keeps them as they are at the first call."""
+"""Plain numbers that a model changes when it is called. A captured graph contains their values at the first call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 def counters(model: nn.Module) -> dict[str, float]:
-    """The plain numbers among the attributes of modules, by path. Flags are none."""
+    """The plain numbers among the attributes of modules, by path, without flags."""
     return {
         f"{path}.{key}" if path else key: value
         for path, module in model.named_modules()
@@ -34,88 +34,88 @@ def counters(model: nn.Module) -> dict[str, float]:
 
 
 def changed(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[str, ...]:
-    """The paths of :func:`counters` whose numbers are others now."""
+    """The paths of :func:`counters` whose numbers have changed."""
     return tuple(path for path, value in before.items() if after.get(path, value) != value)
 
 
 @dataclass(frozen=True)
-class Left:
-    """The attributes of one module after a call, without tensors, and the containers among them with what was in
-    them."""
+class ModuleAttributes:
+    """The attributes of one module after a call, without tensors, and the containers among them with their items."""
 
     values: Mapping[str, object]
     contents: Sequence[tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a call ran, with loss and backward, and what was in the modules after it: plain numbers by path, and
-    attributes in the order of the modules."""
+class CallRecord:
+    """The operations of a call, with loss and backward, and the state of the modules after it: plain numbers by path,
+    and attributes in the order of the modules."""
 
     operations: Sequence[str]
     numbers: Mapping[str, float]
-    attributes: Sequence[Left]
+    attributes: Sequence[ModuleAttributes]
 
 
-class Run(Protocol):
-    """Calls a model as it was before the trace, but for the ``attributes`` of its modules if there are any, in the mode
-    that is traced or in the other one."""
+class RunCall(Protocol):
+    """Calls a model in its state before the trace, except for the ``attributes`` of its modules if any are given, in
+    the traced mode or in the other one."""
 
-    def __call__(self, attributes: Sequence[Left], *, other_mode: bool) -> Ran: ...
+    def __call__(self, attributes: Sequence[ModuleAttributes], *, other_mode: bool) -> CallRecord: ...
 
 
-def counted(run: Run, found: tuple[str, ...], refilled: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the numbers that a first call changes, ``found``, and of the containers, ``refilled``, a graph of it
-    must not keep: numbers that a second call changes again, or all if the second, or one in the other mode, runs other
-    operations than it would have without the first. There are none where a module only fits a number to its input
-    before it uses it, as a window to a picture, or keeps a record in a list."""
+def counted(run: RunCall, changed_numbers: tuple[str, ...], refilled: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of the numbers (``changed_numbers``) and containers (``refilled``) that a first call changes a graph must
+    not contain as constants: the numbers that a second call changes again; or all, if the second call, or one in the
+    other mode, runs other operations than it would have without the first. There are none where a module only fits a
+    number to its input before it uses it, as a window to a picture, or keeps a record in a list."""
     first = run((), other_mode=False)
     second = run(first.attributes, other_mode=False)
     other, later = run((), other_mode=True), run(first.attributes, other_mode=True)
     is_same = first.operations == second.operations and other.operations == later.operations
-    return changed(first.numbers, second.numbers) if is_same else (*found, *refilled)
+    return changed(first.numbers, second.numbers) if is_same else (*changed_numbers, *refilled)
 
 
 def containers(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
-    """The containers among the attributes of modules, by path, each with those in it and with copies of all."""
+    """The containers among the attributes of modules, by path, each with the containers inside it, and copies of
+    all."""
     return {
-        f"{path}.{key}" if path else key: found
+        f"{path}.{key}" if path else key: contents
         for path, module in model.named_modules()
         for key, value in module.__dict__.items()
-        if key not in _OWN and not is_about_flat_weights(module, key) and (found := contents_of([value]))
+        if key not in _OWN and not is_about_flat_weights(module, key) and (contents := contents_of([value]))
     }
 
 
 def refilled(before: Mapping[str, Sequence[tuple[Any, Any]]], model: nn.Module) -> tuple[str, ...]:
-    """The paths of :func:`containers` that hold something else now, or are others."""
+    """The paths of :func:`containers` whose items, or which themselves, have changed."""
     after = containers(model)
-    return tuple(path for path, found in before.items() if not _are_same(found, after.get(path, ())))
+    return tuple(path for path, contents in before.items() if not _are_same(contents, after.get(path, ())))
 
 
 def _are_same(before: Sequence[tuple[Any, Any]], after: Sequence[tuple[Any, Any]]) -> bool:
     pairs = zip(before, after, strict=False)
-    return len(before) == len(after) and all(a is b and _held(old) == _held(new) for (a, old), (b, new) in pairs)
+    return len(before) == len(after) and all(a is b and _ids_in(old) == _ids_in(new) for (a, old), (b, new) in pairs)
 
 
-def _held(container: Any) -> list[int]:
-    """The identities of what is in a container."""
+def _ids_in(container: Any) -> list[int]:
+    """The ids of the items of a container."""
     if isinstance(container, dict):
         return [id(part) for item in container.items() for part in item]
     return [id(item) for item in container]
 
 
-def attributes_of(model: nn.Module) -> list[Left]:
-    """What a call may leave in each module for the next, besides tensors."""
-    return [_left(vars(module)) for module in model.modules()]
+def attributes_of(model: nn.Module) -> list[ModuleAttributes]:
+    """What a call may leave in each module for the next, except tensors."""
+    return [_module_attributes(vars(module)) for module in model.modules()]
 
 
-def _left(attributes: Mapping[str, object]) -> Left:
+def _module_attributes(attributes: Mapping[str, object]) -> ModuleAttributes:
     values = {k: value for k, value in attributes.items() if k not in _OWN and not isinstance(value, torch.Tensor)}
-    return Left(values, contents_of(values.values()))
+    return ModuleAttributes(values, contents_of(values.values()))
 
 
-def with_attributes(model: nn.Module, attributes: Sequence[Left]) -> None:
-    """Gives each module what :func:`attributes_of` found, if that is anything. Containers stay the same objects, since
+def with_attributes(model: nn.Module, attributes: Sequence[ModuleAttributes]) -> None:
+    """Restores in each module what :func:`attributes_of` returned, if anything. Containers stay the same objects, since
     modules may share them."""
     for module, left in zip(model.modules(), attributes, strict=False):
         module.__dict__.update(left.values)
@@ -124,7 +124,7 @@ def with_attributes(model: nn.Module, attributes: Sequence[Left]) -> None:
 
 
 def warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
-    """Numbers in Python are fixed by the trace; nothing counts them on afterwards."""
+    """Warns of numbers in Python that the trace fixes: nothing updates them afterwards."""
     warnings.warn(
         f"{type(model).__name__} changes {', '.join(paths)} when it is called, but a captured graph keeps plain "
         "attributes, and what is in lists and objects, as they are at the first call; what depends on them must be a "
@@ -134,24 +134,24 @@ def warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """What runs within: each operation with its constants, and which tensors it takes and makes. Tensors are told by
-    number, those of ``known`` first, so that two runs are equal only if they compute the same."""
+    """Records what runs: each operation with its constants, and which tensors it takes and returns. Tensors are
+    numbered, ``inputs`` first, so that two runs are equal only if they compute the same."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.seen: list[str] = []
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        for tensor in known:
+        for tensor in inputs:
             self._number(tensor)
 
-    def note(self, tree: Any) -> None:
-        """Counts ``tree`` as part of what ran."""
+    def add(self, tree: Any) -> None:
+        """Adds ``tree`` to what ran."""
         self.seen.append(str(tree_map(self._described, tree)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.note((str(func), args, kwargs or {}))
+        self.add((str(func), args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self.note(result)
+        self.add(result)
         return result
 
     def _described(self, leaf: Any) -> str:
@@ -160,12 +160,12 @@ class Operations(TorchDispatchMode):
         shown = f"#{self._number(leaf)} {leaf.dtype}{list(leaf.shape)}{leaf.stride()}{leaf.storage_offset()}"
         if isinstance(leaf, FakeTensor):
             return shown
-        found = tensor_digest(leaf)
-        if found is None:
-            raise TypeError(f"what a {type(leaf).__name__} has in it is not known")
-        return f"{shown} {found}"
+        digest = tensor_digest(leaf)
+        if digest is None:
+            raise TypeError(f"the values of a {type(leaf).__name__} cannot be read")
+        return f"{shown} {digest}"
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        # Kept: the address of one that is gone may be another's.
+        # Kept alive: the address of a deleted storage may be reused.
         return self._storages.setdefault(storage_key(storage), (len(self._storages), storage))[0]

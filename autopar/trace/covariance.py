@@ -1,4 +1,4 @@
-"""Covariance without a look at values: torch warns of a sample too small by comparing a tensor."""
+"""Covariance that reads no values: torch compares a tensor to warn of a sample that is too small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CORRELATIONS = (torch.corrcoef, torch.Tensor.corrcoef)
 
 
 def covariance(x: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
-    """``torch.cov``: of variables in rows, observations in columns. With weights it is torch's own, which looks at
-    them; so it is for what torch refuses."""
+    """``torch.cov``, for variables in rows and observations in columns. With weights, whose values torch reads, and for
+    what torch refuses, it calls torch's own."""
     if fweights is not None or aweights is not None or x.dim() > 2:
         return torch.cov(x, correction=correction, fweights=fweights, aweights=aweights)
     rows = (x if x.dim() == 2 else x.reshape(1, -1)).to(x.dtype if _is_inexact(x) else torch.get_default_dtype())
@@ -24,14 +24,14 @@ def covariance(x: Tensor, *, correction: int = 1, fweights: Any = None, aweights
 
 def correlation(x: Tensor) -> Tensor:
     """``torch.corrcoef``."""
-    found = covariance(x)
-    if not found.dim():
-        return found / found
-    deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
-    found = found / deviation.unsqueeze(1) / deviation.unsqueeze(0)
-    if found.is_complex():
-        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-    return found.clamp(-1, 1)
+    matrix = covariance(x)
+    if not matrix.dim():
+        return matrix / matrix
+    deviation = matrix.diagonal().real.sqrt() if matrix.is_complex() else matrix.diagonal().sqrt()
+    matrix = matrix / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    if matrix.is_complex():
+        return torch.complex(matrix.real.clamp(-1, 1), matrix.imag.clamp(-1, 1))
+    return matrix.clamp(-1, 1)
 
 
 def _is_inexact(x: Tensor) -> bool:

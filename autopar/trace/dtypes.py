@@ -1,7 +1,7 @@
-"""Tensors of the wrong dtype or shape: which module was given what, by the names its author knows.
+"""Explains tensors of the wrong dtype or shape: which module received them, by the names its author knows.
 
-Torch checks some operations, above all products, on real tensors only. Fake ones pass, and the program would fail when
-it runs: :func:`check_dtypes` looks at the graph.
+Torch checks some operations, above all products, on real tensors only. Fake tensors pass, and the program would fail
+when it runs; so :func:`check_dtypes` checks the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAME: Mapping[str, tuple[int, ...]] = {
     "aten.index_put.default": (0, 2),
     **dict.fromkeys(("aten.index_add.default", "aten.index_copy.default"), (0, 3)),
 }
-# What gives its operand in another shape.
+# Operations that only reshape their operand.
 _MOVES = re.compile(r"aten\.(t|permute|transpose|reshape|view|_unsafe_view|expand|clone|alias|unsqueeze|squeeze)\.")
 _INPUT_WORDS = re.compile(r"dtype|scalar type|[Ii]nput type|data type|'indices'")
 _SHAPE_WORDS = re.compile(r"shape|size|dimension|dim\b|channels|[Ee]xpected|broadcast")
@@ -36,17 +36,17 @@ _SHOWN = 4
 
 
 def check_dtypes(graph: Graph, model: nn.Module) -> None:
-    """Raises :class:`TraceError` for an operation whose operands have dtypes that it does not take together."""
+    """Raises :class:`TraceError` for an operation that does not take operands of these dtypes together."""
     for node in graph.nodes:
         places = [node.args[place] for place in _SAME.get(node.op, ()) if place < len(node.args)]
         values = [value for value in places if isinstance(value, Value)]
         types = [_type(graph, value) for value in values]
-        if len({found.dtype for found in types}) > 1 and not _fills(graph, node):
+        if len({kind.dtype for kind in types}) > 1 and not _fills(graph, node):
             raise TraceError(_mixed(graph, model, node, values, types))
 
 
 def _fills(graph: Graph, node: Node) -> bool:
-    """Whether one number is put where a mask says: torch then fills, and converts the number."""
+    """Whether the node writes one number where a mask is true: torch then fills, and converts the number."""
     if node.op != "aten.index_put.default" or (len(node.args) > 3 and node.args[3]):
         return False
     _, indices, number = node.args[:3]
@@ -59,14 +59,14 @@ def _fills(graph: Graph, node: Node) -> bool:
 
 
 def _type(graph: Graph, value: Value) -> TensorType:
-    found = graph[value.node].types[value.index]
-    assert found is not None
-    return found
+    tensor_type = graph[value.node].types[value.index]
+    assert tensor_type is not None
+    return tensor_type
 
 
 def _mixed(graph: Graph, model: nn.Module, node: Node, values: list[Value], types: list[TensorType]) -> str:
     origins = [_origin(graph, value) for value in values]
-    said = " and ".join(f"{kind} ({_said(node, model)})" for kind, node in zip(types, origins, strict=True))
+    described = " and ".join(f"{kind} ({_describe(node, model)})" for kind, node in zip(types, origins, strict=True))
     inputs = [(node, kind.dtype) for node, kind in zip(origins, types, strict=True) if node.op == "input"]
     others = [kind.dtype for node, kind in zip(origins, types, strict=True) if node.op != "input"]
     advice = "convert one of them with .to(...)"
@@ -77,12 +77,12 @@ def _mixed(graph: Graph, model: nn.Module, node: Node, values: list[Value], type
     return (
         f"{type(model).__name__} cannot run on inputs of these dtypes: in "
         f"{where if node.module else type(model).__name__}{node.source and f' at {node.source}'}\n"
-        f"{name} takes operands of one dtype, but has {said}; {advice}"
+        f"{name} takes operands of one dtype, but has {described}; {advice}"
     )
 
 
 def _origin(graph: Graph, value: Value) -> Node:
-    """What makes a value, before it was given another shape."""
+    """The node that computes a value, before operations that only reshape it."""
     node = graph[value.node]
     while _MOVES.match(node.op) and isinstance(node.args[0], Value):
         node = graph[node.args[0].node]
@@ -90,13 +90,13 @@ def _origin(graph: Graph, value: Value) -> Node:
 
 
 def _input_name(node: Node, model: nn.Module) -> str:
-    """As forward calls it: the trace numbers inputs that are given by position."""
+    """The name of an input in forward's signature: the trace numbers positional inputs."""
     first, dot, rest = node.target.partition(".")
     names = list(inspect.signature(model.forward).parameters)
     return f"{names[int(first)]}{dot}{rest}" if first.isdigit() and int(first) < len(names) else node.target
 
 
-def _said(node: Node, model: nn.Module) -> str:
+def _describe(node: Node, model: nn.Module) -> str:
     names = {"param": "the parameter", "buffer": "the buffer"}
     if node.op == "input":
         return f"the input {_input_name(node, model)!r}"
@@ -105,24 +105,24 @@ def _said(node: Node, model: nn.Module) -> str:
     return f"a result of {node.op}{node.module and f' in {node.module!r}'}"
 
 
-def given_where(error: BaseException, model: nn.Module) -> str:
-    """A line about the tensors given to the module where ``error`` was raised, if it seems to be about their dtypes or
-    shapes; "" if not."""
+def failing_inputs(error: BaseException, model: nn.Module) -> str:
+    """A line about the tensors passed to the module that raised ``error``, if the error seems to be about their dtypes
+    or shapes; "" if not."""
     about_dtypes = bool(_INPUT_WORDS.search(str(error)))
     if not (about_dtypes or _SHAPE_WORDS.search(str(error))):
         return ""
     calls = list(_calls(error.__traceback__))
     if not calls:
         return ""
-    module, given = calls[-1]
+    module, arguments = calls[-1]
     inputs = next((tensors for owner, tensors in calls if owner is model), {})
     names = {id(tensor): name for name, tensor in inputs.items() if module is not model}
-    tensors = [f"{name} {_type_of(tensor)}{_of_input(names, tensor)}" for name, tensor in given.items()]
+    tensors = [f"{name} {_type_of(tensor)}{_of_input(names, tensor)}" for name, tensor in arguments.items()]
     weights = [f"{name} {_type_of(tensor)}" for name, tensor in module.named_parameters(recurse=False)]
-    said = f"\n{type(module).__name__} was given {', '.join(tensors[:_SHOWN])}" if tensors else ""
-    if said and weights:
-        said += f"; its parameters are {', '.join(weights[:_SHOWN])}"
-    return said + (_ADVICE if said and about_dtypes else "")
+    text = f"\n{type(module).__name__} was given {', '.join(tensors[:_SHOWN])}" if tensors else ""
+    if text and weights:
+        text += f"; its parameters are {', '.join(weights[:_SHOWN])}"
+    return text + (_ADVICE if text and about_dtypes else "")
 
 
 _ADVICE = (
@@ -132,15 +132,15 @@ _ADVICE = (
 
 
 def _calls(trail: TracebackType | None) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """The modules whose forward an exception left, the outermost first, each with the tensors it was given."""
+    """Yields the modules whose forward an exception left, outermost first, each with its tensor arguments."""
     while trail is not None:
         frame = trail.tb_frame
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if code.co_name == "forward" and isinstance(owner, nn.Module):
             names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-            found = {name: frame.f_locals.get(name) for name in names}
-            yield owner, {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+            arguments = {name: frame.f_locals.get(name) for name in names}
+            yield owner, {name: tensor for name, tensor in arguments.items() if isinstance(tensor, torch.Tensor)}
         trail = trail.tb_next
 
 

@@ -1,8 +1,8 @@
-"""Bags of embeddings said with operations that have rules: lookups, and sums over the bag.
+"""Bags of embeddings, expressed by operations that have rules: lookups, and sums over the bag.
 
-torch's ``_embedding_bag`` looks up and reduces in one kernel, whose backward needs what forward found. As a lookup and
-a sum, tables can be sharded by rows and by columns and bags by the batch, like any other embedding. What this costs is
-the memory of the rows before they are summed.
+torch's ``_embedding_bag`` looks up and reduces in one kernel, whose backward needs intermediate results of forward. As
+a lookup and a sum, tables can be sharded by rows and by columns and bags by the batch, like any other embedding. The
+price is the memory of the rows before they are summed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``torch.nn.functional.embedding_bag``: bags are the rows of ``input`` [bags, length], or runs of ``input``
-    [indices] that begin at ``offsets``; -> [bags, width]. A maximum, and what writes into the table, is left to
-    torch."""
+    [indices] that begin at ``offsets``; -> [bags, width]. Torch's own runs for a maximum, and for options that write
+    into the table."""
     swapped = weight.dtype == torch.long and input.is_floating_point()
     if swapped or mode not in ("sum", "mean") or max_norm is not None or scale_grad_by_freq:
         return _embedding_bag(
@@ -46,16 +46,18 @@ def embedding_bag(
     return _runs(rows, input, offsets, mode, include_last_offset, padding_idx)
 
 
-def _shares(indices: Tensor, weight: Tensor, given: Tensor | None, padding_idx: int | None) -> Tensor | None:
-    """What each row counts: the padding row nothing; None if all count one."""
+def _shares(
+    indices: Tensor, weight: Tensor, per_sample_weights: Tensor | None, padding_idx: int | None
+) -> Tensor | None:
+    """The weight of each row, 0 for padding; None if all weights are 1."""
     if padding_idx is None:
-        return given
+        return per_sample_weights
     real = _members(indices, padding_idx).to(weight.dtype)
-    return real if given is None else given * real
+    return real if per_sample_weights is None else per_sample_weights * real
 
 
 def _members(indices: Tensor, padding_idx: int | None) -> Tensor:
-    """1 for each index that is no padding."""
+    """1 for each index that is not padding, else 0."""
     return torch.ones_like(indices) if padding_idx is None else (indices != padding_idx).to(indices.dtype)
 
 
@@ -66,7 +68,7 @@ def _runs(
     number of indices."""
     places = torch.arange(indices.shape[0], device=offsets.device, dtype=offsets.dtype)
     starts = offsets[:-1] if include_last_offset else offsets
-    # The last of several bags that begin here has the row; those before it are empty.
+    # Of several bags that begin at the same place, the last has the row; the others are empty.
     bags = torch.bucketize(places, starts, right=True) - 1
     members = _members(indices, padding_idx)
     total = rows.new_zeros(starts.shape[0], rows.shape[1]).index_add(0, bags, rows)

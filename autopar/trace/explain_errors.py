@@ -1,6 +1,4 @@
-"""Why a model could not be captured, said so that its author can act: module, line, reason, smallest
-change.
-"""
+"""Explains why a model could not be captured, so that its author can act: module, line, reason, smallest change."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from autopar.torch_internals.fake_tensors import (
 from autopar.torch_internals.operators import OpOverload
 from autopar.trace.masked_rows.branches import SelectionError
 
-from .dtypes import given_where
+from .dtypes import failing_inputs
 
 _BRANCH = (
     "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a "
@@ -82,7 +80,7 @@ _CHANGED = (
     "a tensor that backward needs is changed in place, or is a buffer that forward gives a new value (self.state = "
     "...); use a copy of it (self.state.clone()) where it is used, or change it out of place"
 )
-# Part of what torch says -> what it means for the author of the model.
+# Part of torch's message -> what it means for the author of the model.
 _KNOWN = {
     "unsupported format string passed to": _FORMAT,
     "Cannot backprop through mirrored meta": _BACKWARD,
@@ -108,14 +106,14 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
     )
     at = f" at {location[0]}\n    {location[1]}" if location else ""
     reason = _reason(error, location[1] if location else "")
-    given = given_where(error, model)
-    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}{given}")
+    inputs = failing_inputs(error, model)
+    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}{inputs}")
 
 
 def explain_call(
     error: BaseException, model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> TraceError | None:
-    """A :class:`TraceError` for a call that ``forward`` does not take; None if ``error`` is about something else."""
+    """A :class:`TraceError` for a call with arguments that ``forward`` does not take; None if ``error`` is another."""
     if not isinstance(error, TypeError):
         return None
     try:
@@ -126,7 +124,7 @@ def explain_call(
             f"{type(model).__name__} cannot be called so: {wrong}; its forward is forward{signature}. What only a loss "
             "function takes goes to model.step(..., targets=...), with loss_fn given to parallelize"
         )
-    except ValueError:  # Nothing is known of what forward takes.
+    except ValueError:  # The signature of forward is unknown.
         pass
     return None
 
@@ -142,8 +140,8 @@ def _reason(error: BaseException, line: str) -> str:
         return f"{_operator_of(error)}{_OPERATOR}"
     if isinstance(error, UnsupportedFakeTensorException) or ".numpy()" in str(error):
         return f"{_DATA}\n{error}"
-    known = [reason for part, reason in _KNOWN.items() if part in str(error)]
-    return known[0] if known else f"{type(error).__name__}: {error}"
+    reasons = [reason for part, reason in _KNOWN.items() if part in str(error)]
+    return reasons[0] if reasons else f"{type(error).__name__}: {error}"
 
 
 def _operator_of(error: BaseException) -> str:
@@ -157,21 +155,21 @@ def _name_of(error: BaseException) -> str:
 
 
 def _operator(error: BaseException) -> OpOverload | None:
-    found = getattr(error, "func", error.args[0] if error.args else None)
-    return found if isinstance(found, OpOverload) else None
+    operator = getattr(error, "func", error.args[0] if error.args else None)
+    return operator if isinstance(operator, OpOverload) else None
 
 
 def user_location(error: BaseException) -> tuple[str, str] | None:
-    """``("file:line", source line)`` of the innermost frame that is the author's of the model."""
+    """``("file:line", source line)`` of the innermost frame in the model author's code."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if is_model_code(f.filename, f.name)]
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None
 
 
 def defined_at(model: torch.nn.Module, path: str) -> str:
-    """The module at ``path`` and where its forward is written, for what torch knows no line of."""
+    """The module at ``path`` and where its forward is defined, for operations without a recorded line."""
     kind = type(model.get_submodule(path))
     try:
         at = f", whose forward is at {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind.forward)[1]}"
-    except (OSError, TypeError):  # Written at a prompt.
+    except (OSError, TypeError):  # Defined at a prompt.
         at = ""
     return f"in module {path!r} ({kind.__name__}){at}"

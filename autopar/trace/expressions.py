@@ -1,6 +1,4 @@
-"""Sizes as torch's tracer writes them (its own sympy functions and symbols) to plain sympy in the graph's
-symbol.
-"""
+"""Converts the sizes of torch's tracer (its own sympy functions and symbols) to plain sympy in the graph's symbol."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ _PLAIN: dict[type, Callable[..., sympy.Expr]] = {
 
 
 class Expressions:
-    """Rewrites expressions of torch's batch symbol ``old`` into expressions of ``new``; remembers what it
-    has seen.
-    """
+    """Rewrites expressions of torch's batch symbol ``old`` into expressions of ``new``; caches the results."""
 
     def __init__(self, old: sympy.Symbol | None, new: sympy.Symbol) -> None:
         self._names: dict[sympy.Basic, sympy.Basic] = {} if old is None else {old: new}
@@ -57,9 +53,9 @@ class Expressions:
         return self._seen[expression]
 
     def size(self, value: Any) -> Dim:
-        """As :meth:`number`, for a value known to be an integer."""
-        found = self.number(value)
-        return int(found) if isinstance(found, float) else found
+        """Like :meth:`number`, for a value known to be an integer."""
+        size = self.number(value)
+        return int(size) if isinstance(size, float) else size
 
     def _plain(self, expression: sympy.Basic) -> Any:
         if expression in self._names:

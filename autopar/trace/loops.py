@@ -1,7 +1,7 @@
-"""Python loops that a trace unrolls, noticed while the model is recorded: long before its graph is too long to plan.
+"""Detects Python loops that a trace unrolls while the model is recorded, long before its graph is too long to plan.
 
-A model that goes through a sequence step by step (recurrences, scans spelled out) makes the same few operations for
-every step. Each is a node of the graph, and so are those of its backward; steps choose alike, as equal layers do
+A model that goes through a sequence step by step (recurrences, scans written out) runs the same few operations for
+every step. Each is a node of the graph, and so are those of its backward. Steps share their choices, as equal layers do
 (:mod:`autopar.passes.annotate.fold_loops`), but each is traced by itself.
 """
 
@@ -15,17 +15,17 @@ from collections.abc import Hashable
 
 from autopar.content.code_origin import is_model_code
 
-# How often one line may do the same in one call of a module.
+# How often one line may run the same operation in one call of a module.
 # Chosen: more than any model spells out, fewer than the steps of a usual sequence.
 MOST = 256
-# What happens less often is not asked for its line.
-# Chosen: asking for a line costs more than counting.
+# The line is not looked up for an operation that runs less often.
+# Chosen: looking up a line costs more than counting.
 FEW = 32
 
 
 class LoopWatch:
-    """Counts what happens within each call of a module, between one new module that it calls and the next: a loop over
-    many layers is none. Of one model it warns once."""
+    """Counts the operations in each call of a module, from one new module that it calls to the next, so that a loop
+    over many layers does not count. Warns once for a model."""
 
     def __init__(self) -> None:
         self._seen: Counter[Hashable] = Counter()
@@ -33,16 +33,16 @@ class LoopWatch:
         self._called: defaultdict[int, set[int]] = defaultdict(set)
         self._has_warned = False
 
-    def called(self, call: int, module: int, name: str) -> None:
-        """``call``, of the module called ``name``, calls a module."""
+    def count_module(self, call: int, module: int, name: str) -> None:
+        """Counts that ``call``, of the module called ``name``, calls a module."""
         self._called[call].add(module)
-        self.saw(call, module, name)
+        self.count(call, module, name)
 
-    def saw(self, call: int, what: Hashable, name: str) -> None:
-        """``call``, of the module called ``name``, runs an operation or a module."""
+    def count(self, call: int, event: Hashable, name: str) -> None:
+        """Counts that ``call``, of the module called ``name``, runs an operation or a module."""
         if self._has_warned:
             return
-        key = call, what, len(self._called[call])
+        key = call, event, len(self._called[call])
         self._seen[key] += 1
         if self._seen[key] > FEW:
             line = _line()

@@ -1,4 +1,4 @@
-"""A model's loss: its own, or what a loss function makes of its output, the batch, and targets that it alone sees."""
+"""A model's loss: its own, or what a loss function computes from its output, the batch, and targets for it alone."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ TARGETS = "targets"
 def run_with_loss(
     model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, torch.Tensor | None]:
-    """What the model returns, and what ``loss_fn``, if there is one, makes of it.
+    """Runs the model and ``loss_fn``, if there is one; returns the output and the loss.
 
     ``loss_fn`` is called as ``loss_fn(output)``; as ``loss_fn(output, targets)`` if the keyword input ``targets`` is
-    given, which the model then does not see; or else as ``loss_fn(output, batch)`` if it asks for the batch: what the
-    model was called with, ``kwargs`` if there are only such, else ``args``. An ``nn.Module`` such as
+    given, which the model then does not receive; or else as ``loss_fn(output, batch)`` if it takes the batch: the
+    arguments of the model, ``kwargs`` if there are no positional ones, else ``args``. An ``nn.Module`` such as
     ``nn.CrossEntropyLoss()`` is a loss function like any other.
 
     Raises:
-        TraceError: the result is not a tensor with one element, or targets are given that nobody takes, or none that
-            ``loss_fn`` needs.
+        TraceError: the result is not a tensor with one element; or targets are given that nothing takes, or missing
+            where ``loss_fn`` needs them.
     """
     if loss_fn is None:
         if TARGETS in kwargs and not _takes_targets(model):
@@ -40,9 +40,9 @@ def run_with_loss(
             )
         return model(*args, **kwargs), None
     if TARGETS in kwargs and not _goes_to_model(model, loss_fn):
-        given = {key: value for key, value in kwargs.items() if key != TARGETS}
+        inputs = {key: value for key, value in kwargs.items() if key != TARGETS}
         _check_loss_module(loss_fn)
-        output = model(*args, **given)
+        output = model(*args, **inputs)
         return output, _checked(loss_fn(output, kwargs[TARGETS]))
     return (output := model(*args, **kwargs)), call_loss(loss_fn, output, args, kwargs)
 
@@ -61,8 +61,8 @@ def call_loss(loss_fn: LossFunction, output: Any, args: tuple[Any, ...], kwargs:
 
 def _checked(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TraceError(f"loss_fn returned {found}; it must return a tensor with one element")
+        returned = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TraceError(f"loss_fn returned {returned}; it must return a tensor with one element")
     return loss
 
 
@@ -71,13 +71,13 @@ def _name(loss_fn: LossFunction) -> str:
 
 
 def _check_loss_module(loss_fn: LossFunction) -> None:
-    """What a loss function learns would not be trained: only the model's parameters are."""
+    """Raises :class:`TraceError` for a loss function with parameters: only the model's would be trained."""
     if isinstance(loss_fn, nn.Module):
-        learnt = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
-        if learnt:
+        trainable = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+        if trainable:
             raise TraceError(
-                f"the loss function {_name(loss_fn)} has parameters of its own ({', '.join(learnt)}), which would not "
-                "be trained: make it a part of the model, whose forward then returns the loss"
+                f"the loss function {_name(loss_fn)} has parameters of its own ({', '.join(trainable)}), which would "
+                "not be trained: make it a part of the model, whose forward then returns the loss"
             )
 
 
@@ -88,7 +88,7 @@ def _takes_batch(loss_fn: LossFunction) -> bool:
 
 
 def _needs_targets(loss_fn: LossFunction) -> bool:
-    """Whether the second argument that ``loss_fn`` needs is surely not the batch: that of torch's losses."""
+    """Whether ``loss_fn`` needs a second argument that cannot be the batch, as torch's losses do."""
     second = positional(loss_fn)[1:2]
     if any(p.name == "batch" for p in second):
         return False
@@ -105,8 +105,8 @@ def _takes_targets(model: nn.Module) -> bool:
 
 
 def _goes_to_model(model: nn.Module, loss_fn: LossFunction) -> bool:
-    """Whether the input called targets is the model's own although there is a loss function: one that takes the output
-    alone, or asks for the batch by that name. Raises :class:`TraceError` if nobody takes it."""
+    """Whether the input called targets belongs to the model although there is a loss function: one that takes the
+    output alone, or the batch by that name. Raises :class:`TraceError` if nothing takes it."""
     parameters = positional(loss_fn)
     if not parameters or (len(parameters) > 1 and parameters[1].name != "batch"):
         return False

@@ -1,6 +1,4 @@
-"""A model whose tensors are exchanged for stand-ins while it is traced, and put back afterwards whatever
-happens.
-"""
+"""Replaces the tensors of a model while it is traced, and restores them afterwards, also after an error."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 @dataclass(frozen=True)
 class Slot:
-    """One place in a module that refers to a tensor."""
+    """An attribute of a module that refers to a tensor."""
 
     module: nn.Module
     role: Role
@@ -36,12 +34,12 @@ class Slot:
         )
 
     def get(self) -> torch.Tensor | None:
-        """What the place holds now."""
-        found = self._members().get(self.key)
-        return found if isinstance(found, torch.Tensor) else None
+        """The tensor that it refers to now."""
+        value = self._members().get(self.key)
+        return value if isinstance(value, torch.Tensor) else None
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Makes the place refer to ``tensor``."""
+        """Makes it refer to ``tensor``."""
         self._members()[self.key] = tensor
 
 
@@ -50,8 +48,8 @@ _PLURAL = {"param": "eters", "buffer": "s"}
 
 @dataclass(frozen=True)
 class State:
-    """One tensor of a model: a parameter, a buffer, or a plain tensor attribute (``constant``), under its
-    first name, with every place that refers to it."""
+    """One tensor of a model: a parameter, a buffer, or a plain tensor attribute (``constant``), under its first name,
+    with every attribute that refers to it."""
 
     role: Role
     name: str
@@ -77,37 +75,37 @@ def model_state(model: nn.Module) -> tuple[State, ...]:
     """Every distinct tensor of the model: parameters first, then buffers, then constants, each in order of
     first appearance.
     """
-    found: dict[int, tuple[Slot, torch.Tensor, list[str], list[Slot]]] = {}
+    by_id: dict[int, tuple[Slot, torch.Tensor, list[str], list[Slot]]] = {}
     for role in ("param", "buffer", "constant"):
         for path, module in model.named_modules(remove_duplicate=False):
             for name, slot, tensor in _members_of(path, module):
                 if slot.role == role:
-                    _, _, names, slots = found.setdefault(id(tensor), (slot, tensor, [], []))
+                    _, _, names, slots = by_id.setdefault(id(tensor), (slot, tensor, [], []))
                     slots.append(slot)
                     if role != "constant" or not names:
                         names.append(name)
     return tuple(
         State(first.role, names[0], tensor, tuple(slots), tuple(names[1:]))
-        for first, tensor, names, slots in found.values()
+        for first, tensor, names, slots in by_id.values()
     )
 
 
 def contents_of(values: Iterable[object]) -> list[tuple[Any, Any]]:
-    """The containers among ``values`` and within them, each with a copy: members, hooks, what a model remembers."""
-    found: dict[int, tuple[Any, Any]] = {}
-    left: deque[Any] = deque(values)
-    while left:
-        value = left.popleft()
-        if type(value) in _CONTAINERS and id(value) not in found:
-            found[id(value)] = (value, copy(value))
-            left.extend(value.values() if isinstance(value, dict) else value)
+    """The containers among ``values`` and inside them, each with a copy: members, hooks, caches of a model."""
+    copies: dict[int, tuple[Any, Any]] = {}
+    queue: deque[Any] = deque(values)
+    while queue:
+        value = queue.popleft()
+        if type(value) in _CONTAINERS and id(value) not in copies:
+            copies[id(value)] = (value, copy(value))
+            queue.extend(value.values() if isinstance(value, dict) else value)
         elif type(value) is tuple:
-            left.extend(value)
-    return list(found.values())
+            queue.extend(value)
+    return list(copies.values())
 
 
 def refill(container: Any, saved: Any) -> None:
-    """Makes ``saved``, see :func:`contents_of`, what ``container`` has in it."""
+    """Replaces the items of ``container`` by those of ``saved``, see :func:`contents_of`."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(saved)
@@ -117,8 +115,8 @@ def refill(container: Any, saved: Any) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, every module has its old attributes, members, hooks and caches afterwards, and
-    containers, also those in containers, what they held. Objects of other classes keep what was changed in them."""
+    """Restores, also after an error, the attributes, members, hooks and caches of every module, and the items of
+    containers, also of those inside containers. Changes in objects of other classes stay."""
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
     contents = contents_of(value for members in attributes for value in members.values())
@@ -134,7 +132,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exchanged(model: nn.Module, state: Sequence[State], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The model with ``tensors`` in the places of ``state``. A buffer that forward *re-assigns*
+    """Replaces the tensors of ``state`` by ``tensors``. A buffer that forward *re-assigns*
     (``self.step = self.step + 1``) counts as updated in place, so that the graph returns its new value."""
     with unchanged(model):
         for entry, tensor in zip(state, tensors, strict=True):
@@ -148,5 +146,5 @@ def exchanged(model: nn.Module, state: Sequence[State], tensors: Sequence[torch.
 
 
 def module_paths(model: nn.Module) -> dict[int, str]:
-    """``id(module)`` to its first path."""
+    """Maps ``id(module)`` to the module's first path."""
     return {id(module): path for path, module in model.named_modules()}

@@ -1,12 +1,13 @@
-"""Mixture-of-experts blocks of transformers, said as one operation while a model is traced.
+"""Replaces mixture-of-experts blocks of transformers by one operation while a model is traced.
 
-By default, or if told so, these blocks loop over the experts that some token chose, which no graph can hold; others of
-their implementations sort the tokens, or copy an expert's matrices for every token. While a model is traced they run
-:func:`autopar.ops.experts.experts` instead, which computes the same and can be sharded by experts; the model's
-configuration is never touched.
+By default, or if configured so, these blocks loop over the experts that some token chose, which no graph can express;
+other implementations sort the tokens, or copy an expert's matrices for every token. While a model is traced they run
+:func:`autopar.ops.experts.experts` instead, which computes the same and can be sharded by experts. The model's
+configuration is not changed.
 
-Blocks are recognised by the interface they choose their implementation through, never by name. One that the operation
-cannot express (a norm behind each expert, an activation with parameters) takes the sorted form, ``grouped_mm``.
+Blocks are recognised by the interface through which they choose their implementation, never by name. A block that the
+operation cannot express (a norm behind each expert, an activation with parameters) runs the sorted form,
+``grouped_mm``.
 """
 
 from __future__ import annotations
@@ -27,43 +28,43 @@ from autopar.torch_internals.joint_graphs import make_fx
 from autopar.torch_internals.operators import OpOverload
 
 _MODULE = "transformers.integrations.moe"
-# Numbers of rows of which one does not divide the width: where it appears in a graph, it is the number of rows. (What
-# is taken for it by chance fails the comparison with another number of rows.)
+# Numbers of rows. The one that does not divide the width is used: where it appears in a graph, it is the number of
+# rows. (A number that equals it by chance fails the comparison with another number of rows.)
 # Chosen: small primes.
 _ROWS = (11, 13)
 
 
 @contextmanager
 def experts_as_operations(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Within, the blocks of ``model`` are traceable; nothing happens where transformers is not in use. ``autocast``:
-    what products are cast to where autocast is on; those of experts are."""
+    """Makes the blocks of ``model`` traceable; does nothing if transformers is not imported. ``autocast``: the dtype to
+    which products, including those of experts, are cast where autocast is enabled."""
     moe = sys.modules.get(_MODULE)
     if moe is None:
         yield
         return
     dtypes = (None,) if autocast is None else (None, autocast)
-    known = {(id(m), d): text for m in model.modules() for d in dtypes if (text := _activation(m, d)) is not None}
+    texts = {(id(m), d): text for m in model.modules() for d in dtypes if (text := _activation(m, d)) is not None}
 
-    def chosen(_interface: Any, _name: str, _default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(_interface: Any, _name: str, _default: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             dtype = autocast if torch.is_autocast_enabled(x.device.type) else None
-            text = known.get((id(module), dtype))
-            if text is None:
+            activation = texts.get((id(module), dtype))
+            if activation is None:
                 return moe.grouped_mm_experts_forward(module, x, ids, weights)  # type: ignore[no-any-return]
-            return _run(module, x, ids, weights, text, dtype)
+            return _run(module, x, ids, weights, activation, dtype)
 
         return forward
 
-    with patch.object(moe.ExpertsInterface, "get_interface", chosen):
+    with patch.object(moe.ExpertsInterface, "get_interface", get_interface):
         yield
 
 
 def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str, autocast: torch.dtype | None) -> Tensor:
-    """What ``module`` computes; in ``autocast``, if that is on, as its products would be."""
+    """Computes what ``module`` does; in the dtype ``autocast``, if that is not None, like its products."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     names = (name, "down_proj", *((f"{name}_bias", "down_proj_bias") if module.has_bias else ()))
     dtype = autocast or getattr(module, name).dtype
-    # Cast before anything else is done with them, so that it is the parameters that are cast.
+    # Cast before any other operation, so that the casts are those of parameters.
     up, down, *biases = (getattr(module, each).to(dtype) for each in names)
     up_bias, down_bias = biases or (None, None)
     if module.is_transposed:
@@ -74,8 +75,8 @@ def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str, autoca
 
 
 def _activation(module: Any, dtype: torch.dtype | None) -> str | None:
-    """The text of what ``module`` does between its two matrices, in ``dtype`` or that of the matrices; None if it is no
-    such block, or does what the operation cannot."""
+    """The text of what ``module`` computes between its two matrices, in ``dtype`` or that of the matrices; None if it
+    is not such a block, or if the operation cannot express it."""
     has_all = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
     if not has_all or getattr(module, "has_post_expert_norm", False) or is_expert_parallel(module):
         return None
@@ -92,8 +93,8 @@ def _is_stacked(matrix: object) -> TypeGuard[Tensor]:
 
 
 def activation_text(function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> str | None:
-    """``function`` of a tensor [n, width] as :class:`autopar.ops.experts.Activation` reads it; None where it is no
-    fixed list of operations, the same for every n and for each row by itself."""
+    """``function`` of a tensor [n, width] in the text form of :class:`autopar.ops.experts.Activation`; None unless it
+    is a fixed list of operations, the same for every n, that computes each row by itself."""
     generator = torch.Generator().manual_seed(0)
     rows = _ROWS[0] if width % _ROWS[0] else _ROWS[1]
     samples = [torch.randn(count, width, generator=generator).to(dtype) for count in (rows, 3)]
@@ -101,10 +102,10 @@ def activation_text(function: Callable[[Tensor], Tensor], width: int, dtype: tor
     def result(x: Tensor) -> Tensor:  # make_fx looks at signatures, and bound methods and defaults confuse it.
         return function(x)
 
-    def gradient(x: Tensor, of_result: Tensor) -> Tensor:
+    def gradient(x: Tensor, grad: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            return torch.autograd.grad(result(leaf), leaf, of_result)[0]
+            return torch.autograd.grad(result(leaf), leaf, grad)[0]
 
     try:
         with torch.no_grad():
@@ -112,18 +113,21 @@ def activation_text(function: Callable[[Tensor], Tensor], width: int, dtype: tor
             graphs = make_fx(result)(samples[0]).graph, make_fx(gradient)(*first).graph
             text = json.dumps([_steps(graph, rows) for graph in graphs])
             same = all(_agrees(Activation.parse(text), result, gradient, x) for x in samples)
-    except Exception:  # Whatever cannot be written down takes the other form.
+    except Exception:  # A function without a text form uses the other implementation.
         return None
     return text if same else None
 
 
 def _agrees(
-    found: Activation, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor
+    activation: Activation,
+    function: Callable[[Tensor], Tensor],
+    gradient: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
 ) -> bool:
-    """Whether both are the same, and every row of the result has to do with that row of ``x`` only."""
+    """Whether both compute the same, and every row of the result depends on that row of ``x`` only."""
     result = function(x)
-    of_result = result.cos()
-    same = torch.equal(found(x), result) and torch.equal(found.gradient(x, of_result), gradient(x, of_result))
+    grad = result.cos()
+    same = torch.equal(activation(x), result) and torch.equal(activation.gradient(x, grad), gradient(x, grad))
     alone = result.shape[0] == x.shape[0] and torch.allclose(function(x[-1:]), result[-1:])
     return same and alone
 
@@ -156,7 +160,7 @@ def _steps(graph: torch.fx.Graph, rows: int) -> list[Any]:
             source, item = node.args
             positions[node] = {**positions[source], "item": item}
         elif node.op == "output" and positions[node.args[0]] != {"value": operands + len(steps) - 1}:
-            raise ValueError("the result is not that of the last operation")
+            raise ValueError("the last operation does not compute the result")
         elif node.op == "get_attr":
             raise ValueError("the activation has parameters")
     return steps

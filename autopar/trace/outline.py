@@ -1,9 +1,9 @@
-"""Finds calls of modules that do the same in a recorded program, so that one of them can represent all.
+"""Finds equal calls of modules in a recorded program, so that one of them can represent all.
 
-Two calls are equal if their operations are, one by one: operator, arguments that are not tensors, where each operand
-comes from (which result inside the call, or which of the tensors from outside, in order of first use), shapes, strides,
-dtypes, gradient modes, and which results are used outside. Nothing is concluded from the classes or attributes of
-modules, nor from their place in the model: a block that differs for one layer alone has another program.
+Two calls are equal if their operations are, one by one: operator, arguments that are not tensors, the origin of each
+operand (which result inside the call, or which of the tensors from outside, in order of first use), shapes, strides,
+dtypes, gradient modes, and which results are used outside. The classes and attributes of modules, and their position in
+the model, do not matter: a block that differs for one layer alone has another program.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autopar.torch_internals.tensors import storage_key
 from .record import RecordedOp, Recording, Ref, Region, leaves
 
 # Chosen, not measured.
-WORTHWHILE = 24  # operations that need not be traced, for an outlined kind of call to pay.
+WORTHWHILE = 24  # operations that outlining must save for a kind of call.
 
 
 @dataclass(frozen=True)
 class Body:
-    """What equal calls do, told by the first of them: its operations, the numbers of the tensors it takes from outside,
-    in order of first use, and of those made inside and used outside afterwards."""
+    """The body of equal calls, taken from the first of them: its operations, the numbers of the tensors it takes from
+    outside, in order of first use, and of those computed inside and used outside afterwards."""
 
     index: int
     instructions: tuple[RecordedOp, ...]
@@ -58,7 +58,7 @@ class Outlined:
     sites: tuple[Site, ...]
 
     def steps(self) -> Iterator[RecordedOp | Site]:
-        """What is left, in order."""
+        """Yields sites and the operations between them, in order."""
         done = 0
         for site in self.sites:
             yield from self.program.instructions[done : site.start]
@@ -68,7 +68,7 @@ class Outlined:
 
 
 def outline(program: Recording) -> Outlined:
-    """Takes equal calls out of line, outer ones before those inside them, where that spares enough."""
+    """Takes equal calls out of line, outer ones before those inside them, where that saves enough operations."""
     finder = _Finder(program)
     chosen: list[tuple[Region, Hashable]] = []
     frontier = list(program.regions)
@@ -93,14 +93,14 @@ def outline(program: Recording) -> Outlined:
 
 
 class _Memory(NamedTuple):
-    """Where memory is seen (-1: before the program), and where written to."""
+    """The positions of operations that access some memory (-1: before the program), and of those that write to it."""
 
     seen: list[int]
     written: list[int]
 
 
 class _Finder:
-    """Describes calls of one program; lives only while they are compared."""
+    """Describes and compares the calls of one program."""
 
     def __init__(self, program: Recording) -> None:
         self.program = program
@@ -112,7 +112,7 @@ class _Finder:
 
     @cached_property
     def _signature_of(self) -> list[int]:
-        """A number for each instruction, equal where all but the identity of its operands is."""
+        """A number for each instruction, equal for instructions that differ only in which tensors they take."""
         return [
             self._signatures.setdefault(self._signature(instruction), len(self._signatures))
             for instruction in self.program.instructions
@@ -121,45 +121,47 @@ class _Finder:
     def _signature(self, instruction: RecordedOp) -> Hashable:
         arguments = (instruction.args, *sorted(instruction.kwargs.items()))
         types = tuple(None if n is None else self.type_of(n) for n in instruction.results)
-        return instruction.op, _plain(arguments), instruction.learns, types, instruction.grad_mode
+        return instruction.op, _plain(arguments), instruction.requires_grad, types, instruction.grad_mode
 
     def type_of(self, number: int) -> Hashable:
-        """What must be equal of two tensors."""
+        """The properties that two tensors must share to count as equal."""
         tensor = self.program.tensors[number]
         sizes = (*map(_size, tensor.shape), *map(_size, tensor.stride()))
         return sizes, tensor.dtype, tensor.device, tensor.requires_grad, number in self.program.constants
 
     def ends(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tensors taken from outside, in order of first use, and those made inside and used afterwards."""
-        made: dict[int, None] = {}
+        """The tensors taken from outside, in order of first use, and those computed inside and used afterwards."""
+        produced: dict[int, None] = {}
         taken: dict[int, None] = {}
         for instruction in self.program.instructions[region.start : region.end]:
-            taken.update((number, None) for number in instruction.operands if number not in made)
-            made.update((number, None) for number in instruction.results if number is not None and number not in taken)
-        return tuple(taken), tuple(n for n in made if self._last_use.get(n, -1) >= region.end)
+            taken.update((number, None) for number in instruction.operands if number not in produced)
+            produced.update(
+                (number, None) for number in instruction.results if number is not None and number not in taken
+            )
+        return tuple(taken), tuple(n for n in produced if self._last_use.get(n, -1) >= region.end)
 
     @cached_property
     def _written(self) -> list[_Memory]:
         """The memories that some operation writes to."""
         program = self.program
         written = {number for instruction in program.instructions for number in _written_by(instruction)}
-        found = {_memory(program.tensors[number]): _Memory([], []) for number in written}
+        memories = {_memory(program.tensors[number]): _Memory([], []) for number in written}
 
         def see(position: int, numbers: Iterable[int], writes: Iterable[int] = ()) -> None:
-            for memory in {_memory(program.tensors[number]) for number in numbers} & found.keys():
-                found[memory].seen.append(position)
+            for memory in {_memory(program.tensors[number]) for number in numbers} & memories.keys():
+                memories[memory].seen.append(position)
             for number in writes:
-                found[_memory(program.tensors[number])].written.append(position)
+                memories[_memory(program.tensors[number])].written.append(position)
 
         see(-1, (*range(program.inputs), *program.constants))
-        for position, instruction in enumerate(program.instructions if found else ()):
-            made = (number for number in instruction.results if number is not None)
-            see(position, (*instruction.operands, *made), _written_by(instruction))
-        return list(found.values())
+        for position, instruction in enumerate(program.instructions if memories else ()):
+            results = (number for number in instruction.results if number is not None)
+            see(position, (*instruction.operands, *results), _written_by(instruction))
+        return list(memories.values())
 
     def _writes_across(self, region: Region) -> bool:
-        """Whether something that the call sees is written to, but for memory that is finished before the call or that
-        the call itself makes and finishes."""
+        """Whether memory that the call accesses is written to, except memory whose last write is before the call, or
+        that only the call itself creates and writes."""
         for memory in self._written:
             if any(region.start <= position < region.end for position in memory.seen):
                 finished_before = memory.written[-1] < region.start
@@ -169,7 +171,7 @@ class _Finder:
         return False
 
     def key(self, region: Region) -> Hashable | None:
-        """Equal for equal calls; None for one that cannot be taken out of line."""
+        """A key that is equal for equal calls; None for a call that cannot be taken out of line."""
         if region.start == region.end or self._writes_across(region):
             return None
         inputs, outputs = self.ends(region)
@@ -189,9 +191,9 @@ def _written_by(instruction: RecordedOp) -> list[int]:
     schema = schema_of(instruction.op)
     if not schema.is_mutable:
         return []
-    given = dict(zip((argument.name for argument in schema.arguments), instruction.args, strict=False))
-    given.update(instruction.kwargs)
-    writes = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    arguments = dict(zip((argument.name for argument in schema.arguments), instruction.args, strict=False))
+    arguments.update(instruction.kwargs)
+    writes = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [ref.number for ref in leaves(writes, Ref)]
 
 
@@ -200,12 +202,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _size(size: Any) -> Hashable:
-    found: Hashable = expression_of(size) if isinstance(size, torch.SymInt) else size
-    return found
+    expression: Hashable = expression_of(size) if isinstance(size, torch.SymInt) else size
+    return expression
 
 
 def _plain(arg: Any) -> Hashable:
-    """An argument as something to compare: numbers by type and value, everything else by identity."""
+    """An argument in a form to compare: numbers by type and value, everything else by identity."""
     match arg:
         case Ref():
             return Ref

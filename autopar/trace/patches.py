@@ -1,26 +1,26 @@
-"""Parts of torch that a graph cannot hold, said another way while a model is traced.
+"""Replaces parts of torch that a graph cannot express while a model is traced.
 
-- ``checkpoint`` computes again in backward, or runs autograd inside autograd; which values to keep is the plan's
-  choice, so its function is simply called;
+- ``checkpoint`` recomputes in backward, or runs autograd inside autograd; the plan chooses which values to retain, so
+  its function is simply called;
 - dropout, in attention too, keeps whole floating-point masks on some devices and draws by a kernel of its own on
   others; here it is ``native_dropout`` everywhere, and attention with dropout is written out;
-- ``Module.to`` within a forward gives parameters other data; here it is an operation with a gradient;
+- ``Module.to`` inside a forward replaces the data of parameters; here it is an operation with a gradient;
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
-- embeddings with sparse gradients have dense ones of the same values, which collectives and optimizers can take;
+- embeddings with sparse gradients get dense ones of the same values, which collectives and optimizers can take;
 - ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
-- ``flex_attention`` is a loop that a compiler makes out of Python functions; its definition, scores and all, is a graph
+- ``flex_attention`` is a loop that a compiler builds from Python functions; its definition, with all scores, is a graph
   like any other, and has a gradient everywhere;
 - Hugging Face builds causal masks that eager attention leaves to the kernel, so that an exported graph holds for other
-  lengths; ours is traced anew for each length, and keeps to what eager does;
-- recurrent layers in single precision run on the CPU as one operation of oneDNN, whose backward takes what no graph can
-  hold (absent tensors, a workspace); here they are steps of products, as in double precision;
+  lengths; autopar traces each length separately, and does what eager does;
+- recurrent layers in single precision run on the CPU as one operation of oneDNN, whose backward takes arguments that no
+  graph can express (absent tensors, a workspace); here they are steps of products, as in double precision;
 - ``nn.Transformer`` compares a mask with the causal one to let attention leave it out; here the mask is used as it is.
-  In evaluation its encoder goes through nested tensors and fused layers; here it is the layers that it trains with;
-- ``cov`` and ``corrcoef`` warn where a value is too small; here they do not (:mod:`.covariance`);
-- devices: a model is traced on the processor, so where it names the device it is written for, it means that one;
+  In evaluation its encoder uses nested tensors and fused layers; here it runs the layers that it trains with;
+- ``cov`` and ``corrcoef`` warn if a value is too small; here they do not (:mod:`.covariance`);
+- devices: a model is traced on the CPU, so where it names the device it is written for, the CPU is meant;
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
-  loss raise on values; a graph has no place to raise from.
+  loss raise depending on values; a graph cannot raise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from autopar.torch_internals import replacements
 from autopar.torch_internals.hugging_face import masks_as_in_eager
 from autopar.torch_internals.modules import BatchNorm, buffers_of, check_batch_norm_input, parameters_of
 from autopar.torch_internals.operators import safe_softmax
-from autopar.trace.decompositions.corrected import mended
+from autopar.trace.decompositions.corrected import corrected
 
 from .covariance import CORRELATIONS, COVARIANCES, correlation, covariance
 from .embedding_bags import embedding_bag
@@ -53,7 +53,7 @@ _batch_norm_forward = BatchNorm.forward
 
 @contextmanager
 def patched(device: str = "cpu") -> Iterator[None]:
-    """Within, the parts of torch named above are traceable, for a model that is written for this kind of device."""
+    """Makes the parts of torch named above traceable, for a model that is written for this type of device."""
     with ExitStack() as stack:
         stack.enter_context(replacements.checkpoint_replaced(_call, _around_a_call))
         stack.enter_context(replacements.module_conversion_replaced(_convert))
@@ -63,12 +63,12 @@ def patched(device: str = "cpu") -> Iterator[None]:
         stack.enter_context(replacements.without_effect(_CHECKS))
         stack.enter_context(replacements.without_mkldnn())
         stack.enter_context(_without_fast_path())
-        stack.enter_context(replacements.causal_mask_detection_replaced(_said_to_be_causal))
-        stack.enter_context(mended())
+        stack.enter_context(replacements.causal_mask_detection_replaced(_declared_causal))
+        stack.enter_context(corrected())
         stack.enter_context(replacements.without_distribution_checks())
         stack.enter_context(replacements.flex_attention_by_definition())
         stack.enter_context(masks_as_in_eager())
-        stack.enter_context(_Plain())
+        stack.enter_context(_TraceableFunctions())
         if device != "cpu":
             stack.enter_context(replacements.functional_move_replaced(device, _stays))
             stack.enter_context(OnProcessor(device))
@@ -85,9 +85,9 @@ def _around_a_call(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``Module.to`` and its like, called by a forward: torch gives a parameter other data, or swaps fake parameters,
-    and the gradient would go to what stands in its place. Here the conversion is an operation with a gradient, and a
-    parameter that is already as it should be stays itself."""
+    """Implements ``Module.to`` and the like inside a forward. Torch replaces the data of a parameter, or swaps fake
+    parameters, and the gradient would go to the replacement. Here the conversion is an operation with a gradient, and a
+    parameter that needs no conversion stays the same."""
     for child in module.children() if recurse else ():
         replacements.convert_module(child, function)
     with torch.enable_grad():
@@ -103,8 +103,9 @@ def _stays(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     return tensor
 
 
-class _Plain(TorchFunctionMode):
-    """Takes over dropout, attention with dropout, sparse embeddings, covariances and a loss, wherever imported."""
+class _TraceableFunctions(TorchFunctionMode):
+    """Replaces dropout, attention with dropout, sparse embeddings, covariances and a loss, wherever they are
+    imported."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,7 +174,7 @@ def _batch_norm(module: BatchNorm, x: Tensor) -> Tensor:
     return result
 
 
-def _said_to_be_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
+def _declared_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
     return bool(is_causal)
 
 
@@ -189,8 +190,8 @@ def _without_fast_path() -> Iterator[None]:
 
 @contextmanager
 def every_module(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Calls ``enter`` before and ``leave`` after the forward of any module, by hooks on all of them, so that the model
-    itself is left alone."""
+    """Calls ``enter`` before and ``leave`` after the forward of any module, through torch's global hooks, so that the
+    model itself is not changed."""
     before = module_hooks.register_module_forward_pre_hook(enter)
     after = module_hooks.register_module_forward_hook(leave)
     try:

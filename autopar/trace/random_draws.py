@@ -1,4 +1,4 @@
-"""Tells the random draws of a traced graph apart, and where they count samples."""
+"""Numbers the random draws of a traced graph, and finds the dims that count samples."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from autopar.ir.node import Dim, Node, Value
 from autopar.ops.random import DRAWS, STATE_OP, position_strides
 
 STATE = "random"
-"""The placeholder, its operation and its target: the state of :mod:`autopar.ops.random`."""
+"""The name, operation and target of the placeholder for the state of :mod:`autopar.ops.random`."""
 
 
 def number_draws(graph: Graph) -> Graph:
     """The graph with every draw numbered in order (``place``), with the dim that counts samples (``samples``), and with
     the many mentions of the random state replaced by one placeholder in front.
 
-    Numbers are given before anything is merged or left out, so that they are the same whatever of the model is run.
+    Draws are numbered before any node is merged or removed, so that the numbers do not depend on which part of the
+    model runs.
     """
     mentions = [node for node in graph.nodes if node.op == STATE_OP]
     if not mentions:
         return graph
     state = Node(STATE, STATE, (STATE,), types=mentions[0].types)
-    known = {Value(node.name): Value(STATE) for node in mentions}
+    replacements = {Value(node.name): Value(STATE) for node in mentions}
     nodes, place = [state], 0
     for node in graph.nodes:
         if node.op == STATE_OP:
             continue
-        node = node.map_values(lambda value: known.get(value, value))
+        node = node.map_values(lambda value: replacements.get(value, value))
         if node.op in DRAWS:
             node, place = _numbered(node, place), place + 1
         nodes.append(node)
@@ -38,13 +39,13 @@ def number_draws(graph: Graph) -> Graph:
 
 def _numbered(node: Node, place: int) -> Node:
     samples = _samples(node.type.shape)
-    found = (("place", place), *((("samples", samples),) if samples else ()))
-    return replace(node, kwargs=(*node.kwargs, *found))
+    attributes = (("place", place), *((("samples", samples),) if samples else ()))
+    return replace(node, kwargs=(*node.kwargs, *attributes))
 
 
 def _samples(shape: tuple[Dim, ...]) -> tuple[int, int] | None:
     """The dim of a symbolic shape that counts samples, or equally many rows of each, and the elements of a sample;
-    None if there is not just one such dim."""
+    None unless there is exactly one such dim."""
     dims = [dim for dim, size in enumerate(shape) if isinstance(size, sympy.Expr) and size.free_symbols]
     if len(dims) != 1:
         return None

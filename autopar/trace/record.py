@@ -1,9 +1,9 @@
-"""A model's forward as a straight line of operations: what torch did when the model ran once on fake tensors.
+"""Records a model's forward as straight-line operations: what torch ran when the model ran once on fake tensors.
 
-Everything that Python decided on the way (loops over layers, branches on a layer's number, caches, closures) is
-settled in such a program; what an operation reads is known by number, however it got there. Running the program
-again does to autograd what the model did, as long as nothing bent autograd itself; if something did (a custom
-``autograd.Function``, a hook on a tensor), or a tensor appears from nowhere, there is no program.
+Everything that Python decided (loops over layers, branches on a layer's number, caches, closures) is fixed in such a
+program; an operation refers to tensors by number, however the model passed them. Running the program again has the same
+effect on autograd as the model, as long as the model does not change autograd itself. If it does (a custom
+``autograd.Function``, a hook on a tensor), or if a tensor has no recorded origin, there is no program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLACE = "autopar_place"
 
 
 class UnrecordedError(Exception):
-    """The model does something that a program cannot repeat; only running the model itself can."""
+    """The model does something that a recorded program cannot repeat, so the model itself must be traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,14 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class RecordedOp:
     """One operation; ``args`` and ``kwargs`` are trees with :class:`Ref` for tensors. ``operands`` are their numbers
-    in order, ``learns`` whether each required a gradient then; a result that is not a tensor has no number."""
+    in order, ``requires_grad`` says of each whether it required a gradient; a result that is not a tensor has no
+    number."""
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: tuple[int, ...]
-    learns: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
     results: tuple[int | None, ...]
     grad_mode: bool
     path: str | None
@@ -69,8 +70,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Recording:
-    """``tensors[n]`` is tensor n as it was made: its shape, strides and dtype; the first ones are the inputs. Real
-    tensors that the model made or found are ``constants``, by number."""
+    """A recorded program. ``tensors[n]`` is tensor n as it was created: its shape, strides and dtype; the first ones
+    are the inputs. Real tensors that the model created or captured are ``constants``, by number."""
 
     instructions: tuple[RecordedOp, ...]
     regions: tuple[Region, ...]
@@ -90,7 +91,7 @@ def leaves(arg: Any, kind: type[Leaf]) -> Iterator[Leaf]:
 
 
 def replaced(arg: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """``arg`` with every leaf of that type exchanged for what ``function`` makes of it."""
+    """``arg`` with every leaf of that type replaced by ``function`` of it."""
     if isinstance(arg, kind):
         return function(arg)
     if isinstance(arg, (tuple, list)):
@@ -99,7 +100,7 @@ def replaced(arg: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down every operation and, by :meth:`listening`, the module calls they belong to."""
+    """Records every operation and, by :meth:`listening`, the module calls they belong to."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], modules: frozenset[int]) -> None:
         super().__init__()
@@ -107,10 +108,10 @@ class Recorder(TorchDispatchMode):
         self.numbers: dict[int, int] = {}
         self.constants: dict[int, torch.Tensor] = {}
         self.instructions: list[RecordedOp] = []
-        self.aliases: list[torch.Tensor] = []  # Kept alive, so that their identities stay theirs.
+        self.aliases: list[torch.Tensor] = []  # Kept alive, so that their ids are not reused.
         self.root = Region(0)
         self.refused: list[str] = []
-        self.grad_mode: bool | None = None  # The user's, where torch has switched it off meanwhile.
+        self.grad_mode: bool | None = None  # The user's grad mode, where torch has disabled gradients.
         self._modules = modules
         self._running: list[tuple[int, Region]] = []
         self._loops = LoopWatch()
@@ -122,42 +123,45 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         operands = [*leaves(args, torch.Tensor), *leaves(tuple(kwargs.values()), torch.Tensor)]
-        numbers, learns = tuple(map(self._known, operands)), tuple(tensor.requires_grad for tensor in operands)
-        made = func(*args, **kwargs)
-        results = made if isinstance(made, (tuple, list)) else (made,)
-        if func is torch.ops.aten.detach.default and not learns[0]:
-            self.numbers[id(made)] = numbers[
+        numbers, requires_grad = (
+            tuple(map(self._number_of, operands)),
+            tuple(tensor.requires_grad for tensor in operands),
+        )
+        output = func(*args, **kwargs)
+        results = output if isinstance(output, (tuple, list)) else (output,)
+        if func is torch.ops.aten.detach.default and not requires_grad[0]:
+            self.numbers[id(output)] = numbers[
                 0
             ]  # Torch detaches on its own accord; where nothing is cut, it is not an operation.
-            self.aliases.append(made)
+            self.aliases.append(output)
         elif is_mutable(func) or any(isinstance(result, torch.Tensor) for result in results):
             refs = (replaced(arg, torch.Tensor, self._ref) for arg in (args, *kwargs.values()))
             first = next(refs)
             custom = notes() or {}
-            self._loops.saw(id(self._region), func, _named(custom.get(PATH)))
+            self._loops.count(id(self._region), func, _named(custom.get(PATH)))
             self.instructions.append(
                 RecordedOp(
                     op=func,
                     args=first,
                     kwargs=dict(zip(kwargs, refs, strict=True)),
                     operands=numbers,
-                    learns=learns,
+                    requires_grad=requires_grad,
                     results=tuple(self._number(r) if isinstance(r, torch.Tensor) else None for r in results),
                     grad_mode=torch.is_grad_enabled() if self.grad_mode is None else self.grad_mode,
                     path=custom.get(PATH),
                 )
             )
-        return made
+        return output
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """Its number; kept alive from now on, so that its identity stays its own."""
-        found = self.numbers.get(id(tensor))
-        if found is None:
-            found = self.numbers[id(tensor)] = len(self.tensors)
+        """The number of a tensor, which is kept alive from now on, so that its id is not reused."""
+        number = self.numbers.get(id(tensor))
+        if number is None:
+            number = self.numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return found
+        return number
 
-    def _known(self, tensor: torch.Tensor) -> int:
+    def _number_of(self, tensor: torch.Tensor) -> int:
         if id(tensor) not in self.numbers:
             if isinstance(tensor, FakeTensor):
                 raise UnrecordedError("a tensor that no operation made")
@@ -174,11 +178,11 @@ class Recorder(TorchDispatchMode):
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if id(module) in self._modules:
-            self._loops.called(id(self._region), id(module), f"what calls {type(module).__name__}")
+            self._loops.count_module(id(self._region), id(module), f"what calls {type(module).__name__}")
             self._running.append((id(module), Region(len(self.instructions))))
 
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Calls that an exception left, which a caller caught, are not regions.
+        # Calls that ended with an exception that a caller caught are not regions.
         while any(identity == id(module) for identity, _ in self._running):
             identity, region = self._running.pop()
             if identity == id(module):
@@ -198,12 +202,12 @@ class Recorder(TorchDispatchMode):
             raise UnrecordedError(self.refused[0])
         for instruction in self.instructions:
             if str(instruction.op) in LAYOUT_SENSITIVE:
-                # How a gradient that leaves a call lies in memory is only guessed.
+                # The strides of a gradient that leaves a call are only guessed.
                 raise UnrecordedError(f"{instruction.op} depends on how tensors lie in memory")
-            # Torch copies some views by an inner detach, which unlike the user's cuts no gradient.
+            # Torch copies some views by an inner detach, which, unlike the user's, does not cut the gradient.
             if instruction.op is torch.ops.aten.detach.default and self.tensors[instruction.results[0]].requires_grad:  # type: ignore[index]
                 raise UnrecordedError("a detached tensor that requires a gradient")
-        numbers = tuple(map(self._known, outputs))
+        numbers = tuple(map(self._number_of, outputs))
         return Recording(
             tuple(self.instructions), tuple(self.root.children), self.tensors, inputs, self.constants, numbers
         )
@@ -215,7 +219,7 @@ def _named(path: str | None) -> str:
 
 @contextmanager
 def _plain_autograd(recorder: Recorder) -> Iterator[None]:
-    """Within, whatever makes a gradient other than that of the operations recorded raises
+    """Makes everything that would compute a gradient other than that of the recorded operations raise
     :class:`UnrecordedError`."""
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -224,7 +228,7 @@ def _plain_autograd(recorder: Recorder) -> Iterator[None]:
         raise UnrecordedError(recorder.refused[0])
 
     def apply_own(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # What torch.library makes of an operator's registered derivative belongs to that operator, which runs inside.
+        # A Function that torch.library makes from an operator's derivative belongs to that operator, which runs inside.
         if not is_registered_derivative(cls):
             refuse()
         before, recorder.grad_mode = recorder.grad_mode, torch.is_grad_enabled()

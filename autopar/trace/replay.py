@@ -1,9 +1,9 @@
-"""Captures a recorded program as joint graphs: one of the whole, in which each call taken out of line is a single
-operation with a derivative of its own, and one for each kind of such calls.
+"""Captures a recorded program as joint graphs: one of the whole program, in which each call taken out of line is a
+single operation with its own derivative, and one for each kind of such calls.
 
 The operations are ``autopar_trace::forward(inputs, site)`` and ``autopar_trace::backward(gradients, site, received)``:
-``received`` says which results got a gradient, the only thing on which the backward of equal calls depends.
-:mod:`.convert` puts the graph of a body in the place of each.
+``received`` says which results got a gradient; the backward of equal calls depends on nothing else. :mod:`.convert`
+replaces each by the graph of its body.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Export = Callable[[nn.Module, Sequence[torch.Tensor]], fx.GraphModule]
 
 @dataclass(frozen=True)
 class BodyGraph:
-    """The joint graph of a body in parts: placeholders of its inputs and of the gradients received; operations of its
-    forward and of its backward; results, and the gradients of the inputs that have one."""
+    """The joint graph of a body, split into parts: placeholders of its inputs and of the gradients received; operations
+    of its forward and of its backward; results, and the gradients of the inputs that have one."""
 
     graph_module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
@@ -70,8 +70,8 @@ class Bodies:
         return self.graphs[self.sites[site].body.index, self.received.get(site, ())]
 
 
-# The outlined program that is being captured: the two operations know their shapes from it. Not a context variable,
-# for autograd may run backward in a thread of its own.
+# The outlined program that is being captured: the two operations read their shapes from it. Not a context variable,
+# since autograd may run backward in a thread of its own.
 _CAPTURED: list[Outlined] = []
 
 
@@ -85,8 +85,8 @@ def _capturing(outlined: Outlined) -> Iterator[None]:
 
 
 def _like(numbers: Sequence[int]) -> list[torch.Tensor]:
-    made = [_CAPTURED[-1].program.tensors[number] for number in numbers]
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in made]
+    tensors = [_CAPTURED[-1].program.tensors[number] for number in numbers]
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
 def _forward(inputs: list[torch.Tensor], site: int) -> list[torch.Tensor]:
@@ -95,61 +95,62 @@ def _forward(inputs: list[torch.Tensor], site: int) -> list[torch.Tensor]:
 
 def _backward(gradients: list[torch.Tensor], site: int, received: list[int]) -> list[torch.Tensor]:
     called = _CAPTURED[-1].sites[site]
-    learning = learning_inputs(_CAPTURED[-1].program, called.body, tuple(received))
-    return [torch.empty_like(tensor) for tensor in _like([called.inputs[i] for i in learning])]
+    differentiable = differentiable_inputs(_CAPTURED[-1].program, called.body, tuple(received))
+    return [torch.empty_like(tensor) for tensor in _like([called.inputs[i] for i in differentiable])]
 
 
 torch.library.register_fake("autopar_trace::forward", _forward, lib=_LIBRARY)
 torch.library.register_fake("autopar_trace::backward", _backward, lib=_LIBRARY)
 
 
-def learning_inputs(program: Recording, body: Body, received: Received) -> tuple[int, ...]:
-    """Which inputs get a gradient if just the results ``received`` do."""
+def differentiable_inputs(program: Recording, body: Body, received: Received) -> tuple[int, ...]:
+    """The inputs that get a gradient if only the results ``received`` do."""
     wanted = {body.outputs[index] for index in received}
     for instruction in reversed(body.instructions):
-        made = (number for number in instruction.results if number in wanted)
-        if instruction.grad_mode and any(program.tensors[number].requires_grad for number in made):
-            pairs = zip(instruction.operands, instruction.learns, strict=True)
+        results = (number for number in instruction.results if number in wanted)
+        if instruction.grad_mode and any(program.tensors[number].requires_grad for number in results):
+            pairs = zip(instruction.operands, instruction.requires_grad, strict=True)
             wanted.update(number for number, needs in pairs if needs)
     return tuple(i for i, number in enumerate(body.inputs) if number in wanted)
 
 
 class _Outline(torch.autograd.Function):
-    """A call out of line, to autograd."""
+    """The autograd function of a call that is taken out of line."""
 
     @staticmethod
     def forward(ctx: Any, site: Site, program: Recording, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.site, ctx.program = site, program
-        made = FORWARD(list(inputs), site.index)
+        results = FORWARD(list(inputs), site.index)
         kinds = [program.tensors[number] for number in site.outputs]
-        ctx.mark_non_differentiable(*(m for m, kind in zip(made, kinds, strict=True) if not kind.requires_grad))
-        return tuple(made)
+        ctx.mark_non_differentiable(*(m for m, kind in zip(results, kinds, strict=True) if not kind.requires_grad))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         received = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
-        learning = learning_inputs(ctx.program, ctx.site.body, received)
-        found: list[torch.Tensor | None] = [None] * len(ctx.site.inputs)
-        if learning:
+        differentiable = differentiable_inputs(ctx.program, ctx.site.body, received)
+        input_gradients: list[torch.Tensor | None] = [None] * len(ctx.site.inputs)
+        if differentiable:
             results = [ctx.program.tensors[number] for number in ctx.site.outputs]
             pairs = zip(gradients, results, strict=True)
-            given = [g.contiguous(memory_format=_format_of(result)) for g, result in pairs if g is not None]
-            for index, made in zip(learning, BACKWARD(given, ctx.site.index, list(received)), strict=True):
-                found[index] = made
-        return None, None, *found
+            incoming = [g.contiguous(memory_format=_format_of(result)) for g, result in pairs if g is not None]
+            computed = BACKWARD(incoming, ctx.site.index, list(received))
+            for index, input_gradient in zip(differentiable, computed, strict=True):
+                input_gradients[index] = input_gradient
+        return None, None, *input_gradients
 
 
 def _format_of(result: torch.Tensor) -> torch.memory_format:
-    """How torch's tracer takes the gradient of ``result`` to lie in memory."""
-    found: torch.memory_format = suggest_memory_format(result)
-    return found
+    """The memory format that torch's tracer assumes for the gradient of ``result``."""
+    memory_format: torch.memory_format = suggest_memory_format(result)
+    return memory_format
 
 
 def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) -> None:
-    """Does one operation again; ``place`` is noted on its nodes instead of its path, where given."""
-    given = [tensors[number] for number in step.operands]
-    if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in given) != step.learns:
+    """Runs one operation again; records ``place`` on its nodes, if given, instead of its path."""
+    operands = [tensors[number] for number in step.operands]
+    if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in operands) != step.requires_grad:
         raise UnrecordedError(f"{step.op} would have another derivative")
     note = {PATH: step.path} if place is None else {PLACE: place}
     before = notes()
@@ -160,19 +161,19 @@ def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) 
         args, kwargs = (
             replaced(arg, Ref, lambda ref: tensors[ref.number]) for arg in (step.args, tuple(step.kwargs.values()))
         )
-        made = step.op(*args, **dict(zip(step.kwargs, kwargs, strict=True)))
+        output = step.op(*args, **dict(zip(step.kwargs, kwargs, strict=True)))
     finally:
         torch.set_grad_enabled(grad_mode)
         set_notes(before)
-    results = made if isinstance(made, (tuple, list)) else (made,)
+    results = output if isinstance(output, (tuple, list)) else (output,)
     for number, result in zip(step.results, results, strict=True):
         if number is not None:
             tensors[number] = result
 
 
-class Whole(nn.Module):
-    """The program, with single operations for what is out of line; its parameters and buffers are those of
-    ``like``."""
+class OutlinedModule(nn.Module):
+    """The program with a single operation for each call that is taken out of line; its parameters and buffers are those
+    of ``like``."""
 
     def __init__(self, like: nn.Module, outlined: Outlined) -> None:
         super().__init__()
@@ -189,49 +190,49 @@ class Whole(nn.Module):
         tensors.update(program.constants)
         for step in outlined.steps():
             if isinstance(step, Site):
-                given = [tensors[number] for number in step.inputs]
-                made = _Outline.apply(step, program, *given)
-                tensors.update(zip(step.outputs, made, strict=True))
+                inputs_of_site = [tensors[number] for number in step.inputs]
+                results = _Outline.apply(step, program, *inputs_of_site)
+                tensors.update(zip(step.outputs, results, strict=True))
             else:
                 _run(step, tensors, None)
         return tuple(tensors[number] for number in program.outputs)
 
 
-class Single(nn.Module):
-    """A body on its own: a function of what it takes from outside, behind ``spare`` inputs that carry the symbols of
-    the trace. Only the results ``received`` are differentiable."""
+class BodyModule(nn.Module):
+    """A body on its own: a function of the tensors it takes from outside, after the first ``symbol_inputs`` inputs,
+    which only introduce the symbols of the trace. Only the results ``received`` are differentiable."""
 
-    def __init__(self, body: Body, spare: int, received: Received) -> None:
+    def __init__(self, body: Body, symbol_inputs: int, received: Received) -> None:
         super().__init__()
-        self.body, self.spare, self.received = body, spare, received
+        self.body, self.symbol_inputs, self.received = body, symbol_inputs, received
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = dict(zip(self.body.inputs, inputs[self.spare :], strict=True))
+        tensors = dict(zip(self.body.inputs, inputs[self.symbol_inputs :], strict=True))
         for place, step in enumerate(self.body.instructions):
             _run(step, tensors, place)
-        made = [tensors[number] for number in self.body.outputs]
-        # Copies, so that no result is an input or another result; see `results_of`.
-        return tuple(t.clone() if i in self.received else t.detach().clone() for i, t in enumerate(made))
+        results = [tensors[number] for number in self.body.outputs]
+        # Copies, so that no result is an input or another result.
+        return tuple(t.clone() if i in self.received else t.detach().clone() for i, t in enumerate(results))
 
 
 def capture_outlined(
     like: nn.Module,
     inputs: Sequence[torch.Tensor],
     outlined: Outlined,
-    spare: Sequence[torch.Tensor],
+    symbol_inputs: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     export: Export,
 ) -> tuple[fx.GraphModule, Bodies]:
-    """The joint graph of the whole, and those of the bodies. ``export`` captures a module called with fake inputs;
-    ``spare`` are fake inputs from whose shapes every symbol can be read."""
+    """The joint graph of the whole program, and those of the bodies. ``export`` captures a module called with fake
+    inputs; ``symbol_inputs`` are fake inputs whose shapes contain every symbol."""
     with _capturing(outlined):
-        whole = export(Whole(like, outlined), inputs)
+        whole = export(OutlinedModule(like, outlined), inputs)
     received = {int(n.args[1]): tuple(n.args[2]) for n in whole.graph.nodes if n.target is BACKWARD}
     graphs: dict[tuple[int, Received], BodyGraph] = {}
     for site in outlined.sites:
         key = site.body.index, received.get(site.index, ())
         if key not in graphs:
-            graphs[key] = _body_graph(outlined.program, site.body, key[1], spare, mode, export)
+            graphs[key] = _body_graph(outlined.program, site.body, key[1], symbol_inputs, mode, export)
     return whole, Bodies(outlined.sites, received, graphs)
 
 
@@ -239,61 +240,63 @@ def _body_graph(
     program: Recording,
     body: Body,
     received: Received,
-    spare: Sequence[torch.Tensor],
+    symbol_inputs: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     export: Export,
 ) -> BodyGraph:
     with mode:
         inputs = [_input_like(program.tensors[number]) for number in body.inputs]
-    graph_module = export(Single(body, len(spare), received), (*spare, *inputs))
+    graph_module = export(BodyModule(body, len(symbol_inputs), received), (*symbol_inputs, *inputs))
     output = next(iter(reversed(graph_module.graph.nodes)))
-    learning = learning_inputs(program, body, received)
+    differentiable = differentiable_inputs(program, body, received)
     gradients: dict[int, fx.Node] = {}
     for node, described in described_outputs(output):
         match described:
             case GradAOTOutput(grad_of=PlainAOTInput(idx=index)) if node is not None:
-                gradients[index - len(spare)] = node
+                gradients[index - len(symbol_inputs)] = node
             case PlainAOTOutput() | GradAOTOutput() | None:
                 pass
             case _:
                 raise UnrecordedError(f"a call that also gives {described.expr()}")
-    if tuple(sorted(gradients)) != learning:
+    if tuple(sorted(gradients)) != differentiable:
         raise UnrecordedError("other gradients than those of the operations recorded")
-    return _in_parts(program, graph_module, body, len(spare), received, tuple(gradients[index] for index in learning))
+    return _split(
+        program, graph_module, body, len(symbol_inputs), received, tuple(gradients[index] for index in differentiable)
+    )
 
 
-def _in_parts(
+def _split(
     program: Recording,
     graph_module: fx.GraphModule,
     body: Body,
-    spare: int,
+    symbol_inputs: int,
     received: Received,
     gradients: tuple[fx.Node, ...],
 ) -> BodyGraph:
     nodes = list(graph_module.graph.nodes)
-    inputs, tangents = _given(nodes)
+    inputs, tangents = _placeholders(nodes)
     for index, node in tangents.items():
         expected = _format_of(program.tensors[body.outputs[index]])
         if not value_of(node).is_contiguous(memory_format=expected):
             raise UnrecordedError("a gradient that lies in memory unlike its value")
-    made = nodes[-1].args[0]
-    results = [_original(node, index in received) for index, node in enumerate(made[: len(body.outputs)])]
+    outputs = nodes[-1].args[0]
+    results = [_original(node, index in received) for index, node in enumerate(outputs[: len(body.outputs)])]
     needed = _needed_for(results)
     last = max((i for i, node in enumerate(nodes) if node in needed), default=-1)
-    kept = [node for node in nodes[:-1] if node.op != "placeholder"]
+    operations = [node for node in nodes[:-1] if node.op != "placeholder"]
     order = {node: position for position, node in enumerate(nodes)}
     return BodyGraph(
         graph_module=graph_module,
-        inputs=tuple(inputs[index] for index in sorted(inputs) if index >= spare),
+        inputs=tuple(inputs[index] for index in sorted(inputs) if index >= symbol_inputs),
         tangents=tuple(tangents[index] for index in received),
-        forward=tuple(node for node in kept if order[node] <= last),
-        backward=tuple(node for node in kept if order[node] > last),
+        forward=tuple(node for node in operations if order[node] <= last),
+        backward=tuple(node for node in operations if order[node] > last),
         results=tuple(results),
         gradients=gradients,
     )
 
 
-def _given(nodes: list[fx.Node]) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+def _placeholders(nodes: list[fx.Node]) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
     """The placeholders: inputs, and tangents of outputs, by their index."""
     inputs: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
@@ -307,7 +310,7 @@ def _given(nodes: list[fx.Node]) -> tuple[dict[int, fx.Node], dict[int, fx.Node]
 
 
 def _original(node: fx.Node, differentiable: bool) -> fx.Node:
-    """The result of which :class:`Single` returned a copy."""
+    """The node whose copy :class:`BodyModule` returned."""
     for op in (
         (torch.ops.aten.clone.default,)
         if differentiable
@@ -319,15 +322,15 @@ def _original(node: fx.Node, differentiable: bool) -> fx.Node:
 
 
 def _needed_for(results: Sequence[fx.Node]) -> set[fx.Node]:
-    found, waiting = set[fx.Node](), list(results)
+    needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             waiting += node.all_input_nodes
-    return found
+    return needed
 
 
 def _input_like(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.requires_grad_() if tensor.requires_grad else made
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return fake.requires_grad_() if tensor.requires_grad else fake

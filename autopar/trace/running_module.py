@@ -1,4 +1,4 @@
-"""Which module of a model runs while the model is traced."""
+"""Tracks which module of a model runs while the model is traced."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .record import PATH
 
 
 class ModuleTracker:
-    """Knows which module runs; writes its path on the nodes traced meanwhile, from where torch carries it
-    to their backward nodes.
+    """Tracks the running module, and records its path on the nodes traced in it, which torch copies to their backward
+    nodes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,12 +25,12 @@ class ModuleTracker:
 
     @property
     def modules(self) -> frozenset[int]:
-        """Identities of the modules it knows."""
+        """The ids of the model's modules."""
         return frozenset(self._paths)
 
     @property
     def path(self) -> str:
-        """The innermost module that runs, or that ran when an exception left it."""
+        """The path of the innermost module that runs, or that ran when an exception was raised."""
         return self._paths[id(self._running[-1][0])] if self._running else ""
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -40,7 +40,7 @@ class ModuleTracker:
             set_notes({**(before or {}), PATH: self._paths[id(module)]})
 
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Modules whose exception was caught by a caller are still listed above this one.
+        # Modules that ended with an exception that a caller caught are still listed above this one.
         while any(module is entry for entry, _ in self._running):
             entry, custom = self._running.pop()
             set_notes(custom)
@@ -48,9 +48,9 @@ class ModuleTracker:
                 break
 
     def listening(self) -> AbstractContextManager[None]:
-        """Follows the modules."""
+        """Tracks the modules inside the ``with`` block."""
         return every_module(self._enter, self._leave)
 
     def restart(self) -> None:
-        """Forgets what ran; torch runs the model more than once."""
+        """Clears the list of running modules; torch runs the model more than once."""
         self._running.clear()

@@ -1,7 +1,7 @@
-"""Model to graph: runs a model once on fake tensors and returns its joint forward and backward graph.
+"""Traces a model: runs it once on fake tensors and returns its joint forward and backward graph.
 
-Nothing is computed and nothing allocated: parameters, buffers and inputs (real, meta or fake) are exchanged
-for fake tensors on the device asked for, and the model is as before afterwards, whatever happens.
+Nothing is computed and nothing allocated: parameters, buffers and inputs (real, meta or fake) are replaced by fake
+tensors on the requested device, and restored afterwards, also after an error.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Traced:
 
     ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
     that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
-    are conditions on the batch size under which the model runs the same operations (``b > 4``), ``reads`` what it
-    read from Python objects, and ``read_names`` by which names. ``counted`` are numbers that it counts itself, which is
-    warned of. ``notes`` say to people what tracing made dearer than it looks.
+    are conditions on the batch size under which the model runs the same operations (``b > 4``), ``reads`` guard what it
+    read from Python objects, and ``read_names`` are the names of these reads. ``counted`` are numbers that the model
+    counts itself, which gives a warning. ``notes`` tell people what tracing made more expensive than it looks.
     """
 
     graph: Graph
@@ -61,7 +61,7 @@ class Traced:
     counted: tuple[str, ...] = ()
 
     def holds_for(self, batch: int) -> bool:
-        """Whether the graph is right for this batch size."""
+        """Whether the graph holds for this batch size."""
         return _all_hold(self.guards, symbol(BATCH), batch)
 
 
@@ -79,19 +79,19 @@ def trace(
 ) -> Traced:
     """Captures ``model(*args, **kwargs)`` and its backward as one graph.
 
-    Inputs are any tree of tensors and constants; the constants are fixed by the trace. If the tensors share
-    their dim 0 (its most common size is 2 or more), that size becomes the symbol ``b`` of the graph; where
-    the model cannot be captured so, every size is the real one and ``graph.symbols`` is empty. Outputs are
-    any tree, rebuilt as the same types; a leaf that is neither a tensor nor a constant, such as a key-value
-    cache, comes back as None and is named in ``signature.lost``. The model may write into its inputs: it has its
+    Inputs are any tree of tensors and constants; the trace fixes the constants. If the tensors share
+    their dim 0 (its most common size is 2 or more), that size becomes the symbol ``b`` of the graph; if
+    the model cannot be captured in this way, every size is the real one and ``graph.symbols`` is empty. Outputs are
+    any tree, rebuilt with the same types; a leaf that is neither a tensor nor a constant, such as a key-value
+    cache, becomes None and is named in ``signature.lost``. The model may write into its inputs: it has its
     own copy of them.
 
     ``loss_fn(output)``, ``loss_fn(output, batch)`` or ``loss_fn(output, targets)`` (of the keyword input ``targets``;
     see :mod:`.loss`) adds the graph output ``loss``. Without one the loss is the output called
     ``loss``, or else the only scalar output that requires a gradient. ``differentiate="loss"`` gives only
     the loss a tangent if there is one, ``"all"`` every output that requires a gradient. ``training`` sets
-    the mode of the model meanwhile (None: as it is); ``grad=False`` captures the forward alone. ``autocast`` runs
-    model and loss under :class:`torch.autocast` to that dtype, whose casts become operations.
+    the mode of the model during the trace (None: as it is); ``grad=False`` captures the forward alone. ``autocast``
+    runs model and loss under :class:`torch.autocast` to that dtype, whose casts become operations.
 
     Raises:
         TraceError: names the module, the line of the model's code, and what to do.
@@ -123,10 +123,10 @@ def request_for(
     differentiate: Differentiate = "loss",
     autocast: torch.dtype | None = None,
 ) -> Request:
-    """What :func:`trace` is asked for, checked as far as it can be without tracing. Raises :class:`TraceError`."""
+    """The request of :func:`trace`, checked as far as possible without tracing. Raises :class:`TraceError`."""
     if not isinstance(model, nn.Module):
         raise TraceError(
-            f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
+            f"a {type(model).__name__} is not a torch.nn.Module; wrap the function in a module with a forward"
         )
     _check_modules(model)
     return Request(
@@ -152,12 +152,12 @@ def traced_request(request: Request) -> Traced:
     check_dtypes(graph, model)
     if captured.counted:
         warn_of_counters(model, captured.counted)
-    found = _traced(request, captured, graph)
-    return replace(found, reads=guards_of(model, reads), read_names=names_of(reads), counted=captured.counted)
+    traced = _traced(request, captured, graph)
+    return replace(traced, reads=guards_of(model, reads), read_names=names_of(reads), counted=captured.counted)
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Modules of which there is nothing to trace yet, or no Python any more."""
+    """Raises :class:`TraceError` for modules whose parameters have no shape yet, and for TorchScript."""
     for path, module in model.named_modules():
         where = f"module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -170,7 +170,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _captured(request: Request) -> tuple[Captured, Graph]:
-    """As the model is, or, where that fails because values decide, with selected rows as masks."""
+    """Captures the model as it is, or, if that fails because values decide what runs, with selected rows as masks."""
     try:
         return _captured_as(request, select=False)
     except TraceError as error:
@@ -187,15 +187,15 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
 
 
 def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
-    """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real
-    sizes; either way with equal calls of modules captured once, if that can be done.
+    """Captures with a symbol if the batch size has one and nothing in the model fixes it, else with the real sizes; in
+    both cases with equal calls of modules captured once, if possible.
     """
-    # Not outlined with selected rows: what is recorded of them has not always had the right gradients.
+    # Not outlined with selected rows: recordings of them have not always had the right gradients.
     ways = product((True, False) if request.call.batch else (False,), (False,) if select else (True, False))
     for symbolic, outlined in ways:
         if not symbolic and not outlined:
             break
-        # Any other failure: the next way may succeed, and if the last fails too, it says why in plain numbers.
+        # After any other failure the next way may succeed; if the last fails too, its message has plain numbers.
         try:
             with _without_backward_traces():
                 captured = capture(
@@ -221,7 +221,7 @@ def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
 
 @contextlib.contextmanager
 def _without_backward_traces() -> Iterator[None]:
-    """Torch warns with a stack trace when backward fails; what failed here is only one way of several."""
+    """Suppresses torch's warning, with a stack trace, that backward failed: only one way of several failed here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error detected in .*Backward")
         yield
@@ -251,7 +251,7 @@ def _traced(request: Request, captured: Captured, graph: Graph) -> Traced:
 def traced_call(
     request: Request, returned: Returned, graph: Graph, guards: tuple[sympy.Basic, ...], notes: tuple[str, ...]
 ) -> Traced:
-    """A graph with what the request says of it; without what was read."""
+    """The trace of ``graph`` for a request, without its reads."""
     parameters = {s.name: s.tensor.requires_grad for s in request.state if s.role == "param"}
     buffers = {s.name: _is_persistent(s) for s in request.state if s.role == "buffer"}
     return Traced(graph, _signature(request, returned), parameters, buffers, guards, notes)

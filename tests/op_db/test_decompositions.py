@@ -16,7 +16,7 @@ from torch._C import DispatchKey
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.trace.decompositions.corrected import MENDED, mended
+from autopar.trace.decompositions.corrected import CORRECTED, corrected
 from autopar.trace.decompositions.general import decomposition_table
 from autopar.trace.decompositions.random import RANDOM
 
@@ -44,7 +44,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         if DispatchKey.Autograd in op.py_kernels:
             found[op] = op.py_kernels[DispatchKey.Autograd]
     table = {op: how for op, how in decomposition_table().items() if op not in RANDOM}
-    return {**found, **table, **MENDED}
+    return {**found, **table, **CORRECTED}
 
 
 def _overloads() -> Iterator[Any]:
@@ -162,8 +162,8 @@ def test_on_many_samples() -> None:
 
 
 def test_what_is_mended_is_still_wrong() -> None:
-    """Ours stand only where torch's differ: when a new torch has mended one, it goes."""
-    for op in MENDED:
+    """Ours stand only where torch's differ: when a new torch has corrected one, it goes."""
+    for op in CORRECTED:
         theirs = Beside({op: op.py_kernels[DispatchKey.Autograd]})
         for called, args in calls():
             theirs.compare(called, args)
@@ -171,7 +171,7 @@ def test_what_is_mended_is_still_wrong() -> None:
 
 
 def test_torchs_own_stand_again_after_tracing() -> None:
-    before = {op: op.py_kernels[DispatchKey.Autograd] for op in MENDED}
-    with mended():
-        assert all(op.py_kernels[DispatchKey.Autograd] is MENDED[op] for op in MENDED)
-    assert {op: op.py_kernels[DispatchKey.Autograd] for op in MENDED} == before
+    before = {op: op.py_kernels[DispatchKey.Autograd] for op in CORRECTED}
+    with corrected():
+        assert all(op.py_kernels[DispatchKey.Autograd] is CORRECTED[op] for op in CORRECTED)
+    assert {op: op.py_kernels[DispatchKey.Autograd] for op in CORRECTED} == before

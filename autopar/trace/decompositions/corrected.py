@@ -1,7 +1,7 @@
-"""Right decompositions in place of wrong ones of torch's that torch applies by itself while it traces.
+"""Correct decompositions that replace wrong ones of torch, which torch applies by itself while it traces.
 
-``tests/op_db/test_decompositions.py`` compares what torch and autopar take apart with the operations' own kernels; what
-it finds wrong, or what fails, is written anew here. These stand below autograd, so backward is derived from them.
+``tests/op_db/test_decompositions.py`` compares the decompositions of torch and autopar with the operations' own
+kernels; those that are wrong, or fail, are rewritten here. They run below autograd, so backward is derived from them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _MEAN, _SUM = 1, 2
 
 def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """The mean over classes c that are not target and targets t, up to the first -1 of a row, of
-    ``max(0, 1 - x[t] + x[c])``, summed over t. Torch's decomposition lets places behind the -1 count as targets 0."""
+    ``max(0, 1 - x[t] + x[c])``, summed over t. Torch's decomposition counts places behind the -1 as targets 0."""
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]
-    # Integers, so that the cumulated sum is exact: places before the first -1 have seen none.
-    given = (targets == -1).long().cumsum(1) == 0
-    places = torch.where(given, targets, 0)
-    is_target = ((torch.arange(classes, device=x.device) == places.unsqueeze(-1)) & given.unsqueeze(-1)).any(1)
+    # Integers, so that the cumulative sum is exact: it is 0 at places before the first -1.
+    valid = (targets == -1).long().cumsum(1) == 0
+    places = torch.where(valid, targets, 0)
+    is_target = ((torch.arange(classes, device=x.device) == places.unsqueeze(-1)) & valid.unsqueeze(-1)).any(1)
     margins = 1.0 - rows.gather(1, places).unsqueeze(-1) + rows.unsqueeze(1)
-    counts = given.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    counts = valid.unsqueeze(-1) & ~is_target.unsqueeze(1)
     each = torch.where(counts, margins.relu(), 0.0).sum((1, 2)) / classes
-    marked = is_target.to(x.dtype).reshape(target.shape)
+    mask = is_target.to(x.dtype).reshape(target.shape)
     if reduction == _SUM or (reduction == 0 and x.dim() < 2):
-        return each.sum(), marked
-    return (each.mean() if reduction == _MEAN else each), marked
+        return each.sum(), mask
+    return (each.mean() if reduction == _MEAN else each), mask
 
 
 def recurrent_layers(
@@ -46,7 +46,7 @@ def recurrent_layers(
     first: bool,
     layer: Any,
 ) -> tuple[Tensor, list[Any]]:  # fmt: skip
-    """Torch's, one layer at a time, with dropout between layers, which torch's decomposition forgets."""
+    """Torch's decomposition, one layer at a time, with the dropout between layers that torch's omits."""
     x, ways, final = x.transpose(0, 1) if first else x, 2 if both else 1, []
     for index in range(layers):
         if index and train and dropout:
@@ -57,17 +57,17 @@ def recurrent_layers(
     return (x.transpose(0, 1) if first else x), final
 
 
-MENDED: dict[OpOverload, Callable[..., Any]] = {
+CORRECTED: dict[OpOverload, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
 }
 
 
 @contextmanager
-def mended() -> Iterator[None]:
-    """Within, torch's tracer applies ours."""
-    before = {op: autograd_kernel(op) for op in MENDED}
+def corrected() -> Iterator[None]:
+    """Makes torch's tracer apply these decompositions."""
+    before = {op: autograd_kernel(op) for op in CORRECTED}
     try:
-        for op, ours in MENDED.items():
+        for op, ours in CORRECTED.items():
             set_autograd_kernel(op, ours)
         with recurrent_layers_replaced(recurrent_layers):
             yield

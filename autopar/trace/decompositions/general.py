@@ -1,16 +1,16 @@
-"""How operations are taken apart while a model is traced, and why.
+"""Decomposes operations while a model is traced.
 
-Taken apart are
+Decomposed are
 
 - reductions that are not linear (means, variances, norms, losses with an average, batch norm): as sums and
-  pointwise operations they stay exact when a reduced dim is sharded, unequal shards included, because only
+  pointwise operations they stay exact when a reduced dim is sharded, also into unequal shards, because only
   sums cross devices. A mean over tokens with ``ignore_index`` becomes one sum of losses over one count of
   tokens, both global;
-- the log-softmax of a loss: as ``amax``, ``sum`` and pointwise, a sharded vocabulary exchanges two small
-  reductions;
+- the log-softmax of a loss: as ``amax``, ``sum`` and pointwise operations, it needs two small reductions for a sharded
+  vocabulary;
 - operations fused only for speed on one device (``addmm``), whose parts have simpler rules;
-- the many ways of writing a constant tensor: all become ``aten.full``;
-- repetition: an expansion and a reshape, which shard between the repeats too;
+- the many ways of creating a constant tensor: all become ``aten.full``;
+- repetition: an expansion and a reshape, which can also be sharded between the repeats;
 - everything that draws random numbers (:mod:`.random`).
 
 Where torch's own decomposition has the right form it is used.
@@ -76,7 +76,7 @@ _TORCHS = (
     aten.eye,
 )
 
-# In the names of the overloads that write into tensors they are given.
+# Parts of the names of overloads that write into tensors passed to them.
 _OUT = {"out", "input"}
 
 
@@ -189,7 +189,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """``max + log(sum(exp(x - max)))``: one maximum and one sum."""
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     dims, wide = _dims(x, dim), x.to(_wide(x.dtype))
-    if _is_empty(x):  # Without a maximum.
+    if _is_empty(x):  # Nothing has a maximum.
         return _sum(wide.exp(), dims, keepdim).log().to(x.dtype)
     if x.dim() == 0 and not x.is_complex():
         return x.clone()
@@ -202,7 +202,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 @_for(aten.linalg_vector_norm.default)
 def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The norms that are a function of one sum; others stay as they are."""
+    """Decomposes norms that are a function of one sum; others stay as they are."""
     if x.is_complex() or ord in (math.inf, -math.inf, 0) or x.dim() == 0:
         return NotImplemented
     result = dtype or x.dtype
@@ -215,14 +215,14 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = Fals
 
 
 def _memory_order(x: Tensor) -> list[int] | None:
-    """The dims from outermost to innermost in memory; None if ``x`` is not a whole piece of memory in some order."""
+    """The dims from outermost to innermost in memory; None if ``x`` is not contiguous in any order of its dims."""
     order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
     return order if x.permute(order).is_contiguous() and x.storage_offset() == 0 else None
 
 
 @_for(aten.as_strided.default)
 def as_strided(x: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """A look at the memory of a contiguous tensor, which any tensor can be made; not at that of a permuted one."""
+    """``as_strided`` of a contiguous tensor, which any tensor can be made; a permuted one is permuted back first."""
     order = None if x.is_contiguous() else _memory_order(x)
     if order is None:
         return NotImplemented
@@ -246,9 +246,7 @@ def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
 
 @_for(aten.copy.default)
 def copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What is left of ``copy_`` in a graph without mutation: the source in the destination's shape and
-    dtype.
-    """
+    """What ``copy_`` becomes in a graph without mutation: the source in the destination's shape and dtype."""
     return source.to(destination.dtype).expand(destination.shape).clone()
 
 
@@ -272,7 +270,7 @@ def zeros(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -
 
 @_for(aten.empty_strided.default, aten.empty_permuted.default)
 def zeros_in_order(size: Any, order: Any, **options: Any) -> Any:
-    """Where an element lies in memory says nothing in a graph."""
+    """Ignores strides: the order of elements in memory has no meaning in a graph."""
     return zeros(size, **options)
 
 

@@ -1,6 +1,6 @@
-"""Norms of tensors with fewer bits than their weights, as mixed precision has them: computed in the weights' dtype, the
-result rounded to that of the input. Torch's kernels do so too, but what dtype their statistics have is not the same
-everywhere, and a graph must know."""
+"""Norms of tensors with fewer bits than their weights, as in mixed precision: computed in the weights' dtype, with the
+result rounded to that of the input. Torch's kernels do the same, but the dtype of their statistics differs between
+devices, and a graph must know it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _for = into(MIXED)
 
 
 def _dtype_of_weights(x: Tensor, *weights: Tensor | None) -> torch.dtype | None:
-    """The dtype with more bits that ``weights`` have, None if there is none."""
-    given = [w.dtype for w in weights if w is not None]
-    return given[0] if given and given[0].itemsize > x.dtype.itemsize else None
+    """The dtype of ``weights`` if it has more bits than that of ``x``, else None."""
+    dtypes = [w.dtype for w in weights if w is not None]
+    return dtypes[0] if dtypes and dtypes[0].itemsize > x.dtype.itemsize else None
 
 
 def _widen(op: Any, *, narrow: tuple[int, ...], weights: tuple[int, ...]) -> None:
-    """Enters ``op``, whose arguments at ``narrow`` are like its input, the last of them, and so is its first result;
-    statistics and gradients of weights are what the weights are."""
+    """Registers ``op``. Its arguments at ``narrow`` (the last is the input) and its first result have the input's
+    dtype; statistics and gradients of weights have the weights' dtype."""
 
     @_for(op)
     def widened(*args: Any) -> Any:

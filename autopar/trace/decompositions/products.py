@@ -1,4 +1,4 @@
-"""Products fused with sums or of special shapes, as products of matrices: their parts have simpler rules."""
+"""Decomposes products that are fused with sums, or have special shapes, into matrix products with simpler rules."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def trilinear(
     x: Tensor, y: Tensor, z: Tensor, x_new: Any, y_new: Any, z_new: Any, summed: Any, unroll_dim: int = 1
 ) -> Any:
-    """The sum over dims ``summed`` of the product of three tensors, each with new dims where ``x_new`` and so on say:
-    two products of matrices."""
+    """The sum over dims ``summed`` of the product of three tensors, each with new dims at ``x_new`` and so on: two
+    matrix products."""
     rank = x.dim() + len(x_new)
     spelled = ["".join(chr(97 + d) for d in range(rank) if d not in new) for new in (x_new, y_new, z_new)]
     result = "".join(chr(97 + d) for d in range(rank) if d not in summed)

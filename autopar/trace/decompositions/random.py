@@ -1,9 +1,9 @@
-"""How operations that draw random numbers are taken apart: into the draws of :mod:`autopar.ops.random`, whose numbers
-do not depend on the plan, and operations on them that shard like any other.
+"""Decomposes operations that draw random numbers into the draws of :mod:`autopar.ops.random`, whose numbers do not
+depend on the plan, and operations on them that shard like any other.
 
-What a rejection loop makes (Poisson, binomial, gamma and Dirichlet distributions) has no such form: it is drawn
-whole on every device, from rank 0's generator (:mod:`autopar.runtime.execute.randomness`), as is whatever names a
-generator of its own.
+Draws by rejection (Poisson, binomial, gamma and Dirichlet distributions) have no such form: every device draws them
+whole, from rank 0's generator (:mod:`autopar.runtime.execute.randomness`). So it does for an operation that names a
+generator.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STORAGE = ("pin_memory", "memory_format")
 
 
 def _uniform(size: Any, dtype: torch.dtype | None, device: Any) -> Any:
-    """Uniform in [0, 1) in any floating dtype; of complex numbers, both parts."""
+    """Uniform in [0, 1) in any floating dtype; for complex numbers, both parts."""
     kind = dtype or torch.get_default_dtype()
     if kind.is_complex:
         return torch.complex(*(_uniform(size, kind.to_real(), device) for _ in range(2)))
@@ -62,7 +62,7 @@ def _normal(size: Any, dtype: torch.dtype | None, device: Any) -> Any:
     return draw.normal(draw.random_state(), size, dtype=kind, device=torch.device(device or "cpu"))
 
 
-def _kept(size: Any, p: float, dtype: torch.dtype, device: Any) -> Any:
+def _keep_mask(size: Any, p: float, dtype: torch.dtype, device: Any) -> Any:
     return draw.bernoulli(draw.random_state(), size, p, dtype=dtype, device=device)
 
 
@@ -139,7 +139,7 @@ def randint_like_low(x: Tensor, low: Any, high: Any, *, dtype: Any = None, devic
 
 @_for(aten.bernoulli.p)
 def bernoulli_p(x: Tensor, p: float = 0.5) -> Any:
-    return _kept(x.shape, p, x.dtype, x.device)
+    return _keep_mask(x.shape, p, x.dtype, x.device)
 
 
 @_for(aten.bernoulli.default)
@@ -202,22 +202,22 @@ def random_to(x: Tensor, high: int | None = None) -> Any:
 
 
 def _limit(dtype: torch.dtype) -> int:
-    """One more than the largest integer such that all below it are in ``dtype`` (and in what is drawn)."""
+    """One more than the largest integer such that ``dtype``, and a draw, can represent all integers up to it."""
     if dtype.is_floating_point:
         return int(2 / torch.finfo(dtype).eps)
     return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max, (1 << 63) - 2) + 1
 
 
-# ---- operations with a draw inside ------------------------------------
+# ---- operations that contain a draw -----------------------------------
 
 
 @_for(aten.native_dropout.default)
 def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
-    """What is kept is all that backward needs: a byte per element, or nothing if it is drawn again."""
+    """Backward needs only the mask: a byte per element, or nothing if it is drawn again."""
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = _kept(x.shape, 1 - p, torch.bool, x.device)
-    return x * (kept.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), kept
+    mask = _keep_mask(x.shape, 1 - p, torch.bool, x.device)
+    return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
 
 
 @_for(aten.rrelu_with_noise_functional.default)
@@ -230,8 +230,8 @@ def rrelu(x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, 
 
 @_for(aten.multinomial.default)
 def multinomial(x: Tensor, count: int, replacement: bool = False) -> Any:
-    """One, or several without replacement: the first arrivals of an exponential race, as torch's kernels do; with
-    replacement: positions of uniform numbers among the running sums."""
+    """One sample, or several without replacement: the first arrivals of an exponential race, as in torch's kernels;
+    with replacement: positions of uniform numbers among the running sums."""
     if count == 1 or not replacement:
         race = x / _exponential(x.shape, x.dtype, x.device)
         return torch.topk(race, count, -1)[1]

@@ -1,4 +1,4 @@
-"""Tables of how operations are taken apart while a model is traced."""
+"""Tables of decompositions that apply while a model is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Table = dict[OpOverload, Decomposition]
 
 
 def into(table: Table) -> Callable[..., Callable[[Decomposition], Decomposition]]:
-    """A decorator that takes operations, and enters a function of their arguments that computes what they compute."""
+    """A decorator that takes operations, and registers a function of their arguments as their decomposition."""
 
     def entered_for(*ops: OpOverload) -> Callable[[Decomposition], Decomposition]:
         def enter(function: Decomposition) -> Decomposition:
