@@ -124,9 +124,9 @@ def _parse_chunks(programs: list[list[str]], schedule: Schedule, stage: int) -> 
     chunks = [ChunkProgram.from_text("\n".join(lines)) for lines in programs]
     if stage >= schedule.stages:
         raise GraphError(f"the rank is on stage {stage}, but its schedule has {schedule.stages}, counted from 0")
-    found, held = tuple(chunk.chunk for chunk in chunks), schedule.held[stage]
-    if found != held:
-        listed = ", ".join(map(str, found)) or "none"
+    indices, held = tuple(chunk.chunk for chunk in chunks), schedule.held[stage]
+    if indices != held:
+        listed = ", ".join(map(str, indices)) or "none"
         raise GraphError(f"stage {stage} has the chunks {', '.join(map(str, held))} by its schedule; found: {listed}")
     return {chunk.chunk: chunk for chunk in chunks}
 

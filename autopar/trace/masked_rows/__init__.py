@@ -1,1 +1,1 @@
-"""Tracing of code that selects rows by a mask, as Python loops over experts do."""
+"""Traces code that selects rows by a mask, as Python loops over experts do."""

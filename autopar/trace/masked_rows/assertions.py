@@ -1,5 +1,5 @@
-"""Code that only raises where values are bad: ``if bad.any(): raise ...`` and ``assert good.all()``. A graph has no
-place to raise from, so it holds what follows where nothing is bad, and the plan says which checks it leaves out.
+"""Checks that only raise for bad values: ``if bad.any(): raise ...`` and ``assert good.all()``. A graph cannot raise.
+It contains the code that runs if no value is bad, and the plan says which checks it leaves out.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ Place = tuple[int, int]
 
 
 def truth_without_raising() -> tuple[bool, str] | None:
-    """What the condition that a model's code asks for must be worth for the code not to raise, and ``file:line`` of
-    the check; None where more depends on it than that."""
+    """The value of the condition that the model's code evaluates now with which the code does not raise, and
+    ``file:line`` of the check; None if the condition decides anything else."""
     frame = user_frame()
     try:
         path = path_to(frame)
     except SelectionError:  # Its source cannot be read.
         return None
-    asking = _asking(frame, path[-1])
+    jump = _asking(frame, path[-1])
     statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
     raising = None if statement is None else _raising(statement)
-    if asking is None or statement is None or raising is None:
+    if jump is None or statement is None or raising is None:
         return None
-    jumps = not _is_target_in(frame, asking.argval, raising)
-    return ("IF_TRUE" in asking.opname) == jumps, f"{frame.f_code.co_filename}:{statement.lineno}"
+    jumps = not _is_target_in(frame, jump.argval, raising)
+    return ("IF_TRUE" in jump.opname) == jumps, f"{frame.f_code.co_filename}:{statement.lineno}"
 
 
 def _asking(frame: FrameType, node: ast.AST) -> dis.Instruction | None:
-    """The jump that depends on what is asked for, also where it is asked for by ``t.item()`` or ``bool(t)``."""
-    rest = (i for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
-    found = next(rest)
-    if found.opname.startswith("CALL") and _takes_value(node):
-        found = next(rest)
-    return found if "JUMP" in found.opname and "IF_" in found.opname else None
+    """The jump that depends on the condition, also if the condition is read by ``t.item()`` or ``bool(t)``."""
+    instructions = (i for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
+    instruction = next(instructions)
+    if instruction.opname.startswith("CALL") and _takes_value(node):
+        instruction = next(instructions)
+    return instruction if "JUMP" in instruction.opname and "IF_" in instruction.opname else None
 
 
 def _takes_value(node: ast.AST) -> bool:
@@ -47,15 +47,15 @@ def _takes_value(node: ast.AST) -> bool:
 
 
 def _raising(statement: ast.stmt) -> tuple[Place, Place] | None:
-    """First and last place of the code of a check that raises; of an ``assert`` no place of its own."""
+    """The first and the last position of the code of a check that raises; (0, 0) twice for an ``assert``."""
     if isinstance(statement, ast.Assert):
         return (0, 0), (0, 0)
     if not isinstance(statement, ast.If):
         return None
-    found = [body for body in (statement.body, statement.orelse) if body and isinstance(body[-1], ast.Raise)]
-    if len(found) != 1:
+    bodies = [body for body in (statement.body, statement.orelse) if body and isinstance(body[-1], ast.Raise)]
+    if len(bodies) != 1:
         return None
-    first, last = found[0][0], found[0][-1]
+    first, last = bodies[0][0], bodies[0][-1]
     return (first.lineno, first.col_offset), (last.end_lineno or last.lineno, last.end_col_offset or 0)
 
 

@@ -1,10 +1,10 @@
-"""Code that a model skips where a selection is empty: ``if mask.any():``, ``if not n: continue``, a loop over the
-experts that were hit. A graph has no branches, so it holds the code as if it always ran; that is right if with an
-empty selection the code changes nothing, which is shown of the source and of what runs.
+"""Code that a model skips if a selection is empty: ``if mask.any():``, ``if not n: continue``, a loop over the experts
+that were hit. A graph has no branches, so it contains the code as if it always ran. That is correct if the code changes
+nothing for an empty selection, which is proven from the source and from what runs.
 
-Of the source: the skipped statements bind only names that nothing else reads, and do nothing but that and writing to
-tensors. Of what runs: while one of these statements runs, tensors are written only through selections that are empty
-whenever the condition says so (:meth:`Regions.check_write`). Anything else is an error; without the ``if`` it is none.
+From the source: the skipped statements only bind names that nothing else reads, and write to tensors. From what runs:
+while one of these statements runs, tensors are written only through selections that are empty whenever the condition is
+false (:meth:`Regions.check_write`). Anything else is an error, unless the ``if`` is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HINT = "; leave the condition out, for a selection without rows adds nothing"
 
 
 class SelectionError(Exception):
-    """Something is done with selected rows that cannot be said without knowing which are selected."""
+    """The model does something with selected rows that depends on which rows are selected."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Region:
 
 
 def user_frame() -> FrameType:
-    """The innermost frame that is neither torch's nor ours."""
+    """The innermost frame that is neither torch's nor autopar's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
         frame = frame.f_back
@@ -56,50 +56,51 @@ class Regions:
     """The regions that are running."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], Region] = {}
+        self._regions: dict[tuple[int, int], Region] = {}
 
     def enter_branch(self, condition: Key, truth: bool) -> bool:
-        """``truth``: what a condition is worth if the selection has rows. Notes what is skipped if it has none."""
+        """Records the code that is skipped if the selection has no rows. Returns ``truth``, the value of the condition
+        if it has some."""
         frame = user_frame()
-        self._note(frame, _skipped(frame, truth), condition)
+        self._add(frame, _skipped(frame, truth), condition)
         return truth
 
     def loop(self, conditions: list[Key], items: Iterator[object]) -> Iterator[object]:
-        """``items``, each for a condition of its own, given to the ``for`` statement that asks."""
+        """Yields ``items`` to the ``for`` statement that iterates, each under a condition of its own."""
         frame = user_frame()
         body = _loop_body(frame)
         for condition, item in zip(conditions, items, strict=True):
-            self._note(frame, body, condition)
+            self._add(frame, body, condition)
             yield item
 
-    def _note(self, frame: FrameType, body: list[ast.stmt], condition: Key) -> None:
+    def _add(self, frame: FrameType, body: list[ast.stmt], condition: Key) -> None:
         first, last = body[0].lineno, max(statement.end_lineno or statement.lineno for statement in body)
-        self._found[id(frame), first] = Region(frame, first, last, condition)
+        self._regions[id(frame), first] = Region(frame, first, last, condition)
 
     @property
     def running(self) -> list[Region]:
         """The regions whose code is being executed."""
-        if not self._found:
+        if not self._regions:
             return []
         frames, frame = {}, sys._getframe(1)
         while frame is not None:
             frames[id(frame)] = frame
             frame = frame.f_back  # type: ignore[assignment]
-        self._found = {key: region for key, region in self._found.items() if key[0] in frames}
+        self._regions = {key: region for key, region in self._regions.items() if key[0] in frames}
         return [
             region
-            for region in self._found.values()
+            for region in self._regions.values()
             if frames[id(region.frame)] is region.frame and region.first <= region.frame.f_lineno <= region.last
         ]
 
-    def check_write(self, within: frozenset[Key], what: str) -> None:
-        """Raises if a write through a selection that is empty when one of ``within`` is may happen although the code
-        is skipped."""
+    def check_write(self, within: frozenset[Key], operation: str) -> None:
+        """Raises :class:`SelectionError` if a write may change something although its code is skipped. The write goes
+        through a selection that is empty if one of ``within`` is."""
         for region in self.running:
             if region.condition not in within:
                 raise SelectionError(
-                    f"{what} runs only if a selection has rows (line {region.first} and what follows), and it is not "
-                    f"shown that it would change nothing without them{_HINT}"
+                    f"{operation} runs only if a selection has rows (from line {region.first} on), and it is not "
+                    f"proven that it changes nothing without them{_HINT}"
                 )
 
 
@@ -112,11 +113,11 @@ def _parsed(filename: str) -> ast.Module:
 
 
 def path_to(frame: FrameType) -> list[ast.AST]:
-    """The nodes around what ``frame`` runs now, outermost first, from its function on."""
+    """The syntax nodes that contain what ``frame`` runs now, outermost first, from its function on."""
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:
-        raise SelectionError(f"it is not known where in the source this condition stands{_HINT}")
+        raise SelectionError(f"the position of this condition in the source is unknown{_HINT}")
 
     def holds(node: ast.AST) -> bool:
         if not isinstance(node, (ast.stmt, ast.expr)):
@@ -134,31 +135,31 @@ def path_to(frame: FrameType) -> list[ast.AST]:
 
 
 def _skipped(frame: FrameType, truth: bool) -> list[ast.stmt]:
-    """The statements that run only if the condition being asked is worth ``truth``."""
+    """The statements that run only if the condition that is evaluated now is ``truth``."""
     path = path_to(frame)
-    place, found = next(
+    place, statement = next(
         ((i, node) for i, node in reversed(list(enumerate(path))) if isinstance(node, ast.stmt)), (0, None)
     )
-    if not isinstance(found, ast.If) or not _is_plain(found.test, path[place + 1 :]):
+    if not isinstance(statement, ast.If) or not _is_plain(statement.test, path[place + 1 :]):
         raise SelectionError(
             "whether a selection has rows decides here what runs, and only an `if` statement with this condition "
             f"alone can be followed{_HINT}"
         )
-    holds = truth != isinstance(found.test, ast.UnaryOp)
-    if holds and not found.orelse and not any(isinstance(node, ast.Continue) for node in ast.walk(found)):
-        return _harmless(found.body, path[0], frame)
-    if not holds and not found.orelse and len(found.body) == 1 and isinstance(found.body[0], ast.Continue):
-        around = path[place - 1]
-        if isinstance(around, (ast.For, ast.While)) and found in around.body[:-1]:
-            return _harmless(around.body[around.body.index(found) + 1 :], path[0], frame)
-    raise SelectionError(f"another thing is done here if a selection has no rows{_HINT}")
+    holds = truth != isinstance(statement.test, ast.UnaryOp)
+    if holds and not statement.orelse and not any(isinstance(node, ast.Continue) for node in ast.walk(statement)):
+        return _harmless(statement.body, path[0], frame)
+    if not holds and not statement.orelse and len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue):
+        loop = path[place - 1]
+        if isinstance(loop, (ast.For, ast.While)) and statement in loop.body[:-1]:
+            return _harmless(loop.body[loop.body.index(statement) + 1 :], path[0], frame)
+    raise SelectionError(f"something else runs here if a selection has no rows{_HINT}")
 
 
 def _is_plain(test: ast.expr, path: list[ast.AST]) -> bool:
-    """Whether the test is just what is being asked, or its negation."""
+    """Whether the test is just the condition that is evaluated, or its negation."""
     inner = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
     compound = isinstance(inner, (ast.BoolOp, ast.IfExp, ast.UnaryOp)) or len(getattr(inner, "comparators", ())) > 1
-    # The jump that asks stands where the test does, or the whole statement.
+    # The jump has the position of the test, or of the whole statement.
     return not compound and path in ([], [test], [test, inner])
 
 
@@ -167,14 +168,14 @@ def _loop_body(frame: FrameType) -> list[ast.stmt]:
     statements = [node for node in path if isinstance(node, ast.stmt)]
     loop = statements[-1]
     if not isinstance(loop, ast.For) or loop.orelse:
-        raise SelectionError("the rows that were found are gone through here other than by a `for` statement")
+        raise SelectionError("selected rows are iterated over here, but not by a `for` statement")
     return _harmless(loop.body, path[0], frame, loop.target)
 
 
 def _harmless(
     body: list[ast.stmt], function: ast.AST, frame: FrameType, target: ast.expr | None = None
 ) -> list[ast.stmt]:
-    """``body``, if nothing of it outlasts it but what it writes to tensors."""
+    """Returns ``body`` if it has no effects but writes to tensors. Raises :class:`SelectionError`."""
     for statement in (node for part in body for node in ast.walk(part)):
         problem = _problem(statement)
         if problem:
@@ -200,7 +201,9 @@ def _harmless(
         body, bound, {n.id for n in ast.walk(target) if isinstance(n, ast.Name)} if target else set()
     )
     if carried:
-        raise SelectionError(f"{carried!r} is carried on by lines that run only if a selection has rows{_HINT}")
+        raise SelectionError(
+            f"{carried!r} is read before it is bound, in lines that run only if a selection has rows{_HINT}"
+        )
     return body
 
 
@@ -209,7 +212,8 @@ def _bound_in(node: ast.AST) -> set[str]:
 
 
 def _check_bases(body: list[ast.stmt], bound: set[str], frame: FrameType) -> None:
-    """What is written to by index or by method is a tensor, whose writes are seen, and no list or dict."""
+    """Raises :class:`SelectionError` unless everything that ``body`` writes to by index or by method is a tensor, whose
+    writes the trace sees."""
     for node in (node for part in body for node in ast.walk(part)):
         base: ast.expr | None = None
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -228,21 +232,21 @@ def _check_bases(body: list[ast.stmt], bound: set[str], frame: FrameType) -> Non
             )
 
 
-def _read_before_bound(body: list[ast.stmt], bound: set[str], known: set[str]) -> str:
-    """A name that a run of ``body`` may have from the run before, or from outside."""
+def _read_before_bound(body: list[ast.stmt], bound: set[str], assigned: set[str]) -> str:
+    """A name whose value ``body`` may take from its previous run, or from outside; "" if there is none."""
     for statement in body:
         reads = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
             reads.add(statement.target.id)
-        early = (reads & bound) - known - _inner_targets(statement)
+        early = (reads & bound) - assigned - _inner_targets(statement)
         if early:
             return sorted(early)[0]
-        known |= _bound_in(statement) if isinstance(statement, ast.Assign) else set()
+        assigned |= _bound_in(statement) if isinstance(statement, ast.Assign) else set()
     return ""
 
 
 def _inner_targets(statement: ast.stmt) -> set[str]:
-    """Names bound and read within a statement by loops of its own."""
+    """The names that loops inside a statement bind."""
     loops = (n for n in ast.walk(statement) if isinstance(n, (ast.For, ast.comprehension)))
     return {n.id for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
 
@@ -265,6 +269,7 @@ def _problem(node: ast.AST) -> str:
 
 
 def _is_write(value: ast.expr) -> bool:
-    """A text, or a method such as ``index_add_``: what it does to which tensor is seen when it runs."""
+    """Whether a call's value is a constant, or a method such as ``index_add_``, whose effect the trace sees when it
+    runs."""
     method = value.func if isinstance(value, ast.Call) else None
     return isinstance(value, ast.Constant) or (isinstance(method, ast.Attribute) and method.attr.endswith("_"))

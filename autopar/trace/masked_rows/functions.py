@@ -1,7 +1,7 @@
-"""Torch's functions that select rows by values, put rows back, or ask of them what no function of single rows does.
+"""Handlers for torch's functions that select rows by values, put rows back, or do more than a function of single rows.
 
-Each handler gets the mode that traces and the call's arguments, and returns ``NotImplemented`` where the call is none
-of its business.
+Each handler gets the mode that traces and the call's arguments, and returns ``NotImplemented`` for a call that it does
+not handle.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .assertions import truth_without_raising
 from .branches import Regions, SelectionError
 from .gather_scatter import Index, parse_index, put
 from .mask_facts import Facts, says_any
-from .tensors import Known, Rows, Selection, count_of
+from .tensors import ExpertNumber, Rows, Selection, count_of
 
 
 class Mode(Protocol):
-    """What handlers ask of :class:`autopar.trace.masked_rows.mode.SelectedRows`."""
+    """The part of :class:`autopar.trace.masked_rows.mode.SelectedRows` that handlers use."""
 
     facts: Facts
     regions: Regions
@@ -29,7 +29,7 @@ class Mode(Protocol):
 
     def take(self, x: Tensor, index: Index) -> Rows: ...
 
-    def left_out(self, truth: bool, check: str) -> bool: ...
+    def skip_check(self, truth: bool, check: str) -> bool: ...
 
 
 Handler = Callable[[Mode, tuple[Any, ...], dict[str, Any]], Any]
@@ -37,7 +37,7 @@ CALLS: dict[Any, Handler] = {}
 
 
 def _getter(name: str) -> Any:
-    """What torch calls to read an attribute of a tensor."""
+    """The function that torch calls to read an attribute of a tensor."""
     return getattr(Tensor, name).__get__
 
 
@@ -60,12 +60,12 @@ def _where(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _places(mode: Mode, mask: Tensor) -> tuple[Rows, ...]:
     selection = mode.select(mask)
-    found = []
+    coordinates = []
     for dim, size in enumerate(mask.shape):
-        shape = [size if other == dim else 1 for other in range(mask.dim())]
+        shape = [size if axis == dim else 1 for axis in range(mask.dim())]
         places = torch.arange(size, device=mask.device).reshape(shape)
-        found.append(Rows.make(places, selection, 0, (dim,)))
-    return tuple(found)
+        coordinates.append(Rows.make(places, selection, 0, (dim,)))
+    return tuple(coordinates)
 
 
 @handles(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
@@ -111,8 +111,10 @@ def _coordinate(x: Rows, which: int) -> Rows:
 def _flat(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The only coordinate as a tensor [n] of its own."""
     x = args[0]
-    one = isinstance(x, Rows) and x.coordinates is not None and len(x.coordinates) == 1 and x.data_.dim() > x.grid
-    if not one or kwargs or args[1:] not in ((), (-1,), (1,), ((-1,),)):
+    has_one_coordinate = (
+        isinstance(x, Rows) and x.coordinates is not None and len(x.coordinates) == 1 and x.data_.dim() > x.grid
+    )
+    if not has_one_coordinate or kwargs or args[1:] not in ((), (-1,), (1,), ((-1,),)):
         return NotImplemented
     return _coordinate(x, 0)
 
@@ -120,7 +122,7 @@ def _flat(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(Tensor.unbind, torch.unbind, _getter("T"), Tensor.t)
 def _coordinates(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if isinstance(x, Rows) and dim == 0:  # As a loop asks.
+    if isinstance(x, Rows) and dim == 0:  # As a loop does.
         return _iterate(mode, args, kwargs)
     if not isinstance(x, Rows) or x.coordinates is None or x.data_.dim() == x.grid or dim not in (1, -1):
         return NotImplemented
@@ -155,10 +157,10 @@ def _index_select(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _getitem(mode, (x, (*[slice(None)] * (dim % x.dim()), index)), {})
 
 
-def _write(mode: Mode, x: Tensor, index: Index, value: Any, accumulate: bool, what: str) -> Tensor:
-    mode.regions.check_write(index.selection.fact.within, what)
-    made = put(x, index, value, accumulate=accumulate)
-    x[index.basic].copy_(made)
+def _write(mode: Mode, x: Tensor, index: Index, value: Any, accumulate: bool, operation: str) -> Tensor:
+    mode.regions.check_write(index.selection.fact.within, operation)
+    updated = put(x, index, value, accumulate=accumulate)
+    x[index.basic].copy_(updated)
     mode.facts.written(x)
     return x
 
@@ -176,7 +178,7 @@ def _setitem(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     index = parse_index(x, key, mode.select)
     if index is None:
-        raise SelectionError("selected rows are put where another index than their selection says")
+        raise SelectionError("selected rows are assigned by another index than their selection")
     _write(mode, x, index, value, False, "an assignment")
     return None
 
@@ -197,15 +199,17 @@ def _index_put_as(in_place: bool) -> Handler:
 
 def _index_add_as(in_place: bool, accumulate: bool) -> Handler:
     def handler(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(("self", "dim", "index", "source", "alpha"), args, strict=False)) | kwargs
-        x, dim, places, source = (given.get(name) for name in ("self", "dim", "index", "source"))
+        arguments = dict(zip(("self", "dim", "index", "source", "alpha"), args, strict=False)) | kwargs
+        x, dim, places, source = (arguments.get(name) for name in ("self", "dim", "index", "source"))
         assert isinstance(x, Tensor) and isinstance(dim, int)
         if isinstance(x, Rows) or not isinstance(places, Rows):
             return NotImplemented
         index = parse_index(x, (*[slice(None)] * (dim % x.dim()), places), mode.select)
         if index is None:
-            raise SelectionError("rows are added where another index than their selection says; use index_add_ with it")
-        value = source if given.get("alpha", 1) == 1 else source * given["alpha"]
+            raise SelectionError(
+                "rows are added by another index than their selection; use index_add_ with their selection"
+            )
+        value = source if arguments.get("alpha", 1) == 1 else source * arguments["alpha"]
         if not isinstance(value, Rows):
             raise SelectionError("a tensor that is not of the selected rows is added to them")
         if in_place:
@@ -235,7 +239,7 @@ def _masked_scatter(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 @handles(_getter("shape"), Tensor.size)
 def _shape(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    if isinstance(x, Known):
+    if isinstance(x, ExpertNumber):
         return torch.Size([1] * x.__dict__["rank"])
     if not isinstance(x, Rows):
         return NotImplemented
@@ -249,7 +253,7 @@ def _shape(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _numel(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Rows):
         return NotImplemented
-    # Only ever compared with zero, so what else multiplies does not matter unless it is zero itself.
+    # Only ever compared with zero, so the other factors do not matter unless one is zero itself.
     return count_of(args[0].selection)
 
 
@@ -281,7 +285,7 @@ def _iterate(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Rows):
         return NotImplemented
     numbers, rank = _hit(args[0])
-    return _hit_loop(mode, args[0], [Known.make(number, rank) for number in numbers])
+    return _hit_loop(mode, args[0], [ExpertNumber.make(number, rank) for number in numbers])
 
 
 @handles(Tensor.tolist)
@@ -293,40 +297,40 @@ def _listed(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _hit(rows: Rows) -> tuple[list[int], int]:
-    """The numbers among which the loop over ``rows`` finds those that were hit."""
+    """All numbers that a loop over ``rows`` may iterate over, and their rank."""
     mask = rows.selection.mask
     fact = rows.selection.fact
-    if rows.coordinates is None or mask.dim() != 1 or fact.tells is None or type(mask.shape[0]) is not int:
+    if rows.coordinates is None or mask.dim() != 1 or fact.reduces is None or type(mask.shape[0]) is not int:
         raise SelectionError(
-            "selected rows are gone through one by one; only the numbers of what was chosen at all can be "
+            "selected rows are iterated over; that is possible only for the numbers of what was chosen at all "
             "(counts.nonzero(), where counts are sums over masks), since these are known"
         )
     return list(range(mask.shape[0])), rows.data_.dim() - rows.grid
 
 
 def _hit_loop(mode: Mode, rows: Rows, items: list[Any]) -> Iterator[Any]:
-    assert rows.selection.fact.tells is not None
-    key, kept = rows.selection.fact.tells
-    return mode.regions.loop([("select", key, kept[0], number) for number in range(len(items))], iter(items))
+    assert rows.selection.fact.reduces is not None
+    key, dims = rows.selection.fact.reduces
+    return mode.regions.loop([("select", key, dims[0], number) for number in range(len(items))], iter(items))
 
 
 @handles(Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.is_nonzero)
 def _truth(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    if isinstance(x, (Rows, Known)):
+    if isinstance(x, (Rows, ExpertNumber)):
         return NotImplemented
     checked = truth_without_raising() if x.dtype is torch.bool else None
     if checked is not None:
-        return mode.left_out(*checked)
+        return mode.skip_check(*checked)
     fact = mode.facts.of(x)
-    if fact.tells is None or fact.tells[1] or x.dim():
-        said = _none_of(fact.key)
-        return NotImplemented if said is None else mode.regions.enter_branch(said, False)
-    return mode.regions.enter_branch(fact.tells[0], True)
+    if fact.reduces is None or fact.reduces[1] or x.dim():
+        condition = _none_of(fact.key)
+        return NotImplemented if condition is None else mode.regions.enter_branch(condition, False)
+    return mode.regions.enter_branch(fact.reduces[0], True)
 
 
 def _none_of(key: Any) -> Any:
-    """Of ``mask.sum() == 0`` and ``~mask.any()``: the key of the mask."""
+    """The key of the mask if ``key`` is that of ``mask.sum() == 0`` or ``~mask.any()``."""
     if isinstance(key, tuple) and len(key) == 3 and says_any(key[0], _number(key[2])) is False:
         inner = key[1]
         if isinstance(inner, tuple) and inner[0] == "any" and inner[2] == ():

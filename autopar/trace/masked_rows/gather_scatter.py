@@ -1,5 +1,5 @@
-"""Taking rows out of a tensor and putting rows back into it, with all rows in truth: the others are zeros when taken,
-and stay what they were when put.
+"""Takes rows out of a tensor and puts rows back into it, while all rows are computed: rows that are not selected are
+zeros when taken, and unchanged when put.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_index(x: Tensor, index: Any, select: Any) -> Index | None:
     items = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(_consumed(item) for item in items)
     basic: list[Any] = []
-    found: list[tuple[int, int, Selection]] = []
+    indexed: list[tuple[int, int, Selection]] = []
     dim = 0  # Of x[basic].
     for item in items:
         if item is Ellipsis:
@@ -44,13 +44,13 @@ def parse_index(x: Tensor, index: Any, select: Any) -> Index | None:
             dim += x.dim() - consumed
         elif is_mask(item) and item.dim():
             selection = select(item)
-            found += [(dim + i, i, selection) for i in range(item.dim())]
+            indexed += [(dim + i, i, selection) for i in range(item.dim())]
             basic += [slice(None)] * item.dim()
             dim += item.dim()
         elif isinstance(item, Rows):
             if item.coordinates is None or len(item.coordinates) != 1 or item.data_.dim() != item.grid:
                 return None
-            found.append((dim, item.coordinates[0], item.selection))
+            indexed.append((dim, item.coordinates[0], item.selection))
             basic.append(slice(None))
             dim += 1
         elif item is None or isinstance(item, slice):
@@ -60,7 +60,7 @@ def parse_index(x: Tensor, index: Any, select: Any) -> Index | None:
             basic.append(item)
         else:
             return None
-    return _index(tuple(basic), found)
+    return _index(tuple(basic), indexed)
 
 
 def _consumed(item: Any) -> int:
@@ -69,10 +69,10 @@ def _consumed(item: Any) -> int:
     return item.dim() if is_mask(item) else 1
 
 
-def _index(basic: tuple[Any, ...], found: list[tuple[int, int, Selection]]) -> Index:
-    dims, coordinates = tuple(f[0] for f in found), tuple(f[1] for f in found)
-    first = found[0][2]
-    same_selection([f[2] for f in found])
+def _index(basic: tuple[Any, ...], indexed: list[tuple[int, int, Selection]]) -> Index:
+    dims, coordinates = tuple(f[0] for f in indexed), tuple(f[1] for f in indexed)
+    first = indexed[0][2]
+    same_selection([f[2] for f in indexed])
     if len(set(coordinates)) < len(coordinates):
         raise SelectionError("one coordinate of the selected rows indexes two dims")
     if any(isinstance(item, int) for item in basic):
@@ -82,20 +82,20 @@ def _index(basic: tuple[Any, ...], found: list[tuple[int, int, Selection]]) -> I
 
 
 def same_selection(selections: list[Selection]) -> Selection:
-    """The one selection of all. Raises if they are not."""
+    """The selection that all of them share. Raises :class:`SelectionError` if they differ."""
     if any(selection.key != selections[0].key for selection in selections):
         raise SelectionError(
-            "rows of two selections meet here, and nothing says that they are of the same places; select once, and use "
-            "that for all"
+            "rows of two selections are combined here, and nothing proves that they are at the same places; select "
+            "once, and use that selection for all"
         )
     return selections[0]
 
 
 def _to_grid(x: Tensor, index: Index) -> Tensor:
-    """``x[basic]`` with its selected dims in the order of the grid, in place of the rows."""
+    """``x[basic]`` with its selected dims, in the order of the grid, at the position of the rows."""
     order = sorted(range(len(index.dims)), key=lambda i: index.coordinates[i])
-    rest = [dim for dim in range(x.dim()) if dim not in index.dims]
-    y = x.permute(*rest[: index.pos], *(index.dims[i] for i in order), *rest[index.pos :])
+    others = [dim for dim in range(x.dim()) if dim not in index.dims]
+    y = x.permute(*others[: index.pos], *(index.dims[i] for i in order), *others[index.pos :])
     for place, i in enumerate(order):
         size = index.selection.mask.shape[index.coordinates[i]]
         if y.shape[index.pos + place] != size:
@@ -112,7 +112,7 @@ def shaped(mask: Tensor, pos: int, rank: int) -> Tensor:
 
 
 def masked(data: Tensor, selection: Selection, pos: int, fill: float = 0) -> Tensor:
-    """``data`` with ``fill`` in the rows that nothing selects; its gradient is zero there, whatever follows."""
+    """``data`` with ``fill`` in the rows that are not selected; its gradient is zero there, whatever follows."""
     used = [i for i in range(selection.mask.dim()) if not is_one(data.shape[pos + i])]
     mask = shaped(selection.over(used), pos, data.dim())
     return torch.where(mask, data, torch.full((), fill, dtype=data.dtype, device=data.device))
@@ -135,27 +135,27 @@ def whole(rows: Rows) -> Tensor:
 
 
 def _values(value: Any, index: Index, like: Tensor) -> Tensor:
-    """What is put, as data with the grid at ``index.pos``, broadcast later to the shape of the grid view."""
+    """The assigned value, as data with the grid at ``index.pos``, broadcast later to the shape of the grid view."""
     grid = index.selection.mask.dim()
     if isinstance(value, Rows):
         same_selection([index.selection, value.selection])
         data, behind = value.data_, value.data_.dim() - grid - value.pos
         if behind > like.dim() - grid - index.pos or value.pos > index.pos:
-            raise SelectionError("the selected rows are put where they do not fit")
+            raise SelectionError("the selected rows are assigned where they do not fit")
         if behind != like.dim() - grid - index.pos:
-            raise SelectionError("the rows put have other dims than those they are put in the place of")
+            raise SelectionError("the assigned rows have other dims than those that they replace")
         return data.reshape(*[1] * (index.pos - value.pos), *data.shape)
     if isinstance(value, Tensor):
         behind = like.dim() - grid - index.pos
         if value.dim() > behind:
-            raise SelectionError("a tensor is put in the place of selected rows whose number is not known")
+            raise SelectionError("a tensor replaces selected rows whose number is not known")
         return value
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def put(x: Tensor, index: Index, value: Any, *, accumulate: bool) -> Tensor:
-    """``x[index] = value`` or, accumulating, ``x[index] += value`` for every row by itself: a new tensor [like
-    ``x[basic]``]."""
+    """``x[index] = value`` or, if ``accumulate``, ``x[index] += value`` for every row by itself; returns a new tensor
+    of the shape of ``x[basic]``."""
     target = x[index.basic]
     view = _to_grid(target, index)
     selection = index.selection
@@ -165,8 +165,8 @@ def put(x: Tensor, index: Index, value: Any, *, accumulate: bool) -> Tensor:
     summed = tuple(index.pos + i for i in extra)
     if summed and not accumulate and not (summed == (index.pos + selection.mask.dim() - 1,) and selection.fact.single):
         raise SelectionError(
-            "selected rows are assigned by one coordinate of several, so that two rows may go to one place; add them "
-            "by index_add_, or index with all coordinates"
+            "selected rows are assigned by one coordinate of several, so that two rows may have one place; add them by "
+            "index_add_, or index with all coordinates"
         )
     zero = torch.zeros((), dtype=view.dtype, device=view.device)
     added = torch.where(mask, values, zero)
@@ -188,8 +188,8 @@ def _from_grid(y: Tensor, index: Index, target: Tensor) -> Tensor:
     for coordinate in reversed(extra):
         y = y.squeeze(index.pos + coordinate)
     order = sorted(range(len(index.dims)), key=lambda i: index.coordinates[i])
-    rest = [dim for dim in range(target.dim()) if dim not in index.dims]
-    permutation = [*rest[: index.pos], *(index.dims[i] for i in order), *rest[index.pos :]]
+    others = [dim for dim in range(target.dim()) if dim not in index.dims]
+    permutation = [*others[: index.pos], *(index.dims[i] for i in order), *others[index.pos :]]
     back = sorted(range(len(permutation)), key=lambda i: permutation[i])
     y = y.permute(*back)
     if y.shape != target.shape:

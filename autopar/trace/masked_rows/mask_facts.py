@@ -1,11 +1,11 @@
-"""What is known of tensors that select rows, while a model is traced: where they can be nonzero, by name.
+"""Facts about tensors that select rows, while a model is traced: where they can be nonzero.
 
-A *key* names a set of nonzero places: tensors with equal keys are nonzero at the same places. ``within`` are keys of
-which one being empty means that this tensor is all zero: its own, those of the tensors it is a part of, those of the
-factors of a conjunction. So it can be said that a write through one mask does nothing if another has no element.
+A *key* identifies a set of nonzero places: tensors with equal keys are nonzero at the same places. ``within`` are keys;
+if the set of any of them is empty, this tensor is all zero. They are its own key, those of the tensors it is a part of,
+and those of the factors of a conjunction. This proves that a write through one mask does nothing if another is empty.
 
-Keys are made from the operations that gave a tensor; what came otherwise is a name of its own. Writing to a tensor
-in place makes every name of its dtype void, since views are not followed.
+Keys are made from the operations that computed a tensor; any other tensor has a unique key. Writing to a tensor in
+place invalidates all keys of its dtype, since views are not tracked.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ Key = Hashable
 
 @dataclass(frozen=True)
 class Fact:
-    """``not_negative``: no element is; ``distinct``: no number twice along the last dim; ``single``: at most one
-    element along the last dim is not zero. ``tells``: of a reduction, the key of what was reduced and the dims kept;
-    ``is_count`` whether it counts (or sums what is not negative) rather than tells whether there is any."""
+    """Facts about one tensor. ``not_negative``: no element is negative; ``distinct``: no number occurs twice along the
+    last dim; ``single``: at most one element along the last dim is not zero. ``reduces``: for a reduction, the key of
+    its operand and the dims that remain; ``is_count``: whether it counts nonzero elements (or sums elements that are
+    not negative) rather than saying whether there is any."""
 
     key: Key
     within: frozenset[Key]
     not_negative: bool = False
     distinct: bool = False
     single: bool = False
-    tells: tuple[Key, tuple[int, ...]] | None = None
+    reduces: tuple[Key, tuple[int, ...]] | None = None
     is_count: bool = False
 
 
@@ -57,7 +58,7 @@ _VIEWS = {
 }  # fmt: skip
 _COUNTS = {Tensor.sum, torch.sum, Tensor.count_nonzero, torch.count_nonzero}
 _ANYS = {Tensor.any, torch.any}
-# Of a count: whether the comparison with that number says that there is any (True), or none (False).
+# For comparisons of a count with a number: whether they say that there is any (True), or none (False).
 _SAYS: dict[tuple[str, int], bool] = {
     ("gt", 0): True, ("ge", 1): True, ("ne", 0): True, ("eq", 0): False, ("le", 0): False, ("lt", 1): False,
 }  # fmt: skip
@@ -72,38 +73,38 @@ class Facts:
     """The facts of the tensors of one trace."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, Fact]] = {}
+        self._facts: dict[int, tuple[Tensor, int, Fact]] = {}
         self._epochs: Counter[torch.dtype] = Counter()
 
     def written(self, tensor: Tensor) -> None:
-        """``tensor``, or a view of it, was changed in place."""
+        """Records that ``tensor``, or a view of it, was changed in place."""
         self._epochs[tensor.dtype] += 1
 
     def of(self, tensor: Tensor) -> Fact:
-        """What is known of ``tensor``."""
+        """The facts about ``tensor``."""
         epoch = self._epochs[tensor.dtype]
-        found = self._known.get(id(tensor))
-        if found is None or found[0] is not tensor or found[1] != epoch:
+        entry = self._facts.get(id(tensor))
+        if entry is None or entry[0] is not tensor or entry[1] != epoch:
             key = ("leaf", id(tensor), epoch)
-            found = tensor, epoch, Fact(key, frozenset((key,)), tensor.dtype is torch.bool)
-            self._known[id(tensor)] = found  # Kept alive, so that its identity stays its own.
-        return found[2]
+            entry = tensor, epoch, Fact(key, frozenset((key,)), tensor.dtype is torch.bool)
+            self._facts[id(tensor)] = entry  # Kept alive, so that its id is not reused.
+        return entry[2]
 
     def learn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes what follows for ``result`` of a call."""
+        """Records the facts that follow about the ``result`` of a call."""
         if func in (torch.topk, Tensor.topk) and len(args) < 3 and kwargs.get("dim", -1) == -1:
-            self._note(result[1], replace(self.of(result[1]), distinct=True))
+            self._set(result[1], replace(self.of(result[1]), distinct=True))
             return
         if not isinstance(result, Tensor) or not (args and isinstance(args[0], Tensor)):
             return
         if func is F.one_hot:
-            self._note(result, replace(self.of(result), not_negative=True))
+            self._set(result, replace(self.of(result), not_negative=True))
         fact = self._derived(func, args, kwargs, result)
         if fact is not None:
-            self._note(result, replace(fact, not_negative=fact.not_negative or result.dtype is torch.bool))
+            self._set(result, replace(fact, not_negative=fact.not_negative or result.dtype is torch.bool))
 
-    def _note(self, tensor: Tensor, fact: Fact) -> None:
-        self._known[id(tensor)] = tensor, self._epochs[tensor.dtype], fact
+    def _set(self, tensor: Tensor, fact: Fact) -> None:
+        self._facts[id(tensor)] = tensor, self._epochs[tensor.dtype], fact
 
     def _static(self, arg: Any) -> Key:
         if isinstance(arg, Tensor):
@@ -114,13 +115,13 @@ class Facts:
 
     def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Fact | None:
         first = self.of(args[0])
-        rest = self._static((*args[1:], *sorted(kwargs.items())))
+        arguments = self._static((*args[1:], *sorted(kwargs.items())))
         if func in _CASTS:
             exact = not args[0].is_floating_point() or result.is_floating_point()
             narrow = result.dtype not in (args[0].dtype, torch.bool, torch.int64, torch.float32, torch.float64)
             return first if exact and not narrow else None
         if func in _VIEWS:
-            return self._view(func, first, args, rest, result)
+            return self._view(func, first, args, arguments, result)
         if func in _AND and isinstance(args[1], Tensor) and not result.is_floating_point():
             second = self.of(args[1])
             key = ("and", first.key, second.key)
@@ -131,8 +132,8 @@ class Facts:
         name = next((name for name, functions in _COMPARISONS.items() if func in functions), None)
         return None if name is None or len(args) != 2 else self._comparison(name, first, args, result)
 
-    def _view(self, func: Any, first: Fact, args: tuple[Any, ...], rest: Key, result: Tensor) -> Fact:
-        key: Key = (func.__name__, first.key, rest)
+    def _view(self, func: Any, first: Fact, args: tuple[Any, ...], arguments: Key, result: Tensor) -> Fact:
+        key: Key = (func.__name__, first.key, arguments)
         dim, place = _selected(func, args)
         if place is not None:
             key = ("select", first.key, dim, place)
@@ -160,20 +161,20 @@ class Facts:
             return None
         kept = tuple(d for d in range(rank) if d not in reduced)
         key: Key = ("any", first.key, kept)
-        return Fact(key, first.within | {key}, True, tells=(first.key, kept), is_count=func in _COUNTS)
+        return Fact(key, first.within | {key}, True, reduces=(first.key, kept), is_count=func in _COUNTS)
 
     def _comparison(self, name: str, first: Fact, args: tuple[Any, ...], result: Tensor) -> Fact:
         key: Key = (name, first.key, self._static(args[1]))
         fact = Fact(key, frozenset((key,)), True)
         if name == "eq" and first.distinct and not isinstance(args[1], Tensor):
             fact = replace(fact, single=True)
-        if first.tells and first.is_count and says_any(name, args[1]):
-            fact = replace(fact, tells=first.tells, within=fact.within | first.within)
+        if first.reduces and first.is_count and says_any(name, args[1]):
+            fact = replace(fact, reduces=first.reduces, within=fact.within | first.within)
         return fact
 
 
 def _selected(func: Any, args: tuple[Any, ...]) -> tuple[int, int | None]:
-    """The dim and place of which a part is taken by ``select``, ``[e]`` or ``[e:e + 1]``."""
+    """The dim and the index that ``select``, ``[e]`` or ``[e:e + 1]`` takes."""
     if func in (Tensor.select, torch.select) and len(args) == 3:
         return args[1] % args[0].dim(), args[2]
     if func is Tensor.__getitem__:
@@ -185,5 +186,5 @@ def _selected(func: Any, args: tuple[Any, ...]) -> tuple[int, int | None]:
     return 0, None
 
 
-def _static_equal(one: Any, other: Any) -> bool:
-    return type(one) is int and type(other) is int and one == other
+def _static_equal(first: Any, second: Any) -> bool:
+    return type(first) is int and type(second) is int and first == second

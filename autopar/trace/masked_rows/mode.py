@@ -1,19 +1,19 @@
-"""Rows selected by values, in models that give each expert its tokens (``x[mask]``, ``torch.where(chosen == e)``,
-``nonzero``), said without shapes that depend on values.
+"""Traces rows selected by values, without shapes that depend on values, in models that give each expert its tokens
+(``x[mask]``, ``torch.where(chosen == e)``, ``nonzero``).
 
-A selection represents all places with a mask. What is done with each selected row by itself is done with every row
-(:mod:`.rowwise_proof` shows that it may be); putting rows back through the same selection changes only what is
-selected; a sum over the rows is one over those that count. Where rows are not selected they are zeros, before and after
-whatever could make of a finite number one that is not, so that no NaN of theirs reaches a result or a gradient. What
-depends on how many rows there are in another way is an error.
+A selection represents all places with a mask. A function that treats each selected row by itself runs on all rows
+(:mod:`.rowwise_proof` proves that it does). Putting rows back through the same selection changes only selected rows,
+and a sum over the rows counts only these. Rows that are not selected are zeros before and after any operation that
+could turn a finite number into one that is not finite, so that no NaN of theirs reaches a result or a gradient. Any
+other dependence on the number of rows is an error.
 
-An expert then works on all tokens, which is exact, drops nothing, and costs as many times the FLOPs as there are
-experts for each that a token has: :class:`SelectedRows` counts, and the plan warns.
+An expert then works on all tokens, which is exact and drops nothing. It costs (number of experts) / (experts per token)
+times the FLOPs: :class:`SelectedRows` counts, and the plan warns.
 
-What only raises where values are bad (``assert good.all()``) is left out (:mod:`.assertions`).
+Checks that only raise for bad values (``assert good.all()``) are left out (:mod:`.assertions`).
 
-A loop over the experts that some token chose (``for e in counts.nonzero()``) is one over all, and a branch taken only
-if a selection has rows is always taken, if that changes nothing (:mod:`.branches`).
+A loop over the experts that some token chose (``for e in counts.nonzero()``) becomes one over all, and a branch taken
+only if a selection has rows is always taken, if that changes nothing (:mod:`.branches`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from .functions import CALLS
 from .gather_scatter import Index, gather
 from .mask_facts import Facts
 from .rowwise import each_row
-from .tensors import Known, Rows, Selection
+from .tensors import ExpertNumber, Rows, Selection
 
 _STATISTICS = {F.batch_norm, F.instance_norm}
 
 
 class SelectedRows(TorchFunctionMode):
-    """Takes over what selects rows by values and what is done with them. ``module`` says which module runs."""
+    """Intercepts functions that select rows by values, and functions of these rows. ``module`` returns the path of the
+    running module."""
 
     def __init__(self, module: Callable[[], str]) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class SelectedRows(TorchFunctionMode):
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was done; torch runs the model more than once."""
+        """Clears all records; torch runs the model more than once."""
         self.facts, self.regions = Facts(), Regions()
         self.taken: Counter[str] = Counter()
         self.checks: dict[str, None] = {}
@@ -59,11 +60,13 @@ class SelectedRows(TorchFunctionMode):
         kwargs = kwargs or {}
         leaves = tree_flatten((args, kwargs))[0]
         has_rows = any(isinstance(leaf, Rows) for leaf in leaves)
-        if any(isinstance(leaf, Known) for leaf in leaves):
-            found = _of_known(self, func, args, kwargs)
-            if found is not NotImplemented:
-                return found
-            args, kwargs = tree_map(lambda leaf: leaf.number if isinstance(leaf, Known) else leaf, (args, kwargs))
+        if any(isinstance(leaf, ExpertNumber) for leaf in leaves):
+            answer = _of_expert_number(self, func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+            args, kwargs = tree_map(
+                lambda leaf: leaf.number if isinstance(leaf, ExpertNumber) else leaf, (args, kwargs)
+            )
             return self.__torch_function__(func, types, args, kwargs) if has_rows else self._plain(func, args, kwargs)
         handler = CALLS.get(func)
         if handler is not None:
@@ -73,7 +76,7 @@ class SelectedRows(TorchFunctionMode):
         return each_row(func, args, kwargs) if has_rows else self._plain(func, args, kwargs)
 
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that has to do with no selected rows."""
+        """Runs a call without selected rows."""
         if func is Tensor.__getitem__ or (func is torch.where and len(args) == 1):
             handler = CALLS[func]
             result = handler(self, args, kwargs)
@@ -89,8 +92,8 @@ class SelectedRows(TorchFunctionMode):
         return result
 
     def notes(self) -> tuple[str, ...]:
-        """What it costs, for people: per module, how often rows were taken; and the checks of values that are not in
-        the graph."""
+        """Notes for people: how often each module selected rows, and the checks of values that the graph leaves
+        out."""
         checks = tuple(f"{place} checks values; a captured graph leaves the check out" for place in self.checks)
         return checks + tuple(
             f"{path or 'the model'} selects rows by values {times} times and works on all rows each time, with masks: "
@@ -100,18 +103,18 @@ class SelectedRows(TorchFunctionMode):
         )
 
     def select(self, mask: Tensor) -> Selection:
-        """The places where ``mask`` is not zero. What is written to it afterwards changes nothing."""
+        """The places where ``mask`` is not zero. Later writes to ``mask`` do not affect the selection."""
         fact = self.facts.of(mask)
         places = mask.clone() if mask.dtype is torch.bool else mask != 0
         return Selection(places, fact, self.regions)
 
-    def left_out(self, truth: bool, check: str) -> bool:
-        """``truth``, after noting that ``check`` (``file:line``) is not in the graph."""
+    def skip_check(self, truth: bool, check: str) -> bool:
+        """Records that the graph leaves out ``check`` (``file:line``), and returns ``truth``."""
         self.checks[check] = None
         return truth
 
     def take(self, x: Tensor, index: Index) -> Rows:
-        """``x[index]``, counted."""
+        """Computes ``x[index]`` and counts it."""
         self.taken[self._module()] += bool(x.is_floating_point() and x.dim() > len(index.dims))
         return gather(x, index)
 
@@ -128,26 +131,26 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _of_known(mode: SelectedRows, func: Any, args: Any, kwargs: Any) -> Any:
-    """What is asked of the number of an expert."""
+def _of_expert_number(mode: SelectedRows, func: Any, args: Any, kwargs: Any) -> Any:
+    """Handles a function of an expert's number; NotImplemented for one that it does not know."""
     name = getattr(func, "__name__", "")
-    if func is Tensor.__getitem__ and isinstance(args[0], Tensor) and not isinstance(args[0], Known):
+    if func is Tensor.__getitem__ and isinstance(args[0], Tensor) and not isinstance(args[0], ExpertNumber):
         index = args[1]
-        if isinstance(index, Known) and index.rank:
+        if isinstance(index, ExpertNumber) and index.rank:
             return mode._plain(func, (args[0], slice(index.number, index.number + 1)), {})
         return NotImplemented
-    if not isinstance(args[0], Known):
+    if not isinstance(args[0], ExpertNumber):
         return NotImplemented
-    known = args[0].__dict__
-    number, rank = known["number"], known["rank"]
+    members = args[0].__dict__
+    number, rank = members["number"], members["rank"]
     if func is Tensor.__getitem__ and rank == 1 and args[1] in (0, -1):
-        return Known.make(number, 0)
+        return ExpertNumber.make(number, 0)
     if name in ("item", "__index__", "__int__", "tolist"):
         return [number] if name == "tolist" and rank else number
     if name == "__format__":
         return format(str([number]) if rank else number, args[1] if not rank else "")
     if name in ("squeeze", "view", "reshape", "flatten"):
-        return Known.make(number, 0 if name == "squeeze" else 1)
+        return ExpertNumber.make(number, 0 if name == "squeeze" else 1)
     if name in ("to", "long", "detach", "cpu", "clone"):
         return args[0]
     if name in ("__repr__", "__str__"):

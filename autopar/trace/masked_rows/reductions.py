@@ -1,5 +1,5 @@
-"""Sums, means and losses over rows selected by values. A mean divides by how many rows the mask selects, a tensor; over
-none it is NaN, as in torch. Losses are taken of each element, and reduced after.
+"""Sums, means and losses over rows selected by values. A mean divides by the number of rows that the mask selects, a
+tensor; a mean over no rows is NaN, as in torch. Losses are computed for each element, and then reduced.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any], *, mean: bool) -> An
     if x.pos not in reduced:
         return NotImplemented
     if kwargs.get("keepdim") or len(args) > 2 or kwargs.get("dtype") is not None:
-        raise SelectionError("a sum over selected rows with keepdim or dtype; sum plainly, and unsqueeze or cast after")
+        raise SelectionError("a sum over selected rows with keepdim or dtype; sum without, then unsqueeze or cast")
     return _over_rows(x, reduced, mean=mean)
 
 
 def _over_rows(x: Rows, reduced: list[int], *, mean: bool) -> Tensor:
-    """The sum over the rows and other dims of the tensor that ``x`` represents, or the mean."""
+    """The sum, or the mean, over the rows and other dims of the tensor that ``x`` represents."""
     others = [d if d < x.pos else d + x.grid - 1 for d in reduced if d != x.pos]
     total = whole(x).sum([*range(x.pos, x.pos + x.grid), *others])
     if not mean:
@@ -65,25 +65,25 @@ def _over_rows(x: Rows, reduced: list[int], *, mean: bool) -> Tensor:
     return total / count
 
 
-def _given(loss: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss by name, with ``reduction`` instead of what torch had before."""
+def _bound(loss: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss by name. Raises :class:`SelectionError` for the arguments that ``reduction`` replaced."""
     bound = inspect.signature(loss).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
+    arguments = dict(bound.arguments)
+    if arguments.pop("size_average", None) is not None or arguments.pop("reduce", None) is not None:
         raise SelectionError(
-            "a loss of selected rows with size_average or reduce; say reduction='mean', 'sum' or 'none'"
+            "a loss of selected rows with size_average or reduce; use reduction='mean', 'sum' or 'none'"
         )
-    return given
+    return arguments
 
 
 def _loss_handler(loss: Callable[..., Tensor]) -> Any:
     def handler(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(isinstance(value, Rows) for value in (*args, *kwargs.values())):
             return NotImplemented
-        given = _given(loss, args, kwargs)
-        reduction = given["reduction"]
-        each = _each(loss, given | {"reduction": "none"})
+        arguments = _bound(loss, args, kwargs)
+        reduction = arguments["reduction"]
+        each = _each(loss, arguments | {"reduction": "none"})
         if reduction == "none":
             return each
         if reduction == "batchmean":
@@ -93,18 +93,18 @@ def _loss_handler(loss: Callable[..., Tensor]) -> Any:
     return handler
 
 
-def _each(loss: Callable[..., Tensor], given: dict[str, Any]) -> Rows:
-    """The loss of each element: of all places, of which those not selected have a number that any loss takes."""
-    rows = [value for value in given.values() if isinstance(value, Rows)]
+def _each(loss: Callable[..., Tensor], arguments: dict[str, Any]) -> Rows:
+    """The loss of each element, for all places; those that are not selected have a value that any loss takes."""
+    rows = [value for value in arguments.values() if isinstance(value, Rows)]
     selection, first = same_selection([value.selection for value in rows]), rows[0]
-    others = [v for v in given.values() if isinstance(v, Tensor) and not isinstance(v, Rows)]
+    others = [v for v in arguments.values() if isinstance(v, Tensor) and not isinstance(v, Rows)]
     behind = first.data_.dim() - first.pos - first.grid
     if any((r.pos, r.data_.dim()) != (first.pos, first.data_.dim()) for r in rows) or any(
         o.dim() > behind for o in others
     ):
-        raise SelectionError("tensors of other dims meet in a loss of selected rows; select all of them alike")
-    made = loss(**{name: _full(value) if isinstance(value, Rows) else value for name, value in given.items()})
-    return Rows.make(masked(made, selection, first.pos), selection, first.pos)
+        raise SelectionError("a loss of selected rows has tensors of different dims; select all in the same way")
+    losses = loss(**{name: _full(value) if isinstance(value, Rows) else value for name, value in arguments.items()})
+    return Rows.make(masked(losses, selection, first.pos), selection, first.pos)
 
 
 def _full(x: Rows) -> Tensor:
@@ -117,27 +117,28 @@ def _dims(x: Rows) -> list[int]:
 
 
 def _class_handler(loss: Callable[..., Tensor]) -> Any:
-    """Of classes by number: those of other rows are ignored, which leaves them out of a weighted mean too."""
+    """Handles a loss of class numbers: rows that are not selected get ``ignore_index``, so that a weighted mean leaves
+    them out too."""
 
     def handler(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(isinstance(value, Rows) for value in (*args, *kwargs.values())):
             return NotImplemented
-        given = _given(loss, args, kwargs)
-        scores, target, reduction = given["input"], given["target"], given["reduction"]
+        arguments = _bound(loss, args, kwargs)
+        scores, target, reduction = arguments["input"], arguments["target"], arguments["reduction"]
         if target.is_floating_point():
-            each = each_row(loss, (), given | {"reduction": "none"})
+            each = each_row(loss, (), arguments | {"reduction": "none"})
             return each if reduction == "none" else _over_rows(each, _dims(each), mean=reduction == "mean")
         if not isinstance(scores, Rows) or not isinstance(target, Rows) or scores.pos or target.pos:
-            raise SelectionError("selected rows and others meet in a loss; select scores and classes alike")
+            raise SelectionError("a loss has selected and other rows; select scores and classes in the same way")
         selection = same_selection([scores.selection, target.selection])
         mask = selection.mask
         classes = target.data_.expand(*mask.shape, *target.data_.shape[mask.dim() :])
         kept = mask.reshape(*mask.shape, *[1] * (classes.dim() - mask.dim()))
-        ignored = torch.full((), given["ignore_index"], dtype=classes.dtype, device=classes.device)
-        given["input"] = whole(scores).flatten(0, mask.dim() - 1)
-        given["target"] = torch.where(kept, classes, ignored).flatten(0, mask.dim() - 1)
-        made = loss(**given)
-        return Rows.make(made.unflatten(0, mask.shape), selection, 0) if reduction == "none" else made
+        ignored = torch.full((), arguments["ignore_index"], dtype=classes.dtype, device=classes.device)
+        arguments["input"] = whole(scores).flatten(0, mask.dim() - 1)
+        arguments["target"] = torch.where(kept, classes, ignored).flatten(0, mask.dim() - 1)
+        losses = loss(**arguments)
+        return Rows.make(losses.unflatten(0, mask.shape), selection, 0) if reduction == "none" else losses
 
     return handler
 

@@ -1,4 +1,4 @@
-"""Runs a function of selected rows on all rows, if it treats each by itself."""
+"""Runs a function of selected rows on all rows, if it treats each row by itself."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from .tensors import Rows, Selection, is_count
 
 
 def each_row(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of selected rows, if it treats each by itself."""
+    """Runs a function of selected rows. Raises :class:`SelectionError` unless it treats each row by itself."""
     leaves, spec = tree_flatten((args, kwargs))
     rows = [leaf for leaf in leaves if isinstance(leaf, Rows)]
     selection = same_selection([r.selection for r in rows])
     used = sorted({i for r in rows for i in range(r.grid) if not is_one(r.data_.shape[r.pos + i])})
-    found = _found(func, leaves, spec)
-    fill = None if found.tame else 1.0
+    analysis = _analyse(func, leaves, spec)
+    fill = None if analysis.tame else 1.0
     dense = {id(r): _dense(r, used, fill) for r in rows}
     sizes = [selection.mask.shape[i] for i in used]
-    for position in found.written:
+    for position in analysis.written:
         target = [leaf for leaf in leaves if isinstance(leaf, Tensor)][position]
         assert isinstance(target, Rows)
         if len(target.sharing) > 1:
             raise SelectionError("selected rows are changed in place where they have views; do it out of place")
         dense[id(target)] = dense[id(target)].clone()
     filled = [_filled(leaf, dense, sizes) for leaf in leaves]
-    given, named = tree_unflatten(filled, spec)
-    result = func(*given, **named)
-    _take_over(found.written, leaves, dense, used, selection, found.tame)
+    positional, named = tree_unflatten(filled, spec)
+    result = func(*positional, **named)
+    _take_over(analysis.written, leaves, dense, used, selection, analysis.tame)
     results, out_spec = tree_flatten(result)
-    written = {id(dense[id(r)]): r for r in rows} if found.written else {}
-    dims = iter(found.dims)
-    made: list[Any] = []
+    written = {id(dense[id(r)]): r for r in rows} if analysis.written else {}
+    dims = iter(analysis.dims)
+    outputs: list[Any] = []
     for leaf in results:
         dim = next(dims) if isinstance(leaf, Tensor) else None
         if id(leaf) in written or dim is None:
-            made.append(written.get(id(leaf), leaf))
+            outputs.append(written.get(id(leaf), leaf))
         else:
-            made.append(_as_rows(leaf, dim, used, selection, rows, found.views, found.tame))
-    return tree_unflatten(made, out_spec)
+            outputs.append(_as_rows(leaf, dim, used, selection, rows, analysis.views, analysis.tame))
+    return tree_unflatten(outputs, out_spec)
 
 
-def _found(func: Any, leaves: list[Any], spec: Any) -> RowwiseResult:
-    """What :func:`autopar.trace.masked_rows.rowwise_proof.by_rows` finds, on stand-ins without data."""
+def _analyse(func: Any, leaves: list[Any], spec: Any) -> RowwiseResult:
+    """Runs :func:`autopar.trace.masked_rows.rowwise_proof.by_rows` on meta tensors."""
     tensors = [leaf.data_ if isinstance(leaf, Rows) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
     count = rows_of(tensors)
     placed: dict[int, int] = {}
@@ -64,10 +64,10 @@ def _found(func: Any, leaves: list[Any], spec: Any) -> RowwiseResult:
         shape = [hint(size) for size in (leaf.data_ if isinstance(leaf, Rows) else leaf).shape]
         if isinstance(leaf, Rows):
             shape[leaf.pos : leaf.pos + leaf.grid] = [count]
-        made = torch.empty(shape, dtype=(leaf.data_ if isinstance(leaf, Rows) else leaf).dtype, device="meta")
+        empty = torch.empty(shape, dtype=(leaf.data_ if isinstance(leaf, Rows) else leaf).dtype, device="meta")
         if isinstance(leaf, Rows):
-            placed[id(made)] = leaf.pos
-        return made
+            placed[id(empty)] = leaf.pos
+        return empty
 
     with without_modes():
         stand_ins = {id(leaf): stand_in(leaf) for leaf in leaves}
@@ -102,17 +102,17 @@ def _filled(leaf: Any, dense: dict[int, Tensor], sizes: list[Any]) -> Any:
 
 
 def _as_rows(
-    made: Tensor, dim: int, used: list[int], selection: Selection, rows: list[Rows], views: bool, tame: bool
+    result: Tensor, dim: int, used: list[int], selection: Selection, rows: list[Rows], views: bool, tame: bool
 ) -> Tensor:
-    data = _on_grid(made, dim, used, selection)
+    data = _on_grid(result, dim, used, selection)
     if not tame and data.is_floating_point():
         data = masked(data, selection, dim)
     return Rows.make(data, selection, dim, sharing=rows[0].sharing if views else None)
 
 
-def _on_grid(made: Tensor, dim: int, used: list[int], selection: Selection) -> Tensor:
+def _on_grid(result: Tensor, dim: int, used: list[int], selection: Selection) -> Tensor:
     grid = [selection.mask.shape[i] if i in used else 1 for i in range(selection.mask.dim())]
-    return made.reshape(*made.shape[:dim], *grid, *made.shape[dim + 1 :])
+    return result.reshape(*result.shape[:dim], *grid, *result.shape[dim + 1 :])
 
 
 def _take_over(
@@ -123,7 +123,7 @@ def _take_over(
     selection: Selection,
     tame: bool,
 ) -> None:
-    """Gives operands that were changed in place what they have become."""
+    """Updates the operands that were changed in place."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for position in written:
         target = tensors[position]

@@ -1,9 +1,9 @@
-"""Whether a function of selected rows treats each by itself, found by running it on tensors without data.
+"""Proves that a function of selected rows treats each row by itself, by running it on meta tensors.
 
 The rows are a dim of ``ROWS`` rows, one on each of as many devices: the function may run on all rows of a tensor, the
-selected ones and the others, exactly if its operations can run on devices that share nothing, which is what the
-sharding rules say (``passes/rules/``, each proven by execution). No rule is believed that needs another local form
-(an offset, a mask by position), nor one that leaves a partial sum.
+selected ones and the others, exactly if its operations can run on devices that do not communicate, which is what the
+sharding rules say (``passes/rules/``, each proven by execution). Strategies that need another local form (an offset, a
+mask by position), or leave a partial sum, do not count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autopar.torch_internals.trees import tree_flatten, tree_leaves
 
 from .branches import SelectionError
 
-# More than this many rows are never needed; the number equals no other size.
+# Candidates for the number of rows, which must not equal any other size.
 # Chosen: primes, which sizes of models seldom are.
 _ROWS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
-# Finite numbers give finite results and finite derivatives, so rows of zeros do no harm.
+# Operations with finite results and finite derivatives for finite operands, so that rows of zeros are harmless.
 _TAME = {
     "t", "mm", "addmm", "bmm", "baddbmm", "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze",
     "squeeze", "expand", "select", "slice", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "clone",
@@ -55,24 +55,24 @@ class _Watch(TorchDispatchMode):
     def __init__(self, rows: int, placed: Sequence[tuple[Tensor, int]], operands: Sequence[Tensor]) -> None:
         super().__init__()
         self._rows = rows
-        self._kept: list[Any] = [*operands]
+        self._alive: list[Any] = [*operands]
         self.placed: dict[int, Placement] = {id(tensor): shard(dim) for tensor, dim in placed}
         self._operands = {id(tensor): index for index, tensor in enumerate(operands)}
-        self.found = RowwiseResult()
+        self.result = RowwiseResult()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = result if isinstance(result, (tuple, list)) else (result,)
-        self._kept += [*operands, *results]
+        self._alive += [*operands, *results]
         if not any(id(operand) in self.placed for operand in operands):
             if is_mutable(func):
                 raise SelectionError(f"{func} changes a tensor that is not selected by rows")
             return result
         places = tuple(self.placed.get(id(operand), REPLICATE) for operand in operands)
         name = schema_of(func).name.removeprefix("aten::")
-        self.found.tame &= name.removesuffix("_") in _TAME
+        self.result.tame &= name.removesuffix("_") in _TAME
         self._note_writes(func, args, kwargs)
         outputs = self._outputs(func, args, kwargs, operands, places, results)
         for tensor, place in zip(results, outputs, strict=True):
@@ -89,9 +89,9 @@ class _Watch(TorchDispatchMode):
                         raise SelectionError(
                             f"{func} writes to a part of the selected rows in place; write out of place"
                         )
-                    self.found.written += (self._operands[id(value)],)
+                    self.result.written += (self._operands[id(value)],)
                 else:
-                    self.found.views = True
+                    self.result.views = True
         if any(isinstance(v, Tensor) and a.alias_info for a in schema_of(func).arguments for v in [kwargs.get(a.name)]):
             raise SelectionError(f"{func} writes to a tensor given as out")
 
@@ -100,15 +100,15 @@ class _Watch(TorchDispatchMode):
     ) -> Sequence[Placement]:
         if torch.Tag.nondeterministic_seeded in func.tags:
             if all(isinstance(r, Tensor) and r.shape == operands[0].shape for r in results):
-                return [places[0]] * len(results)  # Draws are by element.
+                return [places[0]] * len(results)  # Draws are elementwise.
         elif not schema_of(func).name.startswith(("aten::new_", "aten::tri")):
             call = self._call(func, args, kwargs, operands, results)
             offered: list[AxisStrategy] = list(RULES[call.op](call)) if call.op in RULES else []
             fitting = [s for s in offered if s.inputs == places and _is_by_rows(s)]
             alike = [s for s in fitting if set(s.outputs) <= set(places)]
             if fitting:
-                found: Sequence[Placement] = (alike or fitting)[0].outputs
-                return found
+                outputs: Sequence[Placement] = (alike or fitting)[0].outputs
+                return outputs
         raise SelectionError(
             f"{func} does not treat each of the selected rows by itself, so its result depends on how many and which "
             "there are; do it on the whole tensor with a mask (torch.where, or weights that are zero where a row is "
@@ -123,11 +123,13 @@ class _Watch(TorchDispatchMode):
                 return Operand(next(position))
             return tuple(map(leaf, arg)) if isinstance(arg, (tuple, list)) else arg
 
-        written = tuple(map(leaf, args))
+        positional = tuple(map(leaf, args))
         named = tuple((key, leaf(arg)) for key, arg in kwargs.items())
         types = tuple(map(_type, operands))
         outputs = tuple(_type(r) if isinstance(r, Tensor) else None for r in results)
-        return OpCall(op=_functional(func), inputs=types, outputs=outputs, args=written, kwargs=named, size=self._rows)
+        return OpCall(
+            op=_functional(func), inputs=types, outputs=outputs, args=positional, kwargs=named, size=self._rows
+        )
 
 
 def _is_by_rows(strategy: AxisStrategy) -> bool:
@@ -147,19 +149,19 @@ def _functional(func: Any) -> str:
 
 
 def rows_of(tensors: Sequence[Tensor]) -> int:
-    """A number of rows that no tensor has as a size."""
+    """A number of rows that divides no size of the tensors."""
     sizes = {hint(size) for tensor in tensors for size in tensor.shape}
     return next(count for count in _ROWS if all(size % count for size in sizes if size))
 
 
 def hint(size: Any) -> int:
-    """A number for a size that may be a symbol."""
+    """The number that a size, which may be a symbol, compares like."""
     return int(size) if type(size) is int else hint_of(size)
 
 
 def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: int) -> RowwiseResult:
-    """What ``func`` does with operands without data, of which ``operands[id]`` says the dim of their rows. Raises
-    :class:`SelectionError` if it does not treat them one by one."""
+    """Runs ``func`` on meta tensors, where ``operands[id]`` is the dim of an operand's rows. Raises
+    :class:`SelectionError` if it does not treat rows one by one."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     placed = [(tensor, operands[id(tensor)]) for tensor in tensors if id(tensor) in operands]
     watch = _Watch(rows, placed, tensors)
@@ -169,7 +171,7 @@ def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: i
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise SelectionError(
             f"{getattr(func, '__name__', func)} was called on rows selected by values, whose number is not known, in "
-            f"a way that was not understood ({error})"
+            f"a way that autopar does not support ({error})"
         ) from error
     for tensor in tree_flatten(result)[0]:
         if isinstance(tensor, Tensor):
@@ -177,8 +179,8 @@ def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: i
             dim = shard_dim(place)
             if dim is not None and (place != shard(dim) or tensor.shape[dim] != rows):
                 raise SelectionError("the selected rows are mixed with another dim here; keep them a dim of their own")
-            watch.found.dims.append(dim)
-    return watch.found
+            watch.result.dims.append(dim)
+    return watch.result
 
 
 without_modes = without_dispatch_modes

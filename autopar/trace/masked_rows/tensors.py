@@ -1,5 +1,5 @@
 """Rows selected by values, as the model's code sees them while it is traced: a tensor with one row per selected place,
-whose number is not known. In truth it holds all places, and the selection says which count.
+whose number is not known. Its data has all places, and the selection says which are selected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .mask_facts import Fact, Key, says_any
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The places where ``mask`` [g0, g1, ...] is true, in lexicographic order. ``fact`` says what is known of it; two
+    """The places where ``mask`` [g0, g1, ...] is true, in lexicographic order. ``fact`` has the facts about it; two
     selections are the same if their keys and shapes are."""
 
     mask: Tensor
@@ -33,20 +33,21 @@ class Selection:
 
     def over(self, dims: Sequence[int]) -> Tensor:
         """The mask, with size 1 for the dims of the grid not in ``dims``: true where any place is selected."""
-        rest = [dim for dim in range(self.mask.dim()) if dim not in dims]
-        return self.mask.any(rest[0], keepdim=True) if len(rest) == 1 else self._any(rest)
+        reduced = [dim for dim in range(self.mask.dim()) if dim not in dims]
+        return self.mask.any(reduced[0], keepdim=True) if len(reduced) == 1 else self._any(reduced)
 
-    def _any(self, rest: list[int]) -> Tensor:
-        found = self.mask
-        for dim in rest:
-            found = found.any(dim, keepdim=True)
-        return found
+    def _any(self, dims: list[int]) -> Tensor:
+        mask = self.mask
+        for dim in dims:
+            mask = mask.any(dim, keepdim=True)
+        return mask
 
 
 class Rows(torch.Tensor):
-    """``data`` [before..., g0, g1, ..., after...] for the tensor [before..., n, after...] of the selected rows, which
-    are its dim ``pos``. The grid dim i has size 1 where the rows do not depend on it. ``coordinates``: the values are
-    the places themselves; of one dim of the grid, or, with the last dim of the tensor, of several."""
+    """Represents the tensor [before..., n, after...] of the selected rows, which are its dim ``pos``, by ``data``
+    [before..., g0, g1, ..., after...]. The grid dim i has size 1 if the rows do not depend on it. ``coordinates``: the
+    values are the coordinates of the places, in one dim of the grid or, along the last dim of the tensor, in
+    several."""
 
     data_: Tensor
     selection: Selection
@@ -59,21 +60,21 @@ class Rows(torch.Tensor):
         data: Tensor, selection: Selection, pos: int, coordinates: tuple[int, ...] | None = None,
         sharing: list[None] | None = None,
     ) -> Rows:  # fmt: skip
-        made: Rows = wrapper_subclass(Rows, (0,), data.dtype)
-        made.__dict__.update(
+        rows: Rows = wrapper_subclass(Rows, (0,), data.dtype)
+        rows.__dict__.update(
             data_=data,
             selection=selection,
             pos=pos,
             coordinates=coordinates,
             sharing=[] if sharing is None else sharing,
         )
-        made.__dict__["sharing"].append(None)
-        return made
+        rows.__dict__["sharing"].append(None)
+        return rows
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise SelectionError(
-            f"{func} is called, past torch's functions, on rows selected by values, whose number is not known"
+            f"{func} is called directly, not by a torch function, on rows selected by values, whose number is not known"
         )
 
     @property
@@ -82,17 +83,17 @@ class Rows(torch.Tensor):
         return self.__dict__["selection"].mask.dim()  # type: ignore[no-any-return]
 
 
-class Known(torch.Tensor):
-    """A whole number that is known although it came from a tensor: the number of an expert. ``rank`` 0 or 1."""
+class ExpertNumber(torch.Tensor):
+    """The number of an expert: an integer that is known although it comes from a tensor. ``rank`` is 0 or 1."""
 
     number: int
     rank: int
 
     @staticmethod
-    def make(number: int, rank: int) -> Known:
-        made: Known = wrapper_subclass(Known, (0,), torch.int64)
-        made.__dict__.update(number=number, rank=rank)
-        return made
+    def make(number: int, rank: int) -> ExpertNumber:
+        tensor: ExpertNumber = wrapper_subclass(ExpertNumber, (0,), torch.int64)
+        tensor.__dict__.update(number=number, rank=rank)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -100,17 +101,17 @@ class Known(torch.Tensor):
 
 
 class CountNode(SizeNode):
-    """The number of selected rows: it may be handed on as a size and compared with zero, and nothing else."""
+    """The number of selected rows: it may be passed on as a size and compared with zero, and nothing else."""
 
     def __init__(self, selection: Selection, truth: bool | None = None) -> None:
         self.selection, self.truth = selection, truth
         self.is_comparison = truth is not None
 
     def compared(self, name: str, other: Any) -> CountNode:
-        said = says_any(name, other)
-        if said is None:
+        truth = says_any(name, other)
+        if truth is None:
             self.refuse()
-        return CountNode(self.selection, said)
+        return CountNode(self.selection, truth)
 
     def decided(self) -> bool:
         truth = True if self.truth is None else self.truth
@@ -121,8 +122,8 @@ class CountNode(SizeNode):
 
 
 _UNKNOWN = (
-    "the number of rows that values select is needed here, but a graph is captured without values: it may be given on "
-    "as a size and compared with zero; for a mean, divide the sum of the rows by mask.sum(), a tensor"
+    "the number of rows that values select is needed here, but a graph is captured without values: it may be passed "
+    "on as a size and compared with zero; for a mean, divide the sum of the rows by mask.sum(), a tensor"
 )
 
 
