@@ -167,12 +167,8 @@ class Compiler:
 
     def _cached_trace(self, request: Request) -> Prepared | None:
         """An earlier trace that also applies to this call, up to the batch size; None unless every rank has it."""
-        kind = request.grad, request.training, request.outputs
-        matches = (
-            i
-            for i, (traced_kind, base) in enumerate(self._traced)
-            if traced_kind == kind and self._applies(base, request)
-        )
+        key = request.grad, request.training, request.outputs
+        matches = (i for i, (traced, base) in enumerate(self._traced) if traced == key and self._applies(base, request))
         everyone = gather_objects(self.ranks, next(matches, None))
         index = everyone[0]
         return None if index is None or set(everyone) != {index} else self._traced[index][1]

@@ -131,9 +131,9 @@ def parse_body(what: str, lines: list[str], groups: Mapping[str, str], names: tu
             raise GraphError(f"{what} has no {slot.word!r}, only {', '.join(groups.values())}: {line!r}")
     sections = parse_sections(lines[count:])
     if tuple(section.name for section in sections) != names:
-        found = ", ".join(section.name for section in sections) or "none"
+        present = ", ".join(section.name for section in sections) or "none"
         listed = f"{', '.join(names[:-1])} and {names[-1]}"
-        raise GraphError(f"{what} has the sections {listed}, in this order; found: {found}")
+        raise GraphError(f"{what} has the sections {listed}, in this order; found: {present}")
     by_field = {field: tuple(slot for slot in slots if slot.word == word) for field, word in groups.items()}
     return Body(by_field, {section.name: section for section in sections})
 
