@@ -14,7 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C")
 _BATCH = ("batch", "example_inputs")
-# Other names of an argument -> its names here, of which the first that the function has is suggested.
+# Other names of an argument -> its names here; the first that the function has is suggested.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("criterion", "loss", "loss_function", "loss_func"), ("loss_fn",)),
     **dict.fromkeys(

@@ -71,7 +71,7 @@ class Options:
             cost, none if it fits without. ``model.optimizer(...)`` implements it.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and how the solver breaks
             ties; default: torch's initial seed on rank 0, and 0 for the solver. As for :func:`torch.manual_seed`, a
-            number from -2**63 to 2**64 - 1, of which negative ones count as 2**64 more.
+            number from -2**63 to 2**64 - 1; a negative one is the same as that plus 2**64.
         check_inputs: when ranks compare the values of their inputs, which must be the same global batch on each:
             ``"first"``: at the 1st, 2nd, 4th, 8th, ... call of a kind; ``"always"``: at every call. In both cases
             every call begins with one small exchange (about a millisecond on one host), so that ranks whose calls

@@ -219,12 +219,12 @@ class Compiler:
             other = self._annotate_alike(step_graph(base.graph, base.loss, batch))
             assignment = refit(assignment, planned, other)
             prices = Prices.of(self.cluster, self.plan.mesh, other)
-            held = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
-            if held.peak > self.plan.memory_limit:
+            usage = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
+            if usage.peak > self.plan.memory_limit:
                 raise _Indivisible
-        whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
-        sizes = {name: batch for name, _ in whole.symbols}
-        graph = SaveActivations()(whole.without_dead().at(**sizes))
+        symbolic = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
+        sizes = {name: batch for name, _ in symbolic.symbols}
+        graph = SaveActivations()(symbolic.without_dead().at(**sizes))
         return self._lowered(graph, assignment, other, base, batch, planned=same)
 
     def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:

@@ -77,11 +77,11 @@ class PaddedRows:
         divided = {name: 0 if rows else None for name, (_, _, rows) in self.inputs.items()}
         concrete = self._at(graph)
         try:
-            alone = microbatch(concrete, self.batch, divided)
+            by_row = microbatch(concrete, self.batch, divided)
         except OptionsError as error:
             raise _refusal(str(error).partition(": ")[2].partition("; use ")[0]) from error
-        places = dict(_places(alone, named))
-        _check_whole(graph, concrete, alone)
+        places = dict(_places(by_row, named))
+        _check_whole(graph, concrete, by_row)
         _check_sizes(graph)
         return places
 
@@ -89,8 +89,8 @@ class PaddedRows:
         return graph.at(**{name: self.batch for name, _ in graph.symbols})
 
 
-def _refusal(what: str) -> AutoparError:
-    return AutoparError(f'last_batch="pad" would change the numbers of this model: {what}. {_ADVICE}')
+def _refusal(reason: str) -> AutoparError:
+    return AutoparError(f'last_batch="pad" would change the numbers of this model: {reason}. {_ADVICE}')
 
 
 def _name(node: Node) -> str:
@@ -135,13 +135,13 @@ def _counts_samples(node: Node) -> bool:
     return isinstance(samples, tuple) and len(samples) == 2 and not _symbolic(samples)
 
 
-def _check_whole(graph: Graph, concrete: Graph, alone: Microbatched) -> None:
+def _check_whole(graph: Graph, concrete: Graph, by_row: Microbatched) -> None:
     """Checks that nothing is computed from the whole batch."""
-    if alone.prelude is not None:
-        names = ", ".join(output.name.removeprefix("prelude.") for output in alone.prelude.outputs)
+    if by_row.prelude is not None:
+        names = ", ".join(output.name.removeprefix("prelude.") for output in by_row.prelude.outputs)
         raise _refusal(f"%{names} is computed from all rows together")
     symbolic = {node.name: node for node in graph}
-    for node in alone.graph:
+    for node in by_row.graph:
         original = symbolic.get(node.name)
         if original is None or original.is_placeholder:
             continue
@@ -150,11 +150,11 @@ def _check_whole(graph: Graph, concrete: Graph, alone: Microbatched) -> None:
                 raise _refusal(f"{_name(node)} has the size of the batch and is used whole")
 
 
-def _places(alone: Microbatched, named: Callable[[str], str]) -> Iterator[tuple[str, int | None]]:
-    for (kind, name), how in alone.combine.items():
+def _places(by_row: Microbatched, named: Callable[[str], str]) -> Iterator[tuple[str, int | None]]:
+    for (kind, name), how in by_row.combine.items():
         if how == "sum":
-            what = f"output {named(name)}" if kind == "output" else f"buffer {name}"
-            raise _refusal(f"the {what} is computed from all rows together, as a loss is")
+            result = f"output {named(name)}" if kind == "output" else f"buffer {name}"
+            raise _refusal(f"the {result} is computed from all rows together, as a loss is")
         if kind == "mutation" and how != "same":
             raise _refusal(f"the buffer {name} stores something of every row")
         if kind == "output":

@@ -49,12 +49,12 @@ def pipeline_program(
     """
     _check(pieces, chunks, schedule, coordinate)
     jobs = [Lowering(_stepping(c.graph), c.assignment, coordinate[1:], path, bucket_bytes) for c in chunks]
-    held = schedule.held[coordinate[0]]
+    indices = schedule.held[coordinate[0]]
     return PipelineProgram(
         mesh=(schedule.stages, *jobs[0].mesh),
         coordinate=coordinate,
         schedule=schedule,
-        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule)) for index in held},
+        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule)) for index in indices},
         parameters=tuple(_parameters(staged, jobs)),
         results=tuple(_results(pieces, jobs)),
         inputs=pieces.inputs,

@@ -106,14 +106,14 @@ class StageCompiler:
         return self.plan.assignment({node.target: node.name for node in annotated.placeholders("param")})
 
     def _program(
-        self, pieces: Microbatched, staged: Staged, whole: Assignment, annotated: Graph, checked: bool = False
+        self, pieces: Microbatched, staged: Staged, assignment: Assignment, annotated: Graph, checked: bool = False
     ) -> PipelineProgram:
         schedule = self._schedule(staged, pieces)
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         devices = math.prod(self.plan.mesh)
         pairs = tuple((edge.source, edge.target) for edge in staged.edges)
         links = wire_prices(self.cluster, schedule.placement, devices, pairs)
-        chunks, wires = place_chunks(staged, whole, prices, links, self.pipeline.wires)
+        chunks, wires = place_chunks(staged, assignment, prices, links, self.pipeline.wires)
         if checked:
             peak = max(price_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
             check_memory(self.plan, peak, pieces.graph, "microbatches of ")

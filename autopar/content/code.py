@@ -136,8 +136,8 @@ class Code:
             count = self._contents.count
             self._members_of_modules()
             self._registries()
-            while left := [name for name in self._libraries if name not in done]:
-                for name in left:
+            while pending := [name for name in self._libraries if name not in done]:
+                for name in pending:
                     done.add(name)
                     self._library(name)
         for top in sorted({name.partition(".")[0] for name in self._libraries}):
@@ -174,13 +174,13 @@ class Code:
     def _reached(self) -> Iterator[_Function]:
         """Yields the functions that may run when the model is called: those that others of them refer to by name."""
         done: set[str] = set()
-        left = {"", "forward"} | {name for name in self._named if name.startswith("__")} - _NOT_CALLED
-        while left - done:
-            name = min(left - done)
+        pending = {"", "forward"} | {name for name in self._named if name.startswith("__")} - _NOT_CALLED
+        while pending - done:
+            name = min(pending - done)
             done.add(name)
             for function in [self._functions[i] for i in self._named.get(name, ()) if i in self._functions]:
                 yield function
-                left |= set(self._named) if "getattr" in function.names else function.names & set(self._named)
+                pending |= set(self._named) if "getattr" in function.names else function.names & set(self._named)
 
     def _builtin(self, value: Any, where: str) -> None:
         owner = getattr(value, "__self__", None)

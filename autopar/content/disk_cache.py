@@ -76,10 +76,10 @@ def _prune(newest: Path) -> None:
             stat = file.stat()
             files.append((stat.st_mtime, stat.st_size, file))
     now = newest.stat().st_mtime
-    left = sum(size for _, size, _ in files)
+    total = sum(size for _, size, _ in files)
     for when, size, file in sorted(files, key=lambda entry: entry[:2]):
         is_old_part = file.suffix == ".part" and now - when > _ABANDONED_SECONDS
-        if is_old_part or (left > LIMIT and file.suffix == _SUFFIX and file != newest):
+        if is_old_part or (total > LIMIT and file.suffix == _SUFFIX and file != newest):
             with contextlib.suppress(OSError):
                 file.unlink()
-            left -= size
+            total -= size

@@ -124,10 +124,12 @@ def _parse_chunks(programs: list[list[str]], schedule: Schedule, stage: int) -> 
     chunks = [ChunkProgram.from_text("\n".join(lines)) for lines in programs]
     if stage >= schedule.stages:
         raise GraphError(f"the rank is on stage {stage}, but its schedule has {schedule.stages}, counted from 0")
-    indices, held = tuple(chunk.chunk for chunk in chunks), schedule.held[stage]
-    if indices != held:
+    indices, scheduled = tuple(chunk.chunk for chunk in chunks), schedule.held[stage]
+    if indices != scheduled:
         listed = ", ".join(map(str, indices)) or "none"
-        raise GraphError(f"stage {stage} has the chunks {', '.join(map(str, held))} by its schedule; found: {listed}")
+        raise GraphError(
+            f"stage {stage} has the chunks {', '.join(map(str, scheduled))} by its schedule; found: {listed}"
+        )
     return {chunk.chunk: chunk for chunk in chunks}
 
 

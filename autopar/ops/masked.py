@@ -1,7 +1,7 @@
 """Local operations without an ATen equivalent: what a device computes on its shard of an indexed dim.
 
 Each handles a dim that is *indexed by values* (the vocabulary of an embedding, the classes of a
-cross-entropy) and of which the device holds the positions ``offset <= p < offset + local length``. Reads give
+cross-entropy); the device holds its positions ``offset <= p < offset + local length``. Reads give
 zero for positions another device holds, so that the sum over devices is the whole result; writes skip them. A
 position that no device holds (``size``, where given, is the length of the whole dim) is recorded, and makes the result
 nan (:mod:`.index_range`).

@@ -116,8 +116,8 @@ class _Converter:
         assert self.captured.bodies is not None
         return self.captured.bodies
 
-    def _name(self, wanted: str) -> str:
-        base = re.sub(r"\W+", "_", wanted)
+    def _name(self, suggestion: str) -> str:
+        base = re.sub(r"\W+", "_", suggestion)
         name, count = base, self.counts.get(base, 0)
         while name in self.names:
             count += 1

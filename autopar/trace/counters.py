@@ -117,9 +117,9 @@ def _module_attributes(attributes: Mapping[str, object]) -> ModuleAttributes:
 def with_attributes(model: nn.Module, attributes: Sequence[ModuleAttributes]) -> None:
     """Restores in each module what :func:`attributes_of` returned, if anything. Containers stay the same objects, since
     modules may share them."""
-    for module, left in zip(model.modules(), attributes, strict=False):
-        module.__dict__.update(left.values)
-        for container, entries in left.contents:
+    for module, saved in zip(model.modules(), attributes, strict=False):
+        module.__dict__.update(saved.values)
+        for container, entries in saved.contents:
             refill(container, entries)
 
 

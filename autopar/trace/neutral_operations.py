@@ -30,7 +30,7 @@ _ATTENTION = {
 
 
 def neutral(operation: Operation) -> Operation:
-    """``operation``, or the one of every device that it stands for."""
+    """``operation``, or the device-independent operation that computes the same."""
     if operation.op not in _ATTENTION:
         return operation
     name, tensors = _ATTENTION[operation.op]

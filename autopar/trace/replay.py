@@ -105,13 +105,13 @@ torch.library.register_fake("autopar_trace::backward", _backward, lib=_LIBRARY)
 
 def differentiable_inputs(program: Recording, body: Body, received: Received) -> tuple[int, ...]:
     """The inputs that get a gradient if only the results ``received`` do."""
-    wanted = {body.outputs[index] for index in received}
+    differentiable = {body.outputs[index] for index in received}
     for instruction in reversed(body.instructions):
-        results = (number for number in instruction.results if number in wanted)
+        results = (number for number in instruction.results if number in differentiable)
         if instruction.grad_mode and any(program.tensors[number].requires_grad for number in results):
             pairs = zip(instruction.operands, instruction.requires_grad, strict=True)
-            wanted.update(number for number, needs in pairs if needs)
-    return tuple(i for i, number in enumerate(body.inputs) if number in wanted)
+            differentiable.update(number for number, needs in pairs if needs)
+    return tuple(i for i, number in enumerate(body.inputs) if number in differentiable)
 
 
 class _Outline(torch.autograd.Function):
@@ -278,7 +278,7 @@ def _split(
     for index, node in tangents.items():
         expected = _format_of(program.tensors[body.outputs[index]])
         if not value_of(node).is_contiguous(memory_format=expected):
-            raise UnrecordedError("a gradient that lies in memory unlike its value")
+            raise UnrecordedError("a gradient with another memory format than its value")
     outputs = nodes[-1].args[0]
     results = [_original(node, index in received) for index, node in enumerate(outputs[: len(body.outputs)])]
     needed = _needed_for(results)

@@ -144,16 +144,16 @@ def _plain_step(
         model.zero_grad()
 
 
-def _whole(named: Iterable[tuple[str, torch.Tensor]], whole: Callable[[Any], Any] = lambda t: t) -> dict[str, Any]:
-    """Copies of all tensors on the CPU, gathered by ``whole``."""
-    return {name: whole(tensor).detach().cpu().clone() for name, tensor in named}
+def _whole(named: Iterable[tuple[str, torch.Tensor]], gather: Callable[[Any], Any] = lambda t: t) -> dict[str, Any]:
+    """Copies on the CPU of all tensors, which ``gather`` makes whole."""
+    return {name: gather(tensor).detach().cpu().clone() for name, tensor in named}
 
 
 def _compared_buffers(
-    named: Iterable[tuple[str, torch.Tensor]], policy: Precision | None, whole: Callable[[Any], Any] = lambda t: t
+    named: Iterable[tuple[str, torch.Tensor]], policy: Precision | None, gather: Callable[[Any], Any] = lambda t: t
 ) -> dict[str, Any]:
     """The buffers; none where a step that overflowed may have run twice and updated them twice."""
-    return {} if scales_loss(policy) else _whole(named, whole)
+    return {} if scales_loss(policy) else _whole(named, gather)
 
 
 def _evaluated(
@@ -165,8 +165,8 @@ def _evaluated(
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", half) if half else nullcontext():
         leaves = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-    whole = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
-    return {str(number): leaf.detach().cpu() for number, leaf in enumerate(whole)}
+    tensors = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+    return {str(number): leaf.detach().cpu() for number, leaf in enumerate(tensors)}
 
 
 def _is_float(leaf: object) -> bool:
@@ -208,8 +208,8 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
-            whole = parallel.full_tensor(parameter.grad)
-            gradients[name] = _infinite_where_ranks_differ(whole.detach().cpu().double(), world)
+            gradient = parallel.full_tensor(parameter.grad)
+            gradients[name] = _infinite_where_ranks_differ(gradient.detach().cpu().double(), world)
     later = _later(parallel, task, args, kwargs, loss, world)
     parallel.zero_grad()
     if world > 1:

@@ -72,5 +72,5 @@ def corrected() -> Iterator[None]:
         with recurrent_layers_replaced(recurrent_layers):
             yield
     finally:
-        for op, theirs in before.items():
-            set_autograd_kernel(op, theirs)
+        for op, kernel in before.items():
+            set_autograd_kernel(op, kernel)

@@ -159,9 +159,9 @@ class Facts:
         )
         if keep and dims is not None:
             return None
-        kept = tuple(d for d in range(rank) if d not in reduced)
-        key: Key = ("any", first.key, kept)
-        return Fact(key, first.within | {key}, True, reduces=(first.key, kept), is_count=func in _COUNTS)
+        remaining = tuple(d for d in range(rank) if d not in reduced)
+        key: Key = ("any", first.key, remaining)
+        return Fact(key, first.within | {key}, True, reduces=(first.key, remaining), is_count=func in _COUNTS)
 
     def _comparison(self, name: str, first: Fact, args: tuple[Any, ...], result: Tensor) -> Fact:
         key: Key = (name, first.key, self._static(args[1]))

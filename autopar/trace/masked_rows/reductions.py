@@ -133,10 +133,10 @@ def _class_handler(loss: Callable[..., Tensor]) -> Any:
         selection = same_selection([scores.selection, target.selection])
         mask = selection.mask
         classes = target.data_.expand(*mask.shape, *target.data_.shape[mask.dim() :])
-        kept = mask.reshape(*mask.shape, *[1] * (classes.dim() - mask.dim()))
+        selected = mask.reshape(*mask.shape, *[1] * (classes.dim() - mask.dim()))
         ignored = torch.full((), arguments["ignore_index"], dtype=classes.dtype, device=classes.device)
         arguments["input"] = whole(scores).flatten(0, mask.dim() - 1)
-        arguments["target"] = torch.where(kept, classes, ignored).flatten(0, mask.dim() - 1)
+        arguments["target"] = torch.where(selected, classes, ignored).flatten(0, mask.dim() - 1)
         losses = loss(**arguments)
         return Rows.make(losses.unflatten(0, mask.shape), selection, 0) if reduction == "none" else losses
 
