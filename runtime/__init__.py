@@ -1,8 +1,8 @@
 """Runs lowered programs: process groups, collectives, the executor, the parallel module, and local ranks.
 
-A :class:`~autopar.ir.program.Program` says everything a rank does; nothing is decided here. ``Partial``
-placements of whole values follow torch: the sum is carried by the first device of the axis, the others hold
-zeros (``collective.partial``).
+A :class:`~autopar.ir.program.Program` says everything that a rank does; the runtime decides nothing. ``Partial``
+placements of whole values follow torch: the first device of the axis has the sum, the others have zeros
+(``collective.partial``).
 """
 
 from autopar.runtime.calls.compiled import Compile, Compiled, Request

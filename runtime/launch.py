@@ -1,9 +1,9 @@
 """Runs a function on several local processes, as ranks of one torch.distributed world.
 
-Ranks are copies of a template that has imported torch and what else the function names (:mod:`autopar.processes`), or
-are started afresh. The function is sent by cloudpickle, so closures work. The parent serves the rendezvous store on a
-port of its own, so no two runs meet. A rank that raises, dies or hangs ends the run: the others are killed, every
-process is waited for, and the error shows where that rank was.
+Ranks are copies of a template process that has imported torch and the modules that the function refers to
+(:mod:`autopar.processes`), or new processes. The function is sent by cloudpickle, so closures work. The parent serves
+the rendezvous store on a separate port, so that runs do not interfere. If a rank raises, dies or hangs, the run ends:
+the others are killed, all processes are waited for, and the error shows where that rank was.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from autopar.processes.template import start as start_process
 Result = TypeVar("Result")
 Start = Literal["auto", "template", "spawn"]
 
-# How long after the first failure others are still listened to: the cause may report after its consequences.
+# Seconds to wait for further reports after the first failure: the cause may report after its consequences.
 # Chosen, not measured.
 _SETTLE_SECONDS = 0.3
-# How long a process whose descriptors are closed may take to end (it may be writing a core file).
+# Seconds that a process with closed descriptors may take to end (it may be writing a core file).
 # Chosen, not measured.
 _DYING_SECONDS = 5.0
 # A 64-bit integer.
 _PORT_BYTES = 8
-# Of Linux's sys/prctl.h.
+# From Linux's sys/prctl.h.
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What all ranks are told; ``traces`` is the folder of a file for each."""
+    """The task of all ranks; ``traces``: the folder with a trace file for each."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -62,8 +62,8 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank says: its result, or its error as an object (if that can be sent) and as text. ``time``
-    orders reports of all ranks."""
+    """The report of one rank: its result, or its error as an object (if that can be sent) and as text. ``time`` orders
+    reports of all ranks."""
 
     time: float
     result: Any = None
@@ -73,7 +73,7 @@ class _Report:
 
 @dataclass
 class _Worker:
-    """A rank as the parent sees it."""
+    """The parent's record of a rank."""
 
     rank: int
     process: Child
@@ -93,13 +93,13 @@ class _Worker:
         return self.process.poll()
 
     def read(self) -> bool:
-        """Takes what the pipe holds; False at its end."""
+        """Reads the pipe; False at its end."""
         chunk = os.read(self.pipe, 1 << 20)
         self.data += chunk
         return bool(chunk)
 
     def finish(self) -> None:
-        """The pipe is at its end: whatever came is the report."""
+        """Called at the end of the pipe: unpacks the report."""
         self.open = False
         if self.data and self.report is None:
             self.report = cloudpickle.loads(bytes(self.data))
@@ -110,14 +110,14 @@ class _Worker:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """The rank and whatever it started (it leads a process group of its own)."""
+        """Kills the rank and its children (it leads a process group of its own)."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)
 
     @property
     def dying(self) -> bool:
-        """Its pipe closed without a report, but its status is not known yet: descriptors go first."""
+        """Whether its pipe closed without a report, but its status is not known yet: descriptors close first."""
         return not self.open and self.report is None and self.status is None
 
     @property
@@ -136,14 +136,14 @@ def run_local(
     backend: str | None = "gloo",
     start: Start = "auto",
 ) -> list[Result]:
-    """``function(rank, nprocs, *args)`` on ``nprocs`` local processes; the results by rank.
+    """Runs ``function(rank, nprocs, *args)`` on ``nprocs`` local processes. Returns the results by rank.
 
-    The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
-    Each rank gets its share of the cores. ``timeout`` is in seconds, from when the processes have
-    started. The function and the results are sent by cloudpickle; tensors are fine.
+    The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun). Each rank
+    gets its share of the cores. ``timeout``: seconds after the processes have started. The function and the results are
+    sent by cloudpickle; tensors are fine.
 
-    Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an
-    :class:`AutoparError` of a rank is raised as it is, with that rank's traceback as a note.
+    Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung. An :class:`AutoparError` of a
+    rank is raised unchanged, with that rank's traceback as a note.
     """
     if nprocs < 1:
         raise OptionsError(f"run_local needs at least one process, got {nprocs}")
@@ -198,19 +198,19 @@ def _copy(sent: Payload, pipes: Sequence[int], rank: int) -> Child:
 
 def _spawn(sent: Payload, pipes: Sequence[int], rank: int) -> Child:
     descriptors = (sent.descriptor, *pipes)
-    given = ", ".join(map(str, (*descriptors, rank)))
+    arguments = ", ".join(map(str, (*descriptors, rank)))
     process = subprocess.Popen(
-        [sys.executable, "-c", f"from autopar.runtime.launch import work; work({given})"],
+        [sys.executable, "-c", f"from autopar.runtime.launch import work; work({arguments})"],
         stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
-    process.returncode = 0  # It is waited for by its id, not by this object.
+    process.returncode = 0  # The parent waits for it by its id, not by this object.
     return own_child(process.pid)
 
 
 def work(descriptor: int, door: int, pipe: int, rank: int) -> NoReturn:
-    """The life of a rank: it reads the store's port from ``door`` and writes its report to ``pipe``. It then waits
-    to be killed, so that no peer sees its connections close before all are done."""
+    """The main function of a rank: reads the store's port from ``door``, runs the task, and writes its report to
+    ``pipe``. It then waits to be killed, so that its connections stay open until all ranks are done."""
     try:
         try:
             task: _Task = open_payload(descriptor)
@@ -245,7 +245,7 @@ def _attempt(task: _Task, rank: int) -> _Report:
 
 
 def _settle_in(task: _Task, door: int, rank: int, trace: IO[str]) -> None:
-    # A parent that dies takes its ranks along.
+    # Ranks are killed if the parent dies.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(PermissionError):
@@ -290,7 +290,7 @@ def _listen(workers: list[_Worker], deadline: float) -> None:
 
 
 def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
-    """The error of the rank that failed first: a death before an exception, since peers of a dead rank
+    """Raises the error of the rank that failed first; deaths come before exceptions, since peers of a dead rank
     raise."""
     world = len(workers)
     patience = time.monotonic() + _DYING_SECONDS
@@ -310,7 +310,7 @@ def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
     stuck = [worker for worker in workers if worker.report is None]
     for worker in stuck:
         worker.signal(signal.SIGUSR1)
-    # Chosen: what writing the traces takes.
+    # Chosen: the time to write the traces.
     time.sleep(0.2)
     places = "\n".join(f"rank {worker.rank} was here:\n{_read_trace(worker)}" for worker in stuck)
     names = ", ".join(str(worker.rank) for worker in stuck)

@@ -18,9 +18,9 @@ from .call import Call, Past
 OtherCall = Callable[[], Call]
 
 
-class _Tie(torch.autograd.Function):
-    """Inputs: a :class:`Call`, its leaves, then the parameters and those leaves that want a gradient.
-    Outputs: the tensors of ``call.results``, as presented."""
+class _CompiledFunction(torch.autograd.Function):
+    """Runs a :class:`Call` in autograd. Inputs: the call, its leaves, then the parameters and the leaves that require a
+    gradient. Outputs: the tensors of ``call.results``, as presented to the user."""
 
     @staticmethod
     def forward(
@@ -48,44 +48,44 @@ class _Tie(torch.autograd.Function):
         arrived = dict(zip(call.results, gradients, strict=True))
         saved, ctx.saved = ctx.saved, None
         if not call.differentiates(name for name, gradient in arrived.items() if gradient is not None):
-            # A loss of the user's own, of outputs beside the model's loss: the forward is run again, once, by a program
-            # that differentiates them, as later calls are from the beginning.
+            # A loss of the user's own, computed from other outputs than the model's loss: a program that differentiates
+            # these runs forward once more. Later calls use that program from the beginning.
             call = ctx.other()
             saved = call.saved_again(ctx.leaves, ctx.past)
-        found = call.backward(saved, call.tangents(arrived, ctx.dtypes))
-        return (None, None, None, None, *_parameter_gradients(ctx.call, found), *_input_gradients(ctx, call, found))
+        local = call.backward(saved, call.tangents(arrived, ctx.dtypes))
+        return (None, None, None, None, *_parameter_gradients(ctx.call, local), *_input_gradients(ctx, call, local))
 
 
-def _parameter_gradients(call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
+def _parameter_gradients(call: Call, local: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
     pairs = zip(call.program.parameters, call.parameters, strict=True)
-    local = [(parameter, found.pop(("gradient", slot.target), None)) for slot, parameter in pairs]
-    for parameter, gradient in local:
+    gradients = [(parameter, local.pop(("gradient", slot.target), None)) for slot, parameter in pairs]
+    for parameter, gradient in gradients:
         prepare_hooks(parameter, gradient is not None)
-    return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local]
+    return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in gradients]
 
 
-def _input_gradients(ctx: Any, call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
+def _input_gradients(ctx: Any, call: Call, local: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
     results: list[torch.Tensor | None] = []
-    for name, given in zip(ctx.wanted, ctx.inputs, strict=True):
-        local = found.get(("input_gradient", name))
-        if local is None:
+    for name, tensor in zip(ctx.wanted, ctx.inputs, strict=True):
+        part = local.get(("input_gradient", name))
+        if part is None:
             results.append(None)
             continue
-        whole = gather_whole(local, call.input_gradients[name], call.groups)
-        if isinstance(given, DTensor):
-            whole = DTensor.from_local(whole, given.device_mesh, run_check=False).redistribute(
-                placements=given.placements
+        gradient = gather_whole(part, call.input_gradients[name], call.groups)
+        if isinstance(tensor, DTensor):
+            gradient = DTensor.from_local(gradient, tensor.device_mesh, run_check=False).redistribute(
+                placements=tensor.placements
             )
-        results.append(whole)
+        results.append(gradient)
     return results
 
 
 def differentiate(
     call: Call, leaves: Sequence[Any], other: OtherCall, name_of: Callable[[object], str]
 ) -> dict[str, torch.Tensor]:
-    """Runs ``call`` with a backward: presented outputs by name. Gradients of outputs that ``call`` does not
-    differentiate are those of the ``other`` program. ``name_of`` says what the author of the call calls a leaf. Raises
-    :class:`AutoparError` if an input wants a gradient that the program does not compute."""
+    """Runs ``call`` with a backward; returns presented outputs by name. The ``other`` program computes gradients of
+    outputs that ``call`` does not differentiate. ``name_of``: the user's name of a leaf. Raises :class:`AutoparError`
+    if an input requires a gradient that the program does not compute."""
     names = call.signature.input_names
     wanted = [
         (name, leaf)
@@ -99,5 +99,5 @@ def differentiate(
             f"{missing[0]}.detach()"
         )
     inputs = [leaf for _, leaf in wanted]
-    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], other, *call.parameters, *inputs)
+    outputs = _CompiledFunction.apply(call, leaves, [name for name, _ in wanted], other, *call.parameters, *inputs)
     return dict(zip(call.results, outputs, strict=True))

@@ -1,5 +1,4 @@
-"""One compiled program bound to a module's tensors: inputs go in as the user has them, outputs come out as
-the model gives them."""
+"""One compiled program bound to a module's tensors: takes the user's inputs and returns the model's outputs."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ from .signature import CompiledCall
 
 
 def is_replicated(slot: TensorSlot) -> bool:
-    """Whether every rank has all of it."""
+    """Whether every rank has the whole tensor."""
     return all(placement == REPLICATE for placement in slot.placements)
 
 
 @dataclass
 class Past:
-    """What a run read besides inputs and parameters, so that it can be repeated: the state of its random numbers, and
-    the buffers that it changed, as they were."""
+    """What a run read in addition to inputs and parameters, so that it can be repeated: the state of its random
+    numbers, and the previous values of the buffers that it changed."""
 
     state: torch.Tensor | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class Call(CompiledCall):
         yield from (self.program.refresh, self.program.forward, self.program.backward)
 
     def own_input(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an input: a global tensor, or a DTensor as it lies or redistributed."""
+        """This rank's part of an input: of a global tensor, or of a DTensor, which is redistributed if necessary."""
         if tuple(value.shape) != slot.shape:
             raise PlanMismatchError(
                 f"the input {slot.target} has shape {list(value.shape)}, but the program was compiled "
@@ -68,36 +67,36 @@ class Call(CompiledCall):
         if isinstance(value, DTensor):
             wanted = torch_placements(slot.placements, self.groups.shape)
             return (value if tuple(value.placements) == wanted else value.redistribute(placements=wanted)).to_local()
-        here = take_local(value.detach(), slot.placements, self.groups.shape, self.groups.coordinate)
-        return here.to(self.groups.device, non_blocking=True).contiguous()
+        local = take_local(value.detach(), slot.placements, self.groups.shape, self.groups.coordinate)
+        return local.to(self.groups.device, non_blocking=True).contiguous()
 
     def run(
         self, leaves: Sequence[Any], past: Past | None = None
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
-        date. ``past`` is filled in."""
+        """Runs forward. Returns local outputs by name, and the values saved for backward. Updates buffers, and fills in
+        ``past``."""
         started, saved = self.start(leaves, past)
         outputs = {name: wait_for(value) for name, value in started.items()}
         self.check_indices()
         return outputs, saved
 
     def saved_again(self, leaves: Sequence[Any], past: Past) -> list[torch.Tensor]:
-        """The values that this program saves for backward, of a run that another program for the same inputs made:
-        nothing is changed by it, neither buffers nor the count of calls."""
+        """The values that this program saves for backward, for a run of another program with the same inputs. Changes
+        neither buffers nor the count of calls."""
         outputs, saved = self.start(leaves, past, again=True)
         for value in outputs.values():
-            wait_for(value)  # What was begun must be awaited, or later collectives wait for ever.
+            wait_for(value)  # Unless started collectives are awaited, later ones never finish.
         return saved
 
     def start(
         self, leaves: Sequence[Any], past: Past | None = None, *, again: bool = False
     ) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
-        """:meth:`run`, but outputs may be on their way still (:func:`wait_for` waits for one). ``again``: as ``past``
-        was."""
-        take_out_of_range()  # What an earlier call met that ended in another error.
+        """:meth:`run`, but outputs may still be in flight (:func:`wait_for` waits for one). ``again``: repeats the run
+        of ``past``."""
+        take_out_of_range()  # Clears what an earlier call noted before it failed with another error.
         past = past or Past()
         with torch.no_grad():
-            # Made anew each time: no version counter of a DTensor sees every write (``.data``, fused optimizers).
+            # Recomputed each time, since a DTensor's version counter misses some writes (``.data``, fused optimizers).
             working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
             module = self.weights.module
             results, saved = self.executable.forward(
@@ -129,30 +128,30 @@ class Call(CompiledCall):
                     past.state = self._draw_state()
                 return past.state
         raise PlanMismatchError(
-            f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a call has not"
+            f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}), which no call has"
         )
 
     def _own_buffer(self, slot: TensorSlot, past: Past) -> torch.Tensor:
-        """The buffer as it is; as it was, if that is known."""
+        """This rank's part of the buffer; its value before the run in ``past``, if that is known."""
         if slot.target in past.buffers:
             return past.buffers[slot.target]
         buffer = self.weights.module.get_buffer(slot.target)
-        mine = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
+        local = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
         if self._is_mutated(slot.target):
             # The program's saved values may be views of its inputs; a buffer is overwritten in place.
-            mine = past.buffers[slot.target] = mine.clone()
-        return mine
+            local = past.buffers[slot.target] = local.clone()
+        return local
 
     def _is_mutated(self, buffer: str) -> bool:
         return any(slot.kind == "mutation" and slot.target == buffer for slot in self.program.results)
 
     def present(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Output ``name`` as the user sees it: plain if replicated, else a DTensor."""
+        """Output ``name`` for the user: a plain tensor if replicated, else a DTensor."""
         slot = self.results[name]
         return local.detach() if is_replicated(slot) else make_dtensor(local, slot, self.groups)
 
     def own_tangent(self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of the gradient of an output: zeros if none arrived."""
+        """This rank's part of the gradient of an output; zeros if it has none."""
         if gradient is None:
             shape = local_shape(slot.shape, slot.placements, self.groups.shape, self.groups.coordinate)
             return torch.zeros(shape, dtype=dtype, device=self.groups.device)
@@ -163,51 +162,51 @@ class Call(CompiledCall):
         return (self._partial(own, axes) if axes else own).contiguous()
 
     def differentiates(self, names: Iterable[str]) -> bool:
-        """Whether gradients of all these outputs have a place to arrive."""
+        """Whether the program takes gradients of all these outputs."""
         return {slot.target for slot in self.program.tangents}.issuperset(names)
 
     def tangents(
         self, gradients: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]
     ) -> list[torch.Tensor]:
-        """One local tangent per entry of ``program.tangents``. Raises :class:`AutoparError` if a gradient
-        arrived for an output that has none."""
-        known = {slot.target for slot in self.program.tangents}
+        """One local tangent per entry of ``program.tangents``. Raises :class:`AutoparError` for a gradient of an output
+        that the program does not differentiate."""
+        differentiated = {slot.target for slot in self.program.tangents}
         for name, gradient in gradients.items():
-            if gradient is not None and name not in known:
+            if gradient is not None and name not in differentiated:
                 raise AutoparError(
                     f"a gradient arrived at output {self.output_name(name)}, but the program "
                     "differentiates only "
-                    f"{', '.join(map(self.output_name, sorted(known))) or 'nothing'}: compute the "
+                    f"{', '.join(map(self.output_name, sorted(differentiated))) or 'nothing'}: compute the "
                     "loss from that, or pass "
                     "labels so that the model returns its loss"
                 )
         return [self.own_tangent(s, gradients.get(s.target), dtypes[s.target]) for s in self.program.tangents]
 
     def unit_tangent(self, name: str) -> torch.Tensor:
-        """Ones like output ``name``: the gradient of an output with respect to itself."""
+        """Ones of the shape of output ``name``: the gradient of an output with respect to itself."""
         slot = next(slot for slot in self.program.tangents if slot.target == name)
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device)
 
     def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-        """Local gradients by (kind, name); those that are None are absent. If they overflow, or some that they would be
-        added to have, all of parameters are, and no parameter keeps the gradient it has."""
+        """Local gradients by (kind, name), without those that are None. If they overflow, or if gradients that they
+        would be added to have overflowed, gradients of parameters are left out, and parameters lose those they have."""
         if self.loss_scale is not None:
             tangents = [tangent * self.loss_scale.scale for tangent in tangents]
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)
-        found = {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
+        gradients = {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
         everything = self.weights.module.parameters()
-        if self.loss_scale is not None and not self.loss_scale.settle(found.values(), everything, self.groups):
-            return {key: value for key, value in found.items() if key[0] != "gradient"}
-        return found
+        if self.loss_scale is not None and not self.loss_scale.settle(gradients.values(), everything, self.groups):
+            return {key: value for key, value in gradients.items() if key[0] != "gradient"}
+        return gradients
 
     def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
-        """Forward and backward of the loss times ``scale``, added to ``.grad`` of the parameters; the detached loss,
-        whole and unscaled."""
+        """Runs forward and backward of the loss times ``scale``, and adds gradients to ``.grad`` of the parameters.
+        Returns the whole loss, detached and unscaled."""
         name = self.loss_name()
         outputs, saved = self.start(leaves)
-        one = self.unit_tangent(name) * scale
-        tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
+        tangent = self.unit_tangent(name) * scale
+        tangents = self.tangents({name: tangent}, {s.target: tangent.dtype for s in self.program.tangents})
         gradients = self.backward(saved, tangents)
         loss = gather_whole(wait_for(outputs.pop(name)), self.results[name], self.groups).detach()
         self.check_indices()
@@ -220,7 +219,7 @@ class Call(CompiledCall):
 
 
 def wait_for(value: torch.Tensor | Handle) -> torch.Tensor:
-    """An output of a program, once it has arrived."""
-    found = value.wait() if isinstance(value, Handle) else value
-    assert isinstance(found, torch.Tensor)
-    return found
+    """Waits for an output of a program, and returns it."""
+    tensor = value.wait() if isinstance(value, Handle) else value
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

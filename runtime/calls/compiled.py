@@ -1,4 +1,4 @@
-"""What a parallel module asks of its compiler, and what it gets back."""
+"""The interface between a parallel module and its compiler: requests and compiled programs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ OutputsWanted = Literal["all", "each", "loss"]
 
 @dataclass(frozen=True)
 class Request:
-    """A call to be compiled: the model's own ``args`` and ``kwargs`` (global tensors or DTensors), whether
-    its modules are in ``training`` mode, whether gradients are wanted, and which outputs are used: only the ``loss``;
-    ``all``, of which the loss alone is differentiated if the model returns one; or ``all``, ``each`` of which may
-    be."""
+    """A call to compile: the model's ``args`` and ``kwargs`` (global tensors or DTensors), whether its modules are in
+    ``training`` mode, whether gradients are needed, and which ``outputs`` are used: ``"loss"`` only; ``"all"``, with
+    only the loss differentiated if the model returns one; or ``"each"``, all of which may be differentiated."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -31,42 +30,41 @@ class Request:
 
 
 class Guards(Protocol):
-    """What a program takes for granted about Python objects that the model reads and a call does not show: attributes
-    of modules, lists, random numbers of Python."""
+    """The assumptions of a program about Python objects that the model reads and that are not part of a call:
+    attributes of modules, lists, Python's random numbers."""
 
     def changed(self, module: nn.Module) -> str | None:
-        """What is no longer as it was when ``module`` was traced, such as ``drop.p was 0.1 and is 0.5``; None if all
-        is."""
+        """What has changed since ``module`` was traced, such as ``drop.p was 0.1 and is 0.5``; None if nothing has."""
         ...
 
 
 class Padding(Protocol):
-    """What it takes to run a program for ``batch`` rows with fewer (:mod:`autopar.compiler.padded_rows`)."""
+    """Lets a program for ``batch`` rows run with fewer (:mod:`autopar.compiler.padded_rows`)."""
 
     @property
     def batch(self) -> int: ...
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]:
-        """Of each input its shape, dtype, and whether dim 0 counts rows."""
+        """The shape and dtype of each input, and whether its dim 0 is the rows."""
         ...
 
     def holds_for(self, rows: int) -> bool:
-        """Whether the program is one for so many rows, filled up."""
+        """Whether the program can run that many rows, padded."""
         ...
 
     def outputs(self, named: Callable[[str], str]) -> Mapping[str, int | None]:
-        """The dim of each output along which its rows lie. Collective until it returns. Raises :class:`AutoparError` if
-        rows influence each other."""
+        """The dim of each output that is the rows. Collective at the first call. Raises :class:`AutoparError` if rows
+        influence each other."""
         ...
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The answer: this rank's ``program`` (a :class:`PipelineProgram` if a step goes in microbatches), how the model is
-    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph: the same on all ranks.
-    ``guards`` (None: nothing) must hold for the program to be used; ``planned`` says that the plan was made for just
-    this program. ``padding`` (None: none) lets it run smaller batches."""
+    """A compiled call: this rank's ``program`` (a :class:`PipelineProgram` if a step has microbatches), the model's
+    ``signature``, and the ``plan`` shown to the user. ``fingerprint``: identifies plan and graph, the same on all
+    ranks. ``guards`` (None: none) must hold for the program to be used. ``planned``: whether the plan was made for
+    exactly this program. ``padding`` (None: none) lets it run smaller batches."""
 
     program: Program | PipelineProgram
     signature: Signature

@@ -1,4 +1,4 @@
-"""What to say where ranks make different calls, or the same call with different numbers."""
+"""Error messages for ranks that make different calls, or the same call with different values."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _SWITCH = "Options(check_inputs='never') leaves this comparison out."
 
 @dataclass(frozen=True)
 class Description:
-    """A call in plain values, which any two ranks can exchange: each input by name, everything else by what it is
-    about, and the number of its program (-1: one is to be made, ``because`` says why)."""
+    """A call in plain values, which ranks can exchange: inputs by name, other properties by topic, and the number of
+    its program (-1: a new one, for the reason ``because``)."""
 
     inputs: Mapping[str, str]
     others: Mapping[str, object]
@@ -76,20 +76,20 @@ def explain_kind(ranks: Sequence[int], descriptions: Sequence[Description]) -> s
 
 
 def _input_lines(ranks: Sequence[int], descriptions: Sequence[Description]) -> list[str]:
-    names = dict.fromkeys(name for one in descriptions for name in one.inputs)
-    found = [
-        _groups(f"input {name}", ranks, [one.inputs.get(name, "not given") for one in descriptions]) for name in names
+    names = dict.fromkeys(name for call in descriptions for name in call.inputs)
+    by_input = [
+        _groups(f"input {name}", ranks, [call.inputs.get(name, "not given") for call in descriptions]) for name in names
     ]
-    if any(found):
-        return [line for lines in found for line in lines]
+    if any(by_input):
+        return [line for lines in by_input for line in lines]
     about = "the containers of its inputs"
-    return _groups(about, ranks, [one.others[about] for one in descriptions])
+    return _groups(about, ranks, [call.others[about] for call in descriptions])
 
 
 def _other_lines(ranks: Sequence[int], descriptions: Sequence[Description]) -> list[str]:
     lines = []
     for about in descriptions[0].others:
-        values = [one.others[about] for one in descriptions]
+        values = [call.others[about] for call in descriptions]
         if about in _FLAGS:
             lines += _flags(about, ranks, values)
         elif about != "the containers of its inputs":
@@ -97,31 +97,31 @@ def _other_lines(ranks: Sequence[int], descriptions: Sequence[Description]) -> l
     return lines
 
 
-def _groups(about: str, ranks: Sequence[int], found: Sequence[object]) -> list[str]:
-    """One line that says which ranks have which value; none if all have the same."""
+def _groups(about: str, ranks: Sequence[int], values: Sequence[object]) -> list[str]:
+    """One line that says which ranks have which value; no line if all have the same."""
     sets: dict[object, list[int]] = {}
-    for rank, value in zip(ranks, found, strict=True):
+    for rank, value in zip(ranks, values, strict=True):
         sets.setdefault(value, []).append(rank)
     if len(sets) == 1:
         return []
     return [f"{about}: " + "; ".join(f"{value} on {_named(own)}" for value, own in sets.items())]
 
 
-def _flags(about: str, ranks: Sequence[int], found: Sequence[object]) -> list[str]:
-    if len(set(found)) == 1:
+def _flags(about: str, ranks: Sequence[int], values: Sequence[object]) -> list[str]:
+    if len(set(values)) == 1:
         return []
-    counts = [sum(flags) if isinstance(flags, tuple) else 0 for flags in found]
+    counts = [sum(flags) if isinstance(flags, tuple) else 0 for flags in values]
     if len(set(counts)) == 1:
         return [f"{about}: different ones, {counts[0]} on each rank"]
-    total = len(found[0]) if isinstance(found[0], tuple) else 0
+    total = len(values[0]) if isinstance(values[0], tuple) else 0
     return _groups(about, ranks, [f"{count} of {total}" for count in counts])
 
 
 def _programs(ranks: Sequence[int], descriptions: Sequence[Description]) -> list[str]:
-    """Calls alike in everything that is passed: what forward reads elsewhere differs."""
+    """The programs of calls with equal inputs, which differ in something else that forward reads."""
     texts = [
-        f"a new program{one.because and f' ({one.because})'}" if one.program < 0 else f"program {one.program}"
-        for one in descriptions
+        f"a new program{call.because and f' ({call.because})'}" if call.program < 0 else f"program {call.program}"
+        for call in descriptions
     ]
     return _groups("the same inputs run", ranks, texts)
 

@@ -1,11 +1,11 @@
-"""Compares the calls of all ranks before they run: ranks that disagree would wait for each other for ever, or train on
-numbers that no single process would compute.
+"""Compares the calls of all ranks before they run: ranks that disagree would deadlock, or train on numbers that no
+single process would compute.
 
-At each call every rank sends a hash of the *kind* of its call (shapes, dtypes, structure, values that are not tensors,
-modes) and of the program that it is about to run, 33 bytes. If they differ, the ranks exchange descriptions, and all
-raise the same error. At the 1st, 2nd, 4th, 8th, ... call of a kind (``"always"``: at each) they then compare hashes of
-what the inputs hold (:mod:`autopar.runtime.inputs.content_hash`): a plain tensor is the global batch, and equal on
-all ranks; a DTensor is equal on ranks that hold the same part of it.
+At each call every rank sends 33 bytes: a hash of the *kind* of its call (shapes, dtypes, structure, non-tensor values,
+modes) and of the program that it is about to run. If they differ, the ranks exchange descriptions, and all raise the
+same error. At the 1st, 2nd, 4th, 8th, ... call of a kind (``"always"``: at each) they then compare hashes of the
+inputs' values (:mod:`autopar.runtime.inputs.content_hash`). A plain tensor is the global batch and must be equal on all
+ranks; a DTensor must be equal on ranks that have the same part of it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .differing_calls import Description, explain_content, explain_kind
 from .kind import CallKind
 
 Check = Literal["first", "always", "never"]
-# A kind of call, and how its DTensors lie.
+# A kind of call, and the placements of its DTensors.
 Key = tuple[CallKind, tuple[str, ...]]
-# Kinds of calls whose number of calls is remembered: the latest ones.
+# The number of kinds whose calls are counted: the latest ones.
 # Chosen: far more than programs that are kept.
 REMEMBERED = 1024
 
@@ -39,8 +39,8 @@ REMEMBERED = 1024
 @dataclass(frozen=True)
 class CheckedCall:
     """A call to compare: its ``kind``, its ``leaves`` in the order of ``kind.leaves``, and the number of the
-    ``program`` it would run (None if one is to be made). ``names`` gives the names of the leaves, ``because`` says why
-    a program is to be made; both are called only where something differs."""
+    ``program`` it would run (None: a new one). ``names``: returns the names of the leaves; ``because``: returns the
+    reason for a new program. Both are called only if something differs."""
 
     kind: CallKind
     leaves: Sequence[Any]
@@ -61,7 +61,7 @@ class InputChecks:
         return self._when != "never" and not self._exchange.alone
 
     def compare_options(self) -> None:
-        """Raises :class:`OptionsError`, on every rank, if ranks are to compare at different calls: some would wait for
+        """Raises :class:`OptionsError`, on every rank, if ranks would compare at different calls, so that some wait for
         an exchange that others skip. Collective."""
         everyone = self._exchange.all_objects(self._when)
         if len(set(everyone)) > 1:
@@ -72,11 +72,11 @@ class InputChecks:
 
     def check(self, call: CheckedCall) -> None:
         """Raises :class:`InputMismatchError`, on every rank, if ranks make different calls. Collective."""
-        laid_out = tuple(map(_layout, call.leaves))
-        key = (call.kind, laid_out)  # A plain batch after DTensors is compared like a first one.
+        layouts = tuple(map(_layout, call.leaves))
+        key = (call.kind, layouts)  # A plain batch after DTensors is compared like a first one.
         count = self._counts.get(key, 0) + 1
         wanted = self._when == "always" or count & (count - 1) == 0
-        everyone = self._exchange.all_bytes(self._kind_hash(call, laid_out) + bytes([wanted]))
+        everyone = self._exchange.all_bytes(self._kind_hash(call, layouts) + bytes([wanted]))
         if len({record[:-1] for record in everyone}) > 1:
             self._raise_different_kinds(call)
         self._count(key, count)
@@ -89,8 +89,8 @@ class InputChecks:
         if len(self._counts) > REMEMBERED:
             self._counts.popitem(last=False)
 
-    def _kind_hash(self, call: CheckedCall, laid_out: tuple[str, ...]) -> bytes:
-        return hashlib.sha256(repr((call.kind, laid_out, _number(call))).encode()).digest()
+    def _kind_hash(self, call: CheckedCall, layouts: tuple[str, ...]) -> bytes:
+        return hashlib.sha256(repr((call.kind, layouts, _number(call))).encode()).digest()
 
     def _raise_different_kinds(self, call: CheckedCall) -> None:
         layouts = {name: _layout(leaf) for name, leaf in zip(call.names(), call.leaves, strict=True)}
@@ -118,7 +118,7 @@ def _number(call: CheckedCall) -> int:
 
 
 def _layout(leaf: object) -> str:
-    """How a DTensor lies; nothing for anything else."""
+    """The placements and mesh of a DTensor; "" for anything else."""
     if not isinstance(leaf, DTensor):
         return ""
     return f"DTensor {tuple(map(str, leaf.placements))} on mesh {tuple(leaf.device_mesh.shape)}"
@@ -129,7 +129,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holding_the_same(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
-    """The ranks, by their place in ``ranks``, in sets of those that must hold the same of ``tensor``."""
+    """Sets of ranks, by position in ``ranks``, that must have the same part of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return [list(range(len(ranks)))]
     if tensor.device_mesh.mesh.flatten().tolist() != list(ranks) or any(p.is_partial() for p in tensor.placements):

@@ -1,4 +1,4 @@
-"""What two calls of a model must have in common to run the same program, and how two kinds of calls differ."""
+"""Kinds of calls: two calls of the same kind run the same program. Also describes how two kinds differ."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .module_hooks import Hook, hooks_of
 
 @dataclass(frozen=True)
 class Leaf:
-    """One input: a tensor by its type (``value`` is None), anything else by its ``value`` in the exact form of repr.
-    ``requires_grad`` counts where gradients of inputs are wanted."""
+    """One input: a tensor by its type (``value`` is None), anything else by the repr of its ``value``.
+    ``requires_grad`` is False unless gradients of inputs are needed."""
 
     type: type
     shape: torch.Size | None = None
@@ -43,9 +43,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class CallKind:
-    """``modes`` and ``wanted`` say of each module whether it trains, and of each parameter whether it requires
-    a gradient; ``around`` is the state of torch that a trace reads (autocast, default dtype); ``hooks`` those of its
-    modules."""
+    """The kind of a call. ``modes``: for each module whether it is in training mode; ``wanted``: for each parameter
+    whether it requires a gradient; ``around``: the global state of torch that a trace reads (autocast, default dtype);
+    ``hooks``: the hooks of its modules."""
 
     structure: str
     leaves: tuple[Leaf, ...]
@@ -58,7 +58,7 @@ class CallKind:
 
     @property
     def circumstances(self) -> tuple[object, ...]:
-        """What it says of the model and of torch, rather than of the inputs."""
+        """The properties of the model and of torch, as opposed to inputs."""
         return self.modes, self.wanted, self.around, self.hooks
 
 
@@ -90,7 +90,7 @@ def _around() -> tuple[object, ...]:
 
 
 def named_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> dict[str, Leaf]:
-    """The leaves of a call by what its author calls them: positional inputs by the names that ``forward`` gives
+    """The leaves of a call by their names for the user: positional inputs have the names that ``forward`` gives
     them."""
     return dict(zip(leaf_names(model, args, kwargs), kind.leaves, strict=True))
 
@@ -102,14 +102,14 @@ def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def name_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaf: object) -> str:
-    """What the author of a call calls one of its leaves."""
+    """The user's name of one of a call's leaves."""
     leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
     names = zip(leaf_names(model, args, kwargs), leaves, strict=True)
-    return next((name for name, given in names if given is leaf), "given")
+    return next((name for name, candidate in names if candidate is leaf), "given")
 
 
 def positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The positional parameters of a function; of a module, of its forward. None where nothing is known of them."""
+    """The positional parameters of a function, or of a module's forward. Empty if it has no signature."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -127,8 +127,8 @@ def _path_name(path: tuple[Any, ...], names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which two calls differ, as a line for people. ``subject`` is the input, if it is one, and ``value``
-    whether what differs there is a plain Python value rather than a tensor's type."""
+    """One way in which two calls differ, in words. ``subject``: the input that differs, if it is one; ``value``:
+    whether a plain Python value differs instead of a tensor's type."""
 
     text: str
     subject: str | None = None

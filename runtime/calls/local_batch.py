@@ -1,4 +1,4 @@
-"""A global batch as DTensors of which each rank holds the part that a compiled call reads."""
+"""Converts a global batch to DTensors, of which each rank has the part that a compiled call reads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .programs import AnyCall
 
 
 def as_parts(call: AnyCall, leaves: Sequence[Any]) -> list[Any]:
-    """``leaves`` of ``call`` with each tensor as such a DTensor. A step in microbatches reads parts of every
-    microbatch: its DTensors are whole on every rank."""
+    """``leaves`` of ``call`` with tensors converted to such DTensors. A step in microbatches reads parts of every
+    microbatch, so its DTensors are replicated."""
     if isinstance(call, PipelineCall):
         return [_whole(call, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}

@@ -1,10 +1,10 @@
-"""Hooks on modules, of which a compiled program has only what they do to tensors.
+"""Hooks on modules: a compiled program contains only their effects on tensors.
 
-Hooks on the model itself run at every ``model(...)``, on real inputs and outputs: those from before ``parallelize`` are
-taken over (:func:`take_over`). Modules inside run only while a program is made. What a forward hook there does to
-tensors is part of the program, and a program is made anew when hooks come or go; whatever else it does happens then
-alone, which is warned of. Backward hooks there are refused. Hooks of torch's and Hugging Face's own, such as those of
-``weight_norm`` and of recorded outputs, only do something to tensors.
+Hooks on the model itself run at every ``model(...)``, on real inputs and outputs; those registered before
+``parallelize`` are moved to the parallel module (:func:`take_over`). Modules inside run only while a program is
+compiled. The effect of a forward hook there on tensors is part of the program, and a new program is compiled when hooks
+are added or removed. Its other effects happen only then, which raises a warning. Backward hooks there are refused.
+Torch's and Hugging Face's own hooks, such as those of ``weight_norm`` and of recorded outputs, affect only tensors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from autopar.runtime.torch_internals.hooks import (
     move_hooks,
 )
 
-# Libraries whose own hooks do nothing but change tensors; of hooks of others that is not known.
+# Libraries whose hooks are known to affect only tensors.
 _LIBRARIES = ("torch.", "transformers.", "autopar.")
-# A number for each hook seen, by identity, as long as the hook is there. No number is given twice, so that ranks that
-# register the same hooks count alike, whenever each of them drops one.
+# A number for each hook, by identity, as long as the hook exists. Numbers are not reused, so that ranks that register
+# the same hooks count alike, whenever each of them drops one.
 _numbers: dict[int, int] = {}
 _count = itertools.count()
 _held: list[Any] = []
@@ -43,7 +43,7 @@ _held: list[Any] = []
 
 @dataclass(frozen=True)
 class Hook:
-    """``text`` says what it is and where; ``number`` tells hooks of one text apart."""
+    """A hook; ``text``: what it is and where; ``number``: distinguishes hooks with the same text."""
 
     text: str
     backward: bool
@@ -58,11 +58,11 @@ def hooks_inside(module: nn.Module) -> tuple[Hook, ...]:
 
 def hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
     """The hooks of modules, given with their paths, and of every module."""
-    found = list(hooks_everywhere())
+    hooks = list(hooks_everywhere())
     for path, part in parts:
         if has_hooks(part):
-            found += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
-    return tuple(found)
+            hooks += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
+    return tuple(hooks)
 
 
 def _of(part: nn.Module, where: str) -> Iterator[Hook]:
@@ -72,7 +72,7 @@ def _of(part: nn.Module, where: str) -> Iterator[Hook]:
 
 
 def hooks_everywhere() -> Iterator[Hook]:
-    """Of users alone: torch's own, such as those of its counters, come and go at every call."""
+    """The user's hooks on all modules. Torch's own, such as those of its counters, come and go at every call."""
     for kind in KINDS:
         for hook in hooks_on_all_modules(kind):
             if not _only_changes_tensors(hook):
@@ -103,8 +103,7 @@ def _only_changes_tensors(hook: Any) -> bool:
 
 
 def check_hooks(hooks: tuple[Hook, ...], told: set[int]) -> None:
-    """Warns of the forward hooks of users that are not among those ``told`` of. Raises :class:`AutoparError` for a
-    backward hook."""
+    """Warns of the user's forward hooks, except those in ``told``. Raises :class:`AutoparError` for a backward hook."""
     for hook in hooks:
         if hook.backward:
             raise AutoparError(
@@ -114,31 +113,31 @@ def check_hooks(hooks: tuple[Hook, ...], told: set[int]) -> None:
         if not hook.library and hook.number not in told:
             told.add(hook.number)
             warnings.warn(
-                f"{hook.text} runs only while a program is made. What it does to tensors is part of the program; all "
-                "else (storing an activation, printing, counting) happens then alone, on tensors without values. To "
-                "see a value at every call, return it from forward; a hook on the parallel model itself runs at every "
-                "model(...)",
+                f"{hook.text} runs only while a program is compiled. Its effect on tensors is part of the program; "
+                "other effects (storing an activation, printing, counting) happen only then, on tensors without "
+                "values. To see a value at every call, return it from forward; a hook on the parallel model itself "
+                "runs at every model(...)",
                 stacklevel=2,
             )
 
 
 def take_over(parallel: nn.Module, module: nn.Module) -> None:
-    """Gives ``parallel`` the hooks that users have registered on ``module``, which it represents: the very dicts,
-    through which their handles remove them."""
+    """Moves the hooks that users registered on ``module`` to ``parallel``, which represents it. The dicts themselves
+    are moved, so that the hooks' handles still remove them."""
     for kind in KINDS:
         hooks = module_hooks(module, kind)
-        kept = OrderedDict((key, hook) for key, hook in hooks.items() if _only_changes_tensors(hook))
-        for key in kept:
+        of_libraries = OrderedDict((key, hook) for key, hook in hooks.items() if _only_changes_tensors(hook))
+        for key in of_libraries:
             del hooks[key]
-        move_hooks(module, parallel, kind, kept)
+        move_hooks(module, parallel, kind, of_libraries)
     move_hook_settings(module, parallel)
 
 
 def before_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a step as the forward pre-hooks of ``model`` leave them. Raises :class:`AutoparError` if it has
-    hooks on its output, of which a step has only the loss."""
+    """Applies the forward pre-hooks of ``model`` to the inputs of a step. Raises :class:`AutoparError` if it has hooks
+    on its output, since a step returns only the loss."""
     for kind in (FORWARD_KINDS[0], *BACKWARD_KINDS):
         for hook in module_hooks(model, kind).values():
             raise AutoparError(
@@ -149,6 +148,6 @@ def before_step(
         if takes_kwargs:
             args, kwargs = hook(model, args, kwargs) or (args, kwargs)
         else:
-            found = hook(model, args)
-            args = args if found is None else found if isinstance(found, tuple) else (found,)
+            result = hook(model, args)
+            args = args if result is None else result if isinstance(result, tuple) else (result,)
     return args, kwargs

@@ -1,7 +1,7 @@
-"""Calls with fewer rows than planned, filled up: ``Options(last_batch="pad")``.
+"""Pads calls with fewer rows than planned: ``Options(last_batch="pad")``.
 
-The last row is repeated until the batch has the planned size, the program of that size runs, and outputs are cut back.
-That is exact only where rows do not influence each other, which :class:`Padding` proves or refuses.
+The last row is repeated until the batch has the planned size, the program of that size runs, and outputs are cut to the
+user's rows. This is exact only if rows do not influence each other, which :class:`Padding` proves or refuses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .signature import CompiledCall, flatten_as, same_value
 
 @dataclass(frozen=True)
 class Filled:
-    """A call filled up to ``batch`` rows, of which the first ``rows`` are the user's."""
+    """A call padded to ``batch`` rows, of which the first ``rows`` are the user's."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -34,11 +34,11 @@ class Filled:
 def filled(
     calls: Iterator[tuple[object, CompiledCall]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Filled | None:
-    """The call as one of those that ``calls`` were compiled for, but for its number of rows; None if it is none."""
+    """The call padded to one that ``calls`` were compiled for; None if it differs in more than its number of rows."""
     for _, call in calls:
-        found = None if call.padding is None else _filled(call.padding, call.signature, args, kwargs)
-        if found is not None:
-            return found
+        padded = None if call.padding is None else _filled(call.padding, call.signature, args, kwargs)
+        if padded is not None:
+            return padded
     return None
 
 
@@ -63,23 +63,23 @@ def _filled(padding: Padding, signature: Signature, args: tuple[Any, ...], kwarg
     if len(counts) != 1 or not padding.holds_for(rows := counts.pop()):
         return None
     names = signature.input_names
-    more = [
+    padded_leaves = [
         _repeated(leaf, padding.batch) if name is not None and padding.inputs[name][2] else leaf
         for name, leaf in zip(names, leaves, strict=True)
     ]
-    positional, keywords = tree_unflatten(more, signature.input_spec)
+    positional, keywords = tree_unflatten(padded_leaves, signature.input_spec)
     return Filled(tuple(positional), dict(keywords), rows, padding.batch)
 
 
 def _repeated(value: torch.Tensor, batch: int) -> torch.Tensor:
-    """With its last row as often as it takes: a row as good as any, whose numbers are finite if the others' are."""
+    """``value`` padded with copies of its last row, whose numbers are as finite as the others'."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     return torch.cat([whole, whole[-1:].expand(batch - whole.shape[0], *whole.shape[1:])])
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of the outputs of a call that was filled up, by the dim along which each has its rows."""
+    """Cuts the outputs of a padded call to the user's rows; ``dims``: the dim of each output that is the rows."""
 
     dims: Mapping[str, int | None]
     rows: int
@@ -92,10 +92,10 @@ class Cut:
         return value if dim is None else value.narrow(dim, 0, value.shape[dim] // self.batch * self.rows)
 
 
-def cut_of(call: CompiledCall, given: Filled | None) -> Cut:
-    """How outputs of ``call`` are cut. Collective at the first use. Raises :class:`AutoparError` if rows that were
-    filled in would change others."""
-    if given is None:
+def cut_of(call: CompiledCall, padded: Filled | None) -> Cut:
+    """How outputs of ``call`` are cut. Collective at the first use. Raises :class:`AutoparError` if added rows would
+    change others."""
+    if padded is None:
         return Cut({}, 1, 1)
     assert call.padding is not None
-    return Cut(call.padding.outputs(call.output_name), given.rows, given.batch)
+    return Cut(call.padding.outputs(call.output_name), padded.rows, padded.batch)

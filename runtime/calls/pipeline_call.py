@@ -54,11 +54,11 @@ class PipelineCall(CompiledCall):
             yield from chunk.program.sections
 
     def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
-        """All microbatches forward and backward, gradients of the loss times ``scale`` added to ``.grad`` of the
-        parameters; the detached loss, unscaled, on every rank."""
+        """Runs forward and backward of all microbatches, and adds gradients of the loss times ``scale`` to ``.grad`` of
+        the parameters. Returns the loss, detached and unscaled, on every rank."""
         name = self.loss_name()
         if not self.program.schedule.training:
-            raise AutoparError("the program only goes forward: step() needs one compiled for training")
+            raise AutoparError("the program only runs forward: step() needs one compiled for training")
         run = self._run(leaves, scale)
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
@@ -73,18 +73,18 @@ class PipelineCall(CompiledCall):
         return outputs[name].detach()
 
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Forward alone: outputs by name, whole on every rank. Buffers are brought up to date."""
+        """Runs forward only. Returns whole outputs by name, on every rank. Updates buffers."""
         outputs = self._finish(self._run(leaves))
         self.check_indices()
         return outputs
 
     def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:
-        take_out_of_range()  # What an earlier call met that ended in another error.
+        take_out_of_range()  # Clears what an earlier call noted before it failed with another error.
         with torch.no_grad():
-            given = self._inputs(leaves)
+            step_inputs = self._inputs(leaves)
 
             def inputs(chunk: int, microbatch: int) -> list[torch.Tensor]:
-                return given.of(self.chunks[chunk], microbatch)
+                return step_inputs.of(self.chunks[chunk], microbatch)
 
             messenger, device = Messenger(self.stages), self.groups.device
             recorder = None if self.timelines is None else Recorder(self.stages)
@@ -102,14 +102,14 @@ class PipelineCall(CompiledCall):
         """The working parameters of each chunk, by path."""
         stored = (local_of(parameter) for parameter in self.parameters)
         own = dict(zip((p.slot.target for p in self.program.parameters), stored, strict=True))
-        known, found = self._shared.spread(own), {}
+        by_path, working = self._shared.spread(own), {}
         for index, chunk in self.chunks.items():
             paths = [slot.target for slot in chunk.program.parameters]
-            found[index] = dict(zip(paths, chunk.refresh([known[path] for path in paths]), strict=True))
-        return found
+            working[index] = dict(zip(paths, chunk.refresh([by_path[path] for path in paths]), strict=True))
+        return working
 
     def _inputs(self, leaves: Sequence[Any]) -> StepInputs:
-        """What this step reads. Collective: parameters are made ready."""
+        """The inputs of this step. Collective, since it prepares parameters."""
         values = {
             name: whole_input(name, leaves[i], self._shapes.get(name), self.groups)
             for name, i in self._leaf_index.items()
@@ -120,8 +120,8 @@ class PipelineCall(CompiledCall):
         return StepInputs(self.program, module, self.stages.own, values, self._working(), state)
 
     def _ones(self, chunk: ChunkExecutable) -> list[torch.Tensor]:
-        """The tangents of the loss, as they lie."""
-        found = []
+        """The local tangents of the loss."""
+        tangents = []
         for slot in chunk.program.tangents:
             own = take_local(
                 torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device),
@@ -130,18 +130,18 @@ class PipelineCall(CompiledCall):
                 self.stages.own.coordinate,
             )
             axes = tuple(a for a, p in enumerate(slot.placements) if p == PARTIAL_SUM)
-            found.append((Collectives(self.stages.own).partial(own, axes) if axes else own).contiguous())
-        return found
+            tangents.append((Collectives(self.stages.own).partial(own, axes) if axes else own).contiguous())
+        return tangents
 
     def _scaled_tangents(self, scale: float) -> Mapping[int, list[torch.Tensor]]:
         if self.loss_scale is not None:
             scale *= self.loss_scale.scale
         if scale == 1.0:
             return self._tangents
-        return {index: [one * scale for one in ones] for index, ones in self._tangents.items()}
+        return {index: [tangent * scale for tangent in tangents] for index, tangents in self._tangents.items()}
 
     def _gradients(self, run: PipelineRun) -> dict[tuple[int, str], torch.Tensor]:
-        """What each chunk of this rank has of each gradient."""
+        """The part of each gradient that each chunk of this rank has."""
         return {
             (index, slot.target): value
             for index, values in run.gradients.items()
@@ -149,7 +149,7 @@ class PipelineCall(CompiledCall):
         }
 
     def _own_gradient(self, owned: StagedParameter, parameter: nn.Parameter, totals: Values) -> torch.Tensor:
-        """The total of a parameter of this stage; of others, nothing."""
+        """The whole gradient of a parameter of this stage; an empty one for other stages' parameters."""
         if self.program.stage_of(owned.owner) == self.program.stage:
             return totals[owned.slot.target]
         local = local_of(parameter)
@@ -173,7 +173,7 @@ class PipelineCall(CompiledCall):
         return outputs
 
     def _result(self, run: PipelineRun, result: StagedResult) -> torch.Tensor:
-        """A result of the step, from the stage that has it."""
+        """A result of the step, broadcast from the stage that has it."""
         stage = self.program.stage_of(result.chunk)
         if stage == self.program.stage:
             slots = self.chunks[result.chunk].program.results
@@ -185,7 +185,7 @@ class PipelineCall(CompiledCall):
 
 
 def combined(parts: list[torch.Tensor], result: StagedResult) -> torch.Tensor:
-    """The step's result of those of its microbatches; contiguous."""
+    """Combines the results of all microbatches into that of the step; contiguous."""
     if result.dim is not None:
         return torch.cat(parts, result.dim)
     if result.combine == "sum":

@@ -1,4 +1,4 @@
-"""The compiled calls of one parallel module: found by kind of call and by guards, listed, and bounded in number."""
+"""The compiled calls of one parallel module: looked up by kind of call and guards, listed, and limited in number."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .kind import CallKind, Difference, Leaf, differences
 from .pipeline_call import PipelineCall
 
 AnyCall = Call | PipelineCall
-# Programs kept besides the one that was planned.
+# Programs kept in addition to those that a plan was made for.
 # Chosen: enough for sequence lengths padded to multiples, few enough to list; not measured.
 KEPT = 64
-# So many programs for one input that changes are worth a warning.
+# The number of programs for one changing input at which to warn.
 # Chosen: more than a loop with evaluation and a last batch makes.
 MANY = 8
 
@@ -28,11 +28,11 @@ _log = logging.getLogger("autopar.programs")
 
 @dataclass(frozen=True)
 class ProgramLine:
-    """One compiled program, for people; ``str`` of it is one line.
+    """A description of one compiled program; ``str`` of it is one line.
 
-    ``inputs``: name -> type or value; ``mode``: ``training`` or ``evaluation``, what is wanted of it; ``planned``:
-    whether the plan was made for it; ``reason``: what differed from the program it is most like when it was made, empty
-    for the first; ``seconds`` it took to make; ``uses`` so far.
+    ``inputs``: type or value by name; ``mode``: ``training`` or ``evaluation``, and which outputs and gradients are
+    used; ``planned``: whether the plan was made for it; ``reason``: how it differed from the most similar program when
+    it was compiled, empty for the first; ``seconds``: the time to compile it; ``uses``: how often it has run.
     """
 
     inputs: Mapping[str, str]
@@ -44,9 +44,9 @@ class ProgramLine:
 
     def __str__(self) -> str:
         inputs = ", ".join(f"{name} {text}" for name, text in self.inputs.items()) or "no inputs"
-        made = f"made in {self.seconds:.1f} s{', planned' if self.planned else ''}"
+        origin = f"made in {self.seconds:.1f} s{', planned' if self.planned else ''}"
         because = f", because {self.reason}" if self.reason else ""
-        return f"{self.mode} of {inputs}: used {self.uses}x, {made}{because}"
+        return f"{self.mode} of {inputs}: used {self.uses}x, {origin}{because}"
 
 
 @dataclass
@@ -69,10 +69,10 @@ class _Entry:
 
 
 class Programs:
-    """Compiled calls of ``module``. Those that the plan was made for stay; of the others, the ``kept`` used last.
+    """Compiled calls of ``module``. Keeps those that a plan was made for, and of the others the ``kept`` used last.
 
-    Ranks make the same calls in the same order, so that all of them find, make and drop the same programs. Messages
-    come from the rank that ``speaks``.
+    Ranks make the same calls in the same order, so that all of them find, compile and drop the same programs. Only the
+    rank that ``speaks`` logs messages.
     """
 
     def __init__(self, module: nn.Module, *, speaks: bool = True, kept: int = KEPT) -> None:
@@ -93,15 +93,15 @@ class Programs:
         return None
 
     def number(self, call: AnyCall) -> int:
-        """How many programs had been made before this one, which is kept; the same on all ranks."""
+        """The number of programs compiled before this one, which must be kept; the same on all ranks."""
         return next(index for index in reversed(self._entries) if self._entries[index].call is call)
 
     def why(self, kind: CallKind, leaves: Mapping[str, Leaf]) -> tuple[Difference, ...]:
-        """How a call that has no program differs from the one most like it, of these the latest; empty for the
-        first."""
+        """How a call without a program differs from the most similar one, of equally similar ones the latest; empty for
+        the first."""
         latest = [self._entries[index] for index in reversed(self._entries)]
-        found = [tuple(self._differences(entry, kind, leaves)) for entry in latest]
-        return min(found, key=len, default=())
+        differences_of_each = [tuple(self._differences(entry, kind, leaves)) for entry in latest]
+        return min(differences_of_each, key=len, default=())
 
     def _differences(self, entry: _Entry, kind: CallKind, leaves: Mapping[str, Leaf]) -> Iterator[Difference]:
         yield from differences(self._module, entry.kind, kind, entry.leaves, leaves)
@@ -120,7 +120,7 @@ class Programs:
         planned: bool,
         seconds: float,
     ) -> None:
-        """Keeps ``call`` for calls of this ``kind``, and says why it was made (:meth:`why`)."""
+        """Keeps ``call`` for calls of this ``kind``, and logs why it was compiled (:meth:`why`)."""
         reason = "; ".join(difference.text for difference in why)
         self._entries[self._made] = _Entry(call, kind, leaves, guards, planned, reason, seconds, uses=1)
         self._by_kind.setdefault(kind, []).append(self._made)
@@ -138,8 +138,8 @@ class Programs:
                 del self._by_kind[kind]
 
     def _tell(self, why: tuple[Difference, ...], reason: str, seconds: float) -> None:
-        """A line in the log for each program, of level warning the first time an input differs; and a warning where an
-        input keeps on changing."""
+        """Logs a line for each program, at level warning the first time an input differs; warns if an input keeps
+        changing."""
         inputs = [difference for difference in why if difference.subject is not None]
         fresh = any(self._changes[str(difference.subject)] == 0 for difference in inputs)
         level = logging.WARNING if fresh else logging.INFO
@@ -150,11 +150,11 @@ class Programs:
                 warnings.warn(_advice(difference), stacklevel=4)
 
     def listing(self) -> tuple[ProgramLine, ...]:
-        """What there is, in the order in which it was made."""
+        """All programs, in the order in which they were compiled."""
         return tuple(self._entries[index].line() for index in sorted(self._entries))
 
     def calls(self) -> Iterator[tuple[CallKind, AnyCall]]:
-        """Every program with its kind, the latest used first."""
+        """All programs with their kinds, the most recently used first."""
         for index in reversed(self._entries):
             yield self._entries[index].kind, self._entries[index].call
 

@@ -1,5 +1,5 @@
-"""How a model is called, as its signature says: the user's inputs to flat leaves, and results back to what the model
-returns."""
+"""The calling convention of a compiled model: flattens the user's inputs to leaves, and rebuilds the model's return
+value."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from .compiled import Compiled
 def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The leaves of a call in the order of ``spec``, whatever the order of its keywords. Raises
     :class:`PlanMismatchError` if the call has another structure."""
-    leaves, found = tree_flatten((args, dict(kwargs)))
-    if found == spec:
+    leaves, structure = tree_flatten((args, dict(kwargs)))
+    if structure == spec:
         return leaves
     order = spec.child(1).context
     if set(order) == set(kwargs):
-        leaves, found = tree_flatten((args, {key: kwargs[key] for key in order}))
-    if found != spec:
-        raise PlanMismatchError(f"the call has the structure\n  {found}\nbut was traced with\n  {spec}")
+        leaves, structure = tree_flatten((args, {key: kwargs[key] for key in order}))
+    if structure != spec:
+        raise PlanMismatchError(f"the call has the structure\n  {structure}\nbut was traced with\n  {spec}")
     return leaves
 
 
 def same_value(old: object, new: object) -> bool:
-    """Whether a non-tensor input is as it was; values that cannot be compared are the same only if
-    identical."""
+    """Whether a non-tensor input is unchanged; values that cannot be compared are the same only if identical."""
     if old is new:
         return True
     try:
@@ -48,11 +47,11 @@ def same_value(old: object, new: object) -> bool:
 
 
 class CompiledCall:
-    """The calling convention of one compiled model, and what its runs stand on; see the module docstring. Making one is
-    collective (process groups, first placement of the parameters).
+    """The base of compiled calls; see the module docstring. Creating one is collective (process groups, first placement
+    of the parameters).
 
-    ``draw_state`` gives what a run's random numbers are a function of, and counts the run; ``loss_scale`` is what
-    gradients are computed with, if anything.
+    ``draw_state``: returns the state that a run's random numbers are a function of, and counts the run; ``loss_scale``:
+    the scale of the loss under fp16, else None.
     """
 
     def __init__(
@@ -72,12 +71,11 @@ class CompiledCall:
         self._bind_program(compiled.program)
 
     def _bind_program(self, program: Any) -> None:
-        """Makes what runs ``program``, of the kind that the subclass runs."""
+        """Prepares ``program`` to be run; subclasses differ in the kind of program."""
         raise NotImplementedError
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was
-        traced."""
+        """The flat inputs. Raises :class:`PlanMismatchError` if a non-tensor input differs from the trace."""
         leaves = flatten_as(self.signature.input_spec, args, kwargs)
         for index, value in self.signature.constants.items():
             if self.signature.input_names[index] is None and not same_value(value, leaves[index]):
@@ -90,12 +88,12 @@ class CompiledCall:
         return leaves
 
     def sections(self) -> Iterator[Section]:
-        """All that this rank runs."""
+        """All sections that this rank runs."""
         raise NotImplementedError
 
     def watch_indices(self, exchange: Exchange) -> None:
-        """From now on every rank is told of indices out of range, if the program looks up any on processors.
-        Collective: under stages other ranks may do so, and this one not."""
+        """From now on indices out of range are reported to every rank, if the program has look-ups on CPUs. Collective:
+        with pipeline stages only some ranks may have look-ups."""
         own = self.groups.device.type == "cpu" and looks_up(self.sections())
         self._exchange = exchange if any(exchange.all_objects(own)) else None
 
@@ -106,11 +104,11 @@ class CompiledCall:
             raise_bad_indices(self._exchange)
 
     def leaf_name(self, index: int) -> str:
-        """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""
+        """The position of leaf ``index`` of the inputs in the call, such as ``kwargs['use_cache']``."""
         paths = tree_unflatten(list(range(len(self.signature.input_names))), self.signature.input_spec)
         for head, part in zip(("args", "kwargs"), paths, strict=True):
-            for path, found in tree_flatten_with_path(part)[0]:
-                if found == index:
+            for path, leaf_index in tree_flatten_with_path(part)[0]:
+                if leaf_index == index:
                     return f"{head}{keystr(path)}"
         return str(index)
 
@@ -141,13 +139,13 @@ class CompiledCall:
         )
 
     def output_name(self, name: str) -> str:
-        """Where output ``name`` stands in the model's return value, such as ``['loss']``."""
+        """The position of output ``name`` in the model's return value, such as ``['loss']``."""
         if name not in self.signature.output_names:
             return name
         index = self.signature.output_names.index(name)
         tree = tree_unflatten(list(range(len(self.signature.output_names))), self.signature.output_spec)
-        for path, found in tree_flatten_with_path(tree)[0]:
-            if found == index:
+        for path, leaf_index in tree_flatten_with_path(tree)[0]:
+            if leaf_index == index:
                 return keystr(path) or name
         return name
 
@@ -156,7 +154,7 @@ class CompiledCall:
         if self.signature.loss is None:
             raise AutoparError(
                 "step() differentiates the loss that the model returns, but this call returns none: pass the labels "
-                "that the model makes it of, or give parallelize a loss_fn, called as loss_fn(output), "
+                "that the model computes it from, or give parallelize a loss_fn, called as loss_fn(output), "
                 "loss_fn(output, batch) or, in step(..., targets=...), loss_fn(output, targets); without pipeline "
                 "stages and microbatches you can also run out = model(...), compute a loss from out and call "
                 "loss.backward()"

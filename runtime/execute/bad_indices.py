@@ -1,4 +1,4 @@
-"""Tells every rank of indices out of range that some ranks met, after the call and before gradients are kept."""
+"""Reports indices out of range to every rank, after the call and before gradients are stored."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ LocatedIndex = tuple[OutOfRange, str]
 
 
 def raise_bad_indices(exchange: Exchange) -> None:
-    """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the call before. Collective: one
-    byte, since no result tells of an index whose nan is masked, or is looked up for integers."""
-    found = [(one, describe_place(one.place)) for one in take_out_of_range()]
-    if any(map(any, exchange.all_bytes(bytes([bool(found)])))):
-        raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(found)))
+    """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the previous call. Collective,
+    with one byte: results do not show an index whose nan is masked, or that looks up integers."""
+    located = [(bad, describe_place(bad.place)) for bad in take_out_of_range()]
+    if any(map(any, exchange.all_bytes(bytes([bool(located)])))):
+        raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(located)))
 
 
 def _explain(ranks: Sequence[int], everyone: Sequence[list[LocatedIndex]]) -> str:
     where: dict[tuple[int, int, int, str], set[int]] = {}
-    for rank, found in zip(ranks, everyone, strict=True):
-        for one, place in found:
-            where.setdefault((one.value, one.low, one.high, place), set()).add(rank)
+    for rank, located in zip(ranks, everyone, strict=True):
+        for bad, place in located:
+            where.setdefault((bad.value, bad.low, bad.high, place), set()).add(rank)
     lines = [
         f"index {value} is out of range, not {low} <= index < {high}{place and f', {place}'} (met on "
         f"rank{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))})"

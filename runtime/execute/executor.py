@@ -1,5 +1,5 @@
-"""Binds the sections of a :class:`~autopar.ir.program.Program` to this rank: its process groups, constants and stream
-of random numbers.
+"""Binds the sections of a :class:`~autopar.ir.program.Program` to this rank's process groups, constants and random
+numbers.
 
 :mod:`.section_source` writes a section as a Python function, :mod:`.section_code` compiles it.
 """
@@ -28,14 +28,14 @@ from .section_source import Operation
 
 def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
     """Every set of mesh axes that a collective of ``sections`` runs over."""
-    found = (i for s in sections for i in s.instructions if i.op.startswith("collective."))
-    axes = (dict(i.kwargs)["axes"] if "axes" in dict(i.kwargs) else (*i.args, ())[1] for i in found)
+    collectives = (i for s in sections for i in s.instructions if i.op.startswith("collective."))
+    axes = (dict(i.kwargs)["axes"] if "axes" in dict(i.kwargs) else (*i.args, ())[1] for i in collectives)
     return {tuple(each) for each in axes if each}
 
 
 def operations_of(collectives: Collectives) -> dict[str, Operation]:
-    """The ``autopar.*`` and ``collective.*`` operations by name, and on processors the guarded ones of ATen: those of a
-    GPU assert by themselves that indices are inside."""
+    """The ``autopar.*`` and ``collective.*`` operations by name, and on CPUs guarded ATen operations; those of a GPU
+    check indices themselves."""
 
     public = [name for name in dir(collectives) if not name.startswith("_") and name != "groups"]
     bound = {f"collective.{name}": getattr(collectives, name) for name in public}
@@ -44,7 +44,7 @@ def operations_of(collectives: Collectives) -> dict[str, Operation]:
 
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
-    """``run``, with one stream of random numbers for all ranks if ``section`` draws any."""
+    """``run``, with the same generator state on all ranks if ``section`` draws from it."""
     if not draws(section) or groups.device.type == "meta":
         return run
 
@@ -75,7 +75,7 @@ def _outside_autograd(run: Run, device: torch.device) -> Run:
 
 
 def runner(section: Section, groups: MeshGroups, where: str) -> Run:
-    """``section`` with its collectives on ``groups``, as :func:`compile_section` makes it, outside of autograd and
+    """Compiles ``section`` with its collectives on ``groups`` (:func:`compile_section`), to run outside of autograd and
     autocast."""
     compiled = compile_section(section, operations_of(Collectives(groups)), groups.device, where)
     return _outside_autograd(_with_shared_random(section, compiled, groups), groups.device)
@@ -84,7 +84,7 @@ def runner(section: Section, groups: MeshGroups, where: str) -> Run:
 def own_constants(
     slots: Iterable[TensorSlot], constants: Mapping[str, torch.Tensor], groups: MeshGroups
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of each constant that is among ``slots``."""
+    """This rank's part of each constant in ``slots``."""
     return {
         slot.target: take_local(
             constants[slot.target].to(groups.device), slot.placements, groups.shape, groups.coordinate
@@ -95,15 +95,15 @@ def own_constants(
 
 
 def as_list(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``values`` itself if it is a list, which a section empties."""
+    """``values`` itself if it is a list, which a section empties, else a copy."""
     return values if isinstance(values, list) else list(values)
 
 
 class Executable:
     """A program ready to run on this rank of ``mesh``; each call is under ``no_grad`` and without autocast.
 
-    Making one is collective: the process groups are made here. Raises :class:`ExecutionError` if the
-    program is another rank's.
+    Creating one is collective, since it creates process groups. Raises :class:`ExecutionError` if the program is for
+    another rank.
     """
 
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:

@@ -1,5 +1,4 @@
-"""A section that communicates beside what its rank computes meanwhile: the rest of the reduction of a chunk's
-gradients, the first messages of which its last backward has started."""
+"""Completes the reduction of a chunk's gradients, which its last backward has started, while the rank computes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Steps = Generator[None, None, list[torch.Tensor]]
 
 
 class Reducer:
-    """``section`` on ``groups``, begun again and again."""
+    """``section`` on ``groups``, run once a step."""
 
     def __init__(self, section: Section, groups: MeshGroups, where: str) -> None:
         self.device = groups.device
@@ -28,43 +27,43 @@ class Reducer:
         self.code = SectionCode(section, source, where)
         self.waits = sum(instruction.op == WAIT for instruction in section.instructions)
 
-    def begin(self, under_way: list[torch.Tensor], computations: int) -> Reduction:
-        """Goes on with gradients ``under_way``, a list it empties. So many ``computations`` of the rank are still to
-        come."""
-        self.code.check(under_way)
-        found = Reduction(self, self.code.function(under_way), computations)
-        found.go_on(0)
-        return found
+    def begin(self, in_flight: list[torch.Tensor], computations: int) -> Reduction:
+        """Begins to complete the reduction of gradients ``in_flight``, a list it empties. ``computations``: how many
+        computations of the rank are still to come."""
+        self.code.check(in_flight)
+        reduction = Reduction(self, self.code.function(in_flight), computations)
+        reduction.advance(0)
+        return reduction
 
 
 class Reduction:
-    """One under way. It stands before a wait, and goes on at places of the schedule that are the same on all ranks of
-    the stage, never when a message happens to be there: collectives of a group must come in one order."""
+    """A reduction in progress, stopped before a wait. It advances at points of the schedule that are the same on all
+    ranks of the stage, never when a message happens to arrive: collectives of a group must have one order."""
 
     def __init__(self, reducer: Reducer, steps: Steps, computations: int) -> None:
         self._reducer, self._steps, self._computations = reducer, steps, computations
         self._waited = -1
         self._computed = 0
-        self._made: list[Any] | None = None
+        self._gradients: list[Any] | None = None
 
     def before_computation(self) -> None:
-        """The rank is about to compute: awaits as many messages as is its share, which makes room for further ones. Of
-        those that were started none is awaited before something was computed."""
-        self.go_on(self._reducer.waits * self._computed // max(self._computations, 1))
+        """Called before each computation: waits for a proportional share of messages, which makes room for further
+        ones. Waits for none before the first computation."""
+        self.advance(self._reducer.waits * self._computed // max(self._computations, 1))
         self._computed += 1
 
     def finish(self) -> list[torch.Tensor]:
-        """All gradients, as stored."""
-        self.go_on(self._reducer.waits)
-        assert self._made is not None
-        return self._made
+        """Waits for all messages. Returns all gradients, as stored."""
+        self.advance(self._reducer.waits)
+        assert self._gradients is not None
+        return self._gradients
 
-    def go_on(self, waits: int) -> None:
-        """Until so many messages were awaited, up to the next wait."""
+    def advance(self, waits: int) -> None:
+        """Runs until that many messages have been awaited, up to the next wait."""
         with plainly(self._reducer.device), self._reducer.code.explaining():
-            while self._made is None and self._waited < waits:
+            while self._gradients is None and self._waited < waits:
                 try:
                     next(self._steps)
                 except StopIteration as end:
-                    self._made = end.value
+                    self._gradients = end.value
                 self._waited += 1

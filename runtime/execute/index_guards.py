@@ -1,4 +1,4 @@
-"""ATen's look-ups, for processors: an index that is out of range is noted, and the program goes on
+"""ATen look-ups for CPUs: an index that is out of range is noted, and the program continues
 (:mod:`autopar.ops.index_range`)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.ops.index_range import any_outside, poisoned
 
 Operation = Callable[..., Any]
 
-# By operation: which argument is the index, and the size of what it indexes.
+# By operation: the position of the index among the arguments, and the size of the dim it indexes.
 _LOOKUPS: Mapping[str, tuple[int, Callable[[tuple[Any, ...]], int]]] = {
     "aten.embedding.default": (1, lambda args: int(args[0].shape[0])),
     "aten.embedding_dense_backward.default": (1, lambda args: int(args[2])),
@@ -61,18 +61,18 @@ def _guarded_indexing(operation: Operation) -> Operation:
 
 def _operation(name: str) -> Operation:
     _, packet, overload = name.split(".")
-    found: Operation = getattr(getattr(torch.ops.aten, packet), overload)
-    return found
+    operation: Operation = getattr(getattr(torch.ops.aten, packet), overload)
+    return operation
 
 
 GUARDED: Mapping[str, Operation] = {
     **{name: _guarded(_operation(name), *known) for name, known in _LOOKUPS.items()},
     **{name: _guarded_indexing(_operation(name)) for name in _INDEXED},
 }
-"""By the names that programs use."""
+"""Guarded operations, by the names that programs use."""
 
 
 def looks_up(sections: Iterable[Section]) -> bool:
-    """Whether ``sections`` have an operation that notes indices out of range, where they run on processors."""
+    """Whether ``sections`` have an operation that notes indices out of range when it runs on CPUs."""
     operations = {instruction.op for section in sections for instruction in section.instructions}
     return any(name in GUARDED or name.startswith("autopar.masked_") for name in operations)

@@ -1,13 +1,13 @@
-"""Random numbers of a model that runs on many devices: the same whatever the plan.
+"""Random numbers of a model on many devices: the same under every plan.
 
-Almost every operation that draws is, in a program, a draw of :mod:`autopar.ops.random`: its numbers are a function of
-the seed, of how many steps were taken before, and of where a number stands in the whole tensor. :class:`RandomState`
-is that seed and count, one per parallel module.
+Almost every operation that draws is a draw of :mod:`autopar.ops.random` in a program: its numbers are a function of the
+seed, of the number of earlier steps, and of a number's position in the whole tensor. :class:`RandomState` has this seed
+and count, one per parallel module.
 
-What is left (Poisson, binomial, gamma and Dirichlet distributions, draws from a generator of their own) draws the whole
-tensor on every rank, and each keeps its part; so all must draw the same. Before a section that has such an operation,
-rank 0's generator is copied to all, and afterwards the others get their own back: what ranks draw for themselves
-(shuffling, augmentation) stays theirs, and ``torch.manual_seed`` on rank 0 decides what is drawn.
+Other draws (Poisson, binomial, gamma and Dirichlet distributions, draws from a user's generator) draw the whole tensor
+on every rank, and each rank keeps its part, so all must draw the same. Before a section with such an operation rank 0's
+generator state is copied to all ranks, and afterwards the others restore their own. So the ranks' own draws (shuffling,
+augmentation) are not affected, and ``torch.manual_seed`` on rank 0 determines the numbers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import torch.distributed as dist
 from autopar.ir.program import Section, draws_numbers
 from autopar.runtime.comm.groups import MeshGroups
 
-# Two streams of a seed (autopar/ops/random.py); part of what a checkpoint means, so never renumbered.
+# Two streams of a seed (autopar/ops/random.py). Checkpoints depend on these numbers, so they never change.
 TRAINING, EVALUATION = 0, 1
 
 
 def signed_seed(seed: int) -> int:
-    """``seed`` as a signed 64-bit integer, which a tensor holds. A process that was not seeded has one of 64 bits
-    without a sign; as for torch, the same bits are the same seed."""
+    """``seed`` as a signed 64-bit integer, which a tensor can store. The seed of a process that was not seeded is an
+    unsigned one; as in torch, the same bits are the same seed."""
     bits = seed & 0xFFFF_FFFF_FFFF_FFFF
     return bits - 2**64 if bits >= 2**63 else bits
 
 
 @dataclass
 class RandomState:
-    """What the next call of a model draws is a function of this: ``steps`` counts the calls that train, ``evaluations``
-    all others, which draw from a sequence of their own and so do not disturb training."""
+    """The state that the random numbers of a model's next call are a function of. ``steps`` counts the calls that
+    train, ``evaluations`` all others, which draw from a separate sequence and so do not affect training."""
 
     seed: int
     steps: int = 0
@@ -46,8 +46,7 @@ class RandomState:
         self.seed = signed_seed(self.seed)
 
     def advance(self, trains: bool) -> torch.Tensor:
-        """The state of this call, as :mod:`autopar.ops.random` takes it, for a batch from its first sample on; counts
-        the call."""
+        """Counts the call. Returns its state in the form of :mod:`autopar.ops.random`, for the first microbatch."""
         count = self.steps if trains else self.evaluations
         if trains:
             self.steps += 1
@@ -57,13 +56,13 @@ class RandomState:
 
 
 def draws(section: Section) -> bool:
-    """Whether any instruction of ``section`` takes numbers from the generator."""
+    """Whether any instruction of ``section`` draws from the generator."""
     return any(map(draws_numbers, section.instructions))
 
 
 @contextmanager
 def shared_random(groups: MeshGroups) -> Iterator[None]:
-    """Within, every rank's generator is in the state of rank 0's. Collective."""
+    """Sets every rank's generator to the state of rank 0's while the context is open. Collective."""
     everyone = groups.over(groups.axes)
     own = _state(groups.device)
     if everyone.group is not None:
@@ -80,8 +79,8 @@ def shared_random(groups: MeshGroups) -> Iterator[None]:
 def _state(device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()
-    found: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return found
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def _set_state(state: torch.Tensor, device: torch.device) -> None:

@@ -50,7 +50,7 @@ class SectionCode:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raises what an instruction within raises as :class:`ExecutionError`."""
+        """Converts errors of instructions to :class:`ExecutionError`."""
         try:
             yield
         except AutoparError:
@@ -65,10 +65,10 @@ class SectionCode:
 def compile_section(
     section: Section, operations: Mapping[str, Operation], device: torch.device, where: str = ""
 ) -> Run:
-    """``section`` as a function from the list of its inputs (which it empties) to the list of its outputs.
+    """Compiles ``section`` to a function from the list of its inputs (which it empties) to the list of its outputs.
 
-    ``operations`` has the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where``
-    names the rank in errors. Raises :class:`GraphError` for an unknown operation or value, when run
+    ``operations``: the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where``: names the
+    rank in errors. Raises :class:`GraphError` for an unknown operation or value; the function raises
     :class:`ExecutionError`.
     """
     code = SectionCode(section, Source(section, operations, device), where)
@@ -82,7 +82,7 @@ def compile_section(
 
 
 def describe_place(place: tuple[str, int] | None) -> str:
-    """The instruction at a line of a section's function, for people: its module if it has one."""
+    """Describes the instruction at a line of a section's function: its module, or else its operation."""
     code = None if place is None else _CODE.get(place[0])
     instruction = None if code is None or place is None else code.source.instructions.get(place[1])
     if code is None or instruction is None:
@@ -107,8 +107,8 @@ def _explain(error: Exception, trace: TracebackType, source: Source, where: str)
     instruction = source.instructions.get(trace.tb_lineno)
     if instruction is None:
         return ExecutionError(f"{where}: {type(error).__name__}: {error}")
-    known = trace.tb_frame.f_locals
-    operands = {v: _describe(known[source.names[v]]) for v in operands_of(instruction) if source.names[v] in known}
+    values = trace.tb_frame.f_locals
+    operands = {v: _describe(values[source.names[v]]) for v in operands_of(instruction) if source.names[v] in values}
     shapes = ", ".join(f"{value}: {text}" for value, text in operands.items())
     module = f" of module {instruction.module}" if instruction.module else ""
     return ExecutionError(

@@ -1,8 +1,7 @@
 """The Python text of a section: one straight-line function.
 
-It is compiled once, so that an instruction costs one call and no look-up. Every value is dropped after
-its last use, inputs included: the function takes one list of inputs and empties it, so that the caller keeps nothing
-alive either.
+It is compiled once, so that an instruction costs one call and no look-up. Every value, including inputs, is dropped
+after its last use: the function takes one list of inputs and empties it, so that the caller keeps no references either.
 
 >>> from autopar.ir.program import Instruction, Section
 >>> twice = Instruction("y", "aten.add.Tensor", (Value("x"), Value("x")))
@@ -34,8 +33,7 @@ from autopar.torch_internals.operators import OpOverload, schema_of
 
 Operation = Callable[..., Any]
 
-# A shard's memory layout may differ from the traced tensor's, where a view was possible: these copy if they
-# must.
+# A view of the traced tensor may be impossible for a shard's memory layout, so reshapes, which may copy, replace views.
 _TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 WAIT = "collective.wait"
 
@@ -43,15 +41,15 @@ WAIT = "collective.wait"
 def resolve_aten(op: str) -> OpOverload:
     """The torch operation called ``namespace.name.overload``. Raises :class:`GraphError` if there is none."""
     parts = _TOLERANT.get(op, op).split(".")
-    found: Any = torch.ops
+    operation: Any = torch.ops
     try:
         for part in parts:
-            found = getattr(found, part)
+            operation = getattr(operation, part)
     except AttributeError:
-        found = None
-    if not isinstance(found, OpOverload):
-        raise GraphError(f"{op!r} is no operation: expected namespace.name.overload, such as aten.mm.default")
-    return found
+        operation = None
+    if not isinstance(operation, OpOverload):
+        raise GraphError(f"{op!r} is not an operation: expected namespace.name.overload, such as aten.mm.default")
+    return operation
 
 
 def returns_sequence(operation: Operation) -> bool:
@@ -63,8 +61,8 @@ def returns_sequence(operation: Operation) -> bool:
 
 
 class Source:
-    """The Python text of one section; ``namespace`` holds the operations and constants it refers to and
-    ``instructions`` maps line numbers back. With ``pauses`` it is a generator that stops before each wait."""
+    """The Python text of one section. ``namespace``: the operations and constants it refers to; ``instructions``: the
+    instruction of each line. With ``pauses`` the function is a generator that stops before each wait."""
 
     def __init__(
         self, section: Section, operations: Mapping[str, Operation], device: torch.device, pauses: bool = False
@@ -81,7 +79,7 @@ class Source:
         self.function = self._fresh(section.name)
         lines = [f"def {self.function}(inputs):", *self._unpack(section, last)]
         if pauses:
-            lines.append("    if False: yield")  # A generator also where there is nothing to wait for.
+            lines.append("    if False: yield")  # Makes it a generator even without waits.
         for index, instruction in enumerate(section.instructions):
             if pauses and instruction.op == WAIT:
                 lines.append("    yield")
@@ -100,15 +98,15 @@ class Source:
         return {**last, **{v: len(section.instructions) for v in section.outputs if v is not None}}
 
     def _fresh(self, name: str) -> str:
-        """A Python identifier like ``name`` that nothing else in the function has."""
+        """A Python identifier like ``name`` that is unused in the function."""
         base = re.sub(r"\W", "_", name)
         if keyword.iskeyword(base) or not base.isidentifier():
             base = f"v_{base}"
-        found, count = base, itertools.count(1)
-        while found in self._taken:
-            found = f"{base}_{next(count)}"
-        self._taken.add(found)
-        return found
+        identifier, count = base, itertools.count(1)
+        while identifier in self._taken:
+            identifier = f"{base}_{next(count)}"
+        self._taken.add(identifier)
+        return identifier
 
     def _name(self, value: Value) -> str:
         if value not in self.names:
@@ -155,7 +153,7 @@ class Source:
         operation = self._operations.get(op)
         if operation is None:
             if op.startswith(("autopar.", "collective.")):
-                raise GraphError(f"{op!r} is no operation of this runtime; known: {', '.join(self._operations)}")
+                raise GraphError(f"{op!r} is not an operation of this runtime; known: {', '.join(self._operations)}")
             operation = resolve_aten(op)
         if op not in self._called:
             self._called[op] = self._constant(operation, op.removesuffix(".default"))
@@ -176,8 +174,7 @@ class Source:
             return call
         if not unpack:
             return f"{names[0]} = {call}"
-        # A list of chunks may be longer than the results the graph has types for; what nobody uses is dropped
-        # at once.
+        # A list of chunks may be longer than the results the graph has types for; unused ones are dropped at once.
         return f"{', '.join(names)}, *_ = {call}; _ = None"
 
     def _awaits_bucket(self, instruction: Instruction) -> bool:
@@ -185,5 +182,5 @@ class Source:
 
 
 def operands_of(instruction: Instruction) -> tuple[Value, ...]:
-    """The values an instruction reads, those of keyword arguments included."""
+    """The values an instruction reads, including those of keyword arguments."""
     return (*values_in(instruction.args), *values_in(tuple(arg for _, arg in instruction.kwargs)))

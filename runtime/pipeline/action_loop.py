@@ -1,4 +1,4 @@
-"""Carries out one rank's list of actions (:mod:`autopar.schedule.schedule`), once."""
+"""Runs one rank's list of actions (:mod:`autopar.schedule.schedule`) once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .chunk_executable import ChunkExecutable, Exchange, Messages
 from .point_to_point import Arrival, Messenger
 from .timeline_recorder import Recorder
 
-# What a chunk computes for a microbatch is told apart by both.
+# A chunk and a microbatch.
 Task = tuple[int, int]
 Inputs = Callable[[int, int], list[torch.Tensor]]
 
 
 @dataclass
 class PipelineRun:
-    """The state of one pass. ``inputs(chunk, microbatch)`` gives the placeholders of forward; ``tangents[chunk]`` those
-    of backward. Values live from when they are made, or arrive, to their use.
+    """The state of one run. ``inputs(chunk, microbatch)``: the placeholders of forward; ``tangents[chunk]``: those of
+    backward. Values live from their computation or arrival to their use.
 
-    Afterwards ``results`` has, by chunk and microbatch, the results of forward, and ``gradients[chunk]`` the gradients
-    as stored, in the order of the chunk's program.
+    Afterwards ``results`` has the results of forward by chunk and microbatch, and ``gradients[chunk]`` the gradients as
+    stored, in the order of the chunk's program.
     """
 
     program: PipelineProgram
@@ -44,12 +44,12 @@ class PipelineRun:
     _saved: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _carried: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _raw: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    _made: dict[int, int] = field(default_factory=dict)
+    _computed: dict[int, int] = field(default_factory=dict)
     _reducing: dict[int, tuple[Reduction, float]] = field(default_factory=dict)
     _began: float = 0.0
 
     def run(self) -> None:
-        """Does everything on this rank's list; returns when all that was sent has left."""
+        """Runs all actions of this rank; returns when all messages have been sent."""
         recorder = self.recorder
         listed = self.program.schedule.ranks[self.program.stage]
         to_come = sum(action.computes for action in listed)
@@ -99,7 +99,7 @@ class PipelineRun:
 
     def _input_gradient(self, action: Action) -> None:
         chunk, task = self.chunks[action.chunk], (action.chunk, action.microbatch)
-        messages, self._carried[task] = chunk.input_gradient(self._taken_back(action))
+        messages, self._carried[task] = chunk.input_gradient(self._backward_inputs(action))
         self._give(messages, action, "backward")
 
     def _weight_gradient(self, action: Action) -> None:
@@ -109,17 +109,18 @@ class PipelineRun:
 
     def _backward(self, action: Action) -> None:
         chunk = action.chunk
-        taken, sums = self._taken_back(action), self._raw.pop(chunk, [])
+        taken, sums = self._backward_inputs(action), self._raw.pop(chunk, [])
         messages, self._raw[chunk] = self.chunks[chunk].backward(taken, sums, self._is_last(chunk))
         self._give(messages, action, "backward")
 
     def _is_last(self, chunk: int) -> bool:
-        """Whether a weight gradient that is about to be made is that of the chunk's last microbatch."""
-        self._made[chunk] = self._made.get(chunk, 0) + 1
-        return self._made[chunk] == self.program.microbatches
+        """Counts the chunk's weight gradients; whether the one about to be computed is that of the last microbatch."""
+        self._computed[chunk] = self._computed.get(chunk, 0) + 1
+        return self._computed[chunk] == self.program.microbatches
 
-    def _taken_back(self, action: Action) -> list[torch.Tensor]:
-        """What backward takes: saved values, which are held by nothing else, tangents and received gradients."""
+    def _backward_inputs(self, action: Action) -> list[torch.Tensor]:
+        """The inputs of backward: saved values (this drops the last other reference to them), tangents and received
+        gradients."""
         values = self._saved.pop((action.chunk, action.microbatch))
         values += self.tangents[action.chunk]
         values += self._arrived(self.chunks[action.chunk].gradient_receives, action, "backward")
@@ -133,23 +134,23 @@ class PipelineRun:
         self._reducing.clear()
 
     def _arrived(self, exchange: Exchange, action: Action, direction: str) -> list[torch.Tensor]:
-        """What other chunks sent to this one, in the order of its ports."""
-        found: list[torch.Tensor] = []
+        """Waits for the messages of other chunks to this one, in the order of its ports."""
+        tensors: list[torch.Tensor] = []
         for peer, _ in exchange:
             message = _message(direction, peer, action.chunk, action.microbatch)
             if message not in self._arrivals:
                 raise ExecutionError(f"{action} needs {message}, but the schedule has not received it")
             arrival = self._arrivals.pop(message)
-            found += arrival.wait()
+            tensors += arrival.wait()
             if self.recorder is not None and arrival.works:
                 kind: Kind = "receive_forward" if direction == "forward" else "receive_backward"
                 receive = Action(kind, action.chunk, action.microbatch, peer)
                 self.recorder.add(receive, self._began)
                 self._began = self.recorder.now()
-        return found
+        return tensors
 
     def _give(self, messages: Messages, action: Action, direction: str) -> None:
-        """Hands over what a chunk of this rank needs, and lays out the rest for its send."""
+        """Passes values to other chunks of this rank, and keeps those for other ranks until their send."""
         chunk, stage = action.chunk, self.program.stage
         for peer in self._peers(chunk, direction):
             message = _message(direction, chunk, peer, action.microbatch)
@@ -159,7 +160,7 @@ class PipelineRun:
             else:
                 self._leaving[message] = tensors
         if messages:
-            raise ExecutionError(f"chunk {chunk} has values for {list(messages)}, where no edge of the schedule leads")
+            raise ExecutionError(f"chunk {chunk} has values for {list(messages)}, to which the schedule has no edge")
 
     def _peers(self, chunk: int, direction: str) -> list[int]:
         edges = self.program.schedule.edges

@@ -1,4 +1,4 @@
-"""Runs the sections of a :class:`~autopar.ir.chunk_program.ChunkProgram`, with what crosses its borders sorted by the
+"""Runs the sections of a :class:`~autopar.ir.chunk_program.ChunkProgram`, and groups sent and received values by the
 chunk at the other end."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.executor import instruction_axes, own_constants, runner
 from autopar.runtime.execute.gradient_reducer import Reducer, Reduction
 
-# What is exchanged with each other chunk: (chunk, local shape and dtype of each tensor of the message).
+# The messages to or from other chunks: (chunk, local shape and dtype of each tensor of the message).
 Exchange = tuple[tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]], ...]
 Messages = dict[int, list[torch.Tensor]]
 
 
 def exchanges(program: ChunkProgram, ports: Iterable[Port], *, sends: bool) -> Exchange:
-    """The ends of edges by the chunk at their other end; ports come in that order."""
+    """The ends of edges by the chunk at their other end; ports are in that order."""
 
     def other(port: Port) -> int:
         return port.edge.target if sends else port.edge.source
@@ -35,8 +35,8 @@ def exchanges(program: ChunkProgram, ports: Iterable[Port], *, sends: bool) -> E
 
 
 class ChunkExecutable:
-    """The sections of ``program`` on ``groups`` of the mesh inside its stage. Making one is collective there. Raises
-    :class:`ExecutionError` if the program is another rank's."""
+    """The sections of ``program`` on ``groups`` of the mesh inside its stage. Creating one is collective there. Raises
+    :class:`ExecutionError` if the program is for another rank."""
 
     def __init__(self, program: ChunkProgram, groups: MeshGroups) -> None:
         if groups.shape != program.mesh or groups.coordinate != program.coordinate:
@@ -69,22 +69,22 @@ class ChunkExecutable:
         return self._refresh(list(stored))
 
     def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Messages, list[torch.Tensor]]:
-        """From placeholders and received values to results, what goes to each chunk, and saved values."""
-        made = self._forward(inputs)
-        results, rest = _part(made, len(self.program.results))
-        sends, saved = _part(rest, len(self.program.sends))
+        """From placeholders and received values to results, messages to each chunk, and saved values."""
+        outputs = self._forward(inputs)
+        results, others = _part(outputs, len(self.program.results))
+        sends, saved = _part(others, len(self.program.sends))
         return results, _messages(sends, self.sends), saved
 
     def input_gradient(self, inputs: list[torch.Tensor]) -> tuple[Messages, list[torch.Tensor]]:
-        """From saved values, tangents and received gradients to what goes to each chunk, and carried values."""
+        """From saved values, tangents and received gradients to messages to each chunk, and carried values."""
         sends, carried = _part(self._input_gradient(inputs), len(self.program.gradient_sends))
         return _messages(sends, self.gradient_sends), carried
 
     def weight_gradient(
         self, carried: list[torch.Tensor], sums: list[torch.Tensor], last: bool = False
     ) -> list[torch.Tensor]:
-        """Raw gradients, added in place to ``sums`` of earlier microbatches if there are any; of the ``last`` one
-        gradients under way, for :meth:`reduce`. Empties ``carried`` and ``sums``."""
+        """Unreduced gradients, added in place to ``sums`` of earlier microbatches if there are any; for the ``last``
+        microbatch gradients in flight, for :meth:`reduce`. Empties ``carried`` and ``sums``."""
         run = self._more_weight_gradient if sums else self._weight_gradient
         return (self._last if last else run)(_emptied(carried, sums))
 
@@ -93,22 +93,22 @@ class ChunkExecutable:
     ) -> tuple[Messages, list[torch.Tensor]]:
         """:meth:`input_gradient` and :meth:`weight_gradient` at once."""
         run = self._more_backward if sums else self._backward
-        made = (self._last if last else run)(_emptied(inputs, sums))
-        sends, raw = _part(made, len(self.program.gradient_sends))
+        outputs = (self._last if last else run)(_emptied(inputs, sums))
+        sends, raw = _part(outputs, len(self.program.gradient_sends))
         return _messages(sends, self.gradient_sends), raw
 
-    def reduce(self, under_way: list[torch.Tensor], computations: int) -> Reduction:
-        """Goes on with gradients ``under_way``, a list it empties, until they are as stored; see
+    def reduce(self, in_flight: list[torch.Tensor], computations: int) -> Reduction:
+        """Begins to complete the reduction of gradients ``in_flight``, a list it empties; see
         :meth:`.Reducer.begin`."""
-        return self._reducer.begin(under_way, computations)
+        return self._reducer.begin(in_flight, computations)
 
 
 def _emptied(*lists: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What ``lists`` have in a list of its own, so that the section that takes it is the last to hold it."""
-    taken = [value for values in lists for value in values]
+    """Moves the elements of ``lists`` to one new list, so that the section that takes it has the only references."""
+    moved = [value for values in lists for value in values]
     for values in lists:
         values.clear()
-    return taken
+    return moved
 
 
 def _part(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
@@ -116,7 +116,7 @@ def _part(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
 
 
 def _messages(values: list[torch.Tensor], exchange: Exchange) -> Messages:
-    found: Messages = {}
+    messages: Messages = {}
     for peer, several in exchange:
-        found[peer], values = _part(values, len(several))
-    return found
+        messages[peer], values = _part(values, len(several))
+    return messages

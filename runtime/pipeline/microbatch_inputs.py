@@ -1,4 +1,4 @@
-"""What the chunks of a rank read in one step: inputs cut into microbatches, parameters, buffers, and random state."""
+"""The inputs of a rank's chunks in one step: microbatches of inputs, parameters, buffers, and random state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from autopar.runtime.inputs.rank_local import whole
 from .chunk_executable import ChunkExecutable
 
 Values = Mapping[str, torch.Tensor]
-# The place in a random state that says which microbatch draws (:mod:`autopar.ops.random`).
+# The element of a random state that says which microbatch draws (:mod:`autopar.ops.random`).
 PIECE = 3
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """``values``: whole inputs by name, results of the prelude among them; ``working[chunk]``: parameters by path;
-    ``state``: what the step's random numbers are a function of; ``inside``: groups of the mesh inside the stage."""
+    """The inputs of one step. ``values``: whole inputs by name, including results of the prelude; ``working[chunk]``:
+    parameters by path; ``state``: the state that the step's random numbers are a function of; ``inside``: groups of the
+    mesh inside the stage."""
 
     program: PipelineProgram
     module: nn.Module
@@ -67,7 +68,7 @@ class StepInputs:
 
 
 def state_of_piece(state: torch.Tensor, piece: int) -> torch.Tensor:
-    """The random state of one microbatch of the step that has ``state``."""
+    """The random state of one microbatch of a step with random state ``state``."""
     own = state.clone()
     own[PIECE] = piece
     return own
@@ -75,18 +76,18 @@ def state_of_piece(state: torch.Tensor, piece: int) -> torch.Tensor:
 
 def input_shapes(program: PipelineProgram) -> dict[str, tuple[int, ...]]:
     """The whole shapes of the inputs that this rank's chunks read."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for slot in (slot for chunk in program.chunks.values() for slot in chunk.placeholders if slot.kind == "input"):
         sizes, dim = list(slot.shape), program.inputs[slot.target]
         if dim is not None:
             sizes[dim] *= program.microbatches
-        found[slot.target] = tuple(sizes)
-    return found
+        shapes[slot.target] = tuple(sizes)
+    return shapes
 
 
 def whole_input(name: str, value: torch.Tensor, shape: tuple[int, ...] | None, groups: MeshGroups) -> torch.Tensor:
-    """An input as a plain tensor, gathered if it is a DTensor. Raises :class:`PlanMismatchError` if it has not the
-    ``shape`` compiled for."""
+    """An input as a plain tensor, gathered if it is a DTensor. Raises :class:`PlanMismatchError` if its shape is not
+    the ``shape`` compiled for."""
     if shape is not None and tuple(value.shape) != shape:
         raise PlanMismatchError(
             f"the input {name} has shape {list(value.shape)}, but the program was compiled for {list(shape)}"
@@ -95,7 +96,7 @@ def whole_input(name: str, value: torch.Tensor, shape: tuple[int, ...] | None, g
 
 
 class Prelude:
-    """Runs what is computed once a step, on the whole batch and on every rank."""
+    """Runs the part of a step that is computed once, on the whole batch and on every rank."""
 
     def __init__(self, program: Program, groups: MeshGroups) -> None:
         self.program = program
@@ -104,12 +105,12 @@ class Prelude:
         self._constants = {name: value.to(groups.device) for name, value in program.constants.items()}
 
     def run(self, values: Values, module: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its results by name, from the whole inputs ``values``."""
-        given = [self._given(slot, values, module, state) for slot in self.program.placeholders]
-        made: Sequence[torch.Tensor] = self._run(given)
-        return {slot.target: value for slot, value in zip(self.program.results, made, strict=False)}
+        """The prelude's results by name, from the whole inputs ``values``."""
+        inputs = [self._input(slot, values, module, state) for slot in self.program.placeholders]
+        outputs: Sequence[torch.Tensor] = self._run(inputs)
+        return {slot.target: value for slot, value in zip(self.program.results, outputs, strict=False)}
 
-    def _given(self, slot: TensorSlot, values: Values, module: nn.Module, state: torch.Tensor) -> torch.Tensor:
+    def _input(self, slot: TensorSlot, values: Values, module: nn.Module, state: torch.Tensor) -> torch.Tensor:
         match slot.kind:
             case "input":
                 return values[slot.target].to(self.device, non_blocking=True)

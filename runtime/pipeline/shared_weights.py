@@ -14,14 +14,15 @@ from .stage_mesh import StageGroups
 
 
 class SharedWeights:
-    """Every rank goes through the shared parameters, and the stages of each, in one order, so that messages match."""
+    """Sends shared parameters and sums their gradients. Every rank iterates over parameters and stages in the same
+    order, so that messages match."""
 
     def __init__(self, program: PipelineProgram, stages: StageGroups) -> None:
         self.program, self.stages = program, stages
         self.shared = [p for p in program.parameters if len(p.chunks) > 1]
 
     def spread(self, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Stored local tensors by path, those of other stages' parameters replaced by what their owners store."""
+        """Stored local tensors by path, with those of other stages' parameters received from their owners."""
         messenger, arriving = Messenger(self.stages), {}
         for parameter in self.shared:
             path, owner = parameter.slot.target, self._stage(parameter.owner)
@@ -30,12 +31,13 @@ class SharedWeights:
                     messenger.send([stored[path]], stage)
                 elif stage == self.stages.stage:
                     arriving[path] = messenger.receive([self._room(parameter)], owner)
-        found = stored | {path: arrival.wait()[0] for path, arrival in arriving.items()}
+        spread = stored | {path: arrival.wait()[0] for path, arrival in arriving.items()}
         messenger.finish()
-        return found
+        return spread
 
     def add_up(self, parts: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gradients by path, where their owner is: the sums of ``parts``, by chunk and path, of all stages."""
+        """Sums the gradients ``parts`` (by chunk and path) of all stages. Returns them by path, on the owner's
+        stage."""
         totals: dict[str, torch.Tensor] = {}
         for (_, path), part in parts.items():
             totals[path] = totals[path].add_(part) if path in totals else part

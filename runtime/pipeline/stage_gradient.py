@@ -1,8 +1,8 @@
-"""Gradients under pipeline stages, with which torch's own functions over several gradients are right.
+"""Gradients under pipeline stages that work with torch's functions over several gradients.
 
-Gradients of different stages are DTensors on different meshes. torch's operations over lists of tensors refuse those,
-and what it computes of one (a norm, the whole tensor) only ranks of its mesh would get. These know all ranks: their
-norm is that of the whole gradient on every rank, and what changes a list of them changes the local tensors.
+Gradients of different stages are DTensors on different meshes. torch's operations over lists of tensors refuse these,
+and only ranks of a gradient's mesh would get its norm or the whole tensor. These gradients know all ranks: their norm
+is that of the whole gradient on every rank, and operations that change a list of them change the local tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class StageGradient(DTensor):
 
     @staticmethod
     def like(parameter: torch.Tensor, local: torch.Tensor, everyone: MeshGroups) -> StageGradient:
-        """``local`` as the gradient of ``parameter``, placed the same."""
+        """``local`` as the gradient of ``parameter``, with its placements."""
         assert isinstance(parameter, DTensor)
-        made = subclass_like(StageGradient, local, parameter)
-        made.everyone = everyone
-        return made
+        gradient = subclass_like(StageGradient, local, parameter)
+        gradient.everyone = everyone
+        return gradient
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         return whole_everywhere(dtensor_like(local_tensor(self), self), self.everyone)
@@ -46,18 +46,18 @@ class StageGradient(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         with without_torch_function():
             if func is FOREACH_NORM and _ours(args[0]):
-                return list(_norms(args[0], *args[1:], **given).unbind())
-            if func in _NORMS and isinstance(args[0], StageGradient) and _is_whole(args, given):
-                return _norms([args[0]], *args[1:], *(given[name] for name in ("p", "ord") if name in given))[0]
+                return list(_norms(args[0], *args[1:], **options).unbind())
+            if func in _NORMS and isinstance(args[0], StageGradient) and _is_full_norm(args, options):
+                return _norms([args[0]], *args[1:], *(options[name] for name in ("p", "ord") if name in options))[0]
             if changes_list(func) and _ours(args[0]):
-                return func(*([local_of(t) for t in a] if isinstance(a, (list, tuple)) else a for a in args), **given)
-            return func(*args, **given)
+                return func(*([local_of(t) for t in a] if isinstance(a, (list, tuple)) else a for a in args), **options)
+            return func(*args, **options)
 
 
-# As DTensor itself is added to these: clipping then takes one message for all gradients, not one for each.
+# Registered like DTensor itself: clipping then takes one message for all gradients instead of one for each.
 allow_in_lists(StageGradient)
 
 
@@ -65,14 +65,14 @@ def _ours(tensors: Any) -> bool:
     return isinstance(tensors, (list, tuple)) and all(isinstance(t, StageGradient) for t in tensors)
 
 
-def _is_whole(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
-    """Whether a norm is asked for of all elements, in their dtype."""
-    rest = [value for name, value in given.items() if name not in ("p", "ord")]
-    return len(args) <= 2 and all(value is None or value is False for value in rest)
+def _is_full_norm(args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether the norm is over all elements, in their dtype."""
+    others = [value for name, value in options.items() if name not in ("p", "ord")]
+    return len(args) <= 2 and all(value is None or value is False for value in others)
 
 
 def _norms(
     gradients: list[StageGradient], ord: float | str | None = 2.0, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    found = norms(list(gradients), gradients[0].everyone, 2.0 if ord in (None, "fro") else float(ord))
-    return found if dtype is None else found.to(dtype)
+    each = norms(list(gradients), gradients[0].everyone, 2.0 if ord in (None, "fro") else float(ord))
+    return each if dtype is None else each.to(dtype)

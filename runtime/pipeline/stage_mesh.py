@@ -1,7 +1,7 @@
 """The meshes of a pipeline: the whole ``(stages, *inside)``, and one inside each stage.
 
-Parameters of a stage are DTensors on the mesh inside it, also on ranks of other stages, which hold nothing of them:
-torch knows meshes that a rank is not part of.
+Parameters of a stage are DTensors on the mesh inside it, also on ranks of other stages, where they are empty: torch
+supports meshes that a rank is not part of.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Elsewhere:
 
 
 class StageGroups:
-    """``whole``: groups of the mesh (stages, \\*inside). ``own``: groups of the mesh inside this rank's stage.
-    ``place``: each stage's mesh. ``peers``: the ranks at this coordinate of all stages, in a group that only messages
-    between stages use (None if there is one stage). Making one is collective over the mesh."""
+    """The groups of a pipeline. ``whole``: groups of the mesh (stages, \\*inside); ``own``: groups of the mesh inside
+    this rank's stage; ``place``: each stage's mesh; ``peers``: a group of the ranks at this coordinate of all stages,
+    used only for messages between stages (None if there is one stage). Creating one is collective over the mesh."""
 
     def __init__(self, whole: MeshGroups) -> None:
         self.whole = whole
@@ -43,9 +43,9 @@ class StageGroups:
         if self.count == 1:
             self.own = whole.regrouped(inside)
         else:
-            made = [whole.mesh.get_group(axis + 1) for axis in range(len(inside))]
+            axis_groups = [whole.mesh.get_group(axis + 1) for axis in range(len(inside))]
             kind = whole.mesh.device_type
-            own = DeviceMesh.from_group(made, kind, mesh=ranks[self.stage], mesh_dim_names=names)
+            own = DeviceMesh.from_group(axis_groups, kind, mesh=ranks[self.stage], mesh_dim_names=names)
             self.own = mesh_groups(own)
         self.place: tuple[Place, ...] = tuple(
             self.own if stage == self.stage else Elsewhere(self._other(ranks[stage], names), inside)
@@ -62,15 +62,16 @@ class StageGroups:
         return sub_mesh(self.whole.mesh.device_type, ranks, names)
 
     def everywhere(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """``tensor`` of the ranks of ``stage``, on all: the others give an empty one of its shape, which is filled.
-        Collective over the stages."""
+        """Broadcasts ``tensor`` from the ranks of ``stage``; on other ranks it is an uninitialised tensor of the same
+        shape, which is filled. Collective over the stages."""
         if self.count > 1 and tensor.numel():
             group = self.whole.over((0,))
             dist.broadcast(tensor, group=group.group, group_src=stage)
         return tensor
 
 
-# By the identity of the groups, as in :mod:`autopar.runtime.comm.groups`, and never dropped: making one is collective.
+# By the identity of the groups, as in :mod:`autopar.runtime.comm.groups`. Never dropped, since creating one is
+# collective.
 _MADE: dict[int, StageGroups] = {}
 
 
@@ -82,8 +83,8 @@ def stage_meshes(whole: MeshGroups) -> StageGroups:
 
 
 def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
-    """A DTensor whole on every rank of ``groups``, also of a stage that this rank is not part of; what is not a DTensor
-    as it is. Collective."""
+    """The whole of a DTensor on every rank of ``groups``, also of another stage; other tensors are returned unchanged.
+    Collective."""
     if not isinstance(tensor, DTensor):
         return tensor
     ranks = tensor.device_mesh.mesh
@@ -98,8 +99,8 @@ def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """The whole of ``tensor`` on every rank of its mesh. Where several axes shard one dim evenly this is one gather
-    over all of them, for which DTensor takes one gather for each axis."""
+    """The whole of ``tensor`` on every rank of its mesh. If several axes shard one dim evenly this takes one gather
+    over all of them, where DTensor takes one per axis."""
     mesh, groups = tensor.device_mesh, known_groups(tensor.device_mesh)
     axes = tuple(a for a, p in enumerate(tensor.placements) if mesh.size(a) > 1 and not p.is_replicate())
     placements = {tensor.placements[axis] for axis in axes}

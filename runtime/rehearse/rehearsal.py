@@ -1,8 +1,8 @@
-"""A step played through on meta tensors, to know its memory before there is any.
+"""Rehearses a step on meta tensors, to predict its memory.
 
-It runs the very code that a step runs (sections, collectives with their buffers, the actions of a schedule), on
-tensors without data and over groups without anybody in them, and counts what is alive. So the figure is that of the
-step, for the rank whose program it is; what kernels allocate for themselves is not in it.
+It runs the same code as a step (sections, collectives with their buffers, the actions of a schedule), on tensors
+without data and groups without other ranks, and counts live bytes. So the figure is that of a real step of the
+program's rank, except for memory that kernels allocate internally.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ AnyProgram = TypeVar("AnyProgram", Program, ChunkProgram)
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes alive on a rank when most is: the program's ``weights`` (stored and working), ``gradients``,
-    ``activations`` (saved for backward), ``inputs``, and everything else, which is ``temporary``. ``stored`` and
-    ``accumulated``: bytes of stored parameters and of all gradients after the step. ``held``: (kind, name) of each
-    gradient (its parameter) and activation (its value) that is among them."""
+    """Live bytes of a rank at the memory peak: ``weights`` (stored and working), ``gradients``, ``activations`` (saved
+    for backward), ``inputs``, and all others, which are ``temporary``. ``stored``, ``accumulated``: bytes of stored
+    parameters and of all gradients after the step. ``held``: bytes by (kind, name) of each gradient (named by its
+    parameter) and activation (by its value) among them."""
 
     weights: int
     gradients: int
@@ -54,8 +54,8 @@ class Footprint:
 
 
 class ImaginedGroups(MeshGroups):
-    """The groups of the rank at ``coordinate`` of a mesh of ``shape`` on which nobody is; ``backend`` decides what
-    buffers collectives make, on ``device``."""
+    """Groups of the rank at ``coordinate`` of a mesh of ``shape``, without other ranks; ``backend`` decides which
+    buffers collectives allocate, on ``device``."""
 
     def __init__(
         self, shape: tuple[int, ...], coordinate: tuple[int, ...], backend: str, device: torch.device = META
@@ -76,14 +76,14 @@ class ImaginedGroups(MeshGroups):
 
 
 def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: torch.device = META) -> Footprint:
-    """The footprint of one training step of ``program`` on ``device``, which is without data: meta, or any within
-    ``FakeTensorMode``. Raises whatever an operation raises that has no form for such tensors."""
+    """The footprint of one training step of ``program`` on ``device``, whose tensors have no data: meta, or any within
+    ``FakeTensorMode``. Raises the error of an operation that does not support such tensors."""
     if isinstance(program, Program):
         groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
-        return _whole(_without_data(program), groups)
+        return _rehearse_whole(_without_data(program), groups)
     groups = ImaginedGroups(program.mesh[1:], program.coordinate[1:], backend, device)
     chunks = {index: _without_data(chunk) for index, chunk in program.chunks.items()}
-    return _staged(replace(program, chunks=chunks), groups)
+    return _rehearse_stages(replace(program, chunks=chunks), groups)
 
 
 def _without_data(program: AnyProgram) -> AnyProgram:
@@ -97,18 +97,18 @@ def _empty(slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
     return torch.empty(shape, dtype=slot.dtype, device=groups.device)
 
 
-def _given(
+def _forward_inputs(
     slots: Iterable[TensorSlot],
     working: Mapping[str, torch.Tensor],
     constants: Mapping[str, torch.Tensor],
     empty: Callable[[TensorSlot], torch.Tensor],
 ) -> Tensors:
-    """What forward is given: working parameters and constants as they are, everything else ``empty``."""
-    known = {"param": working, "constant": constants}
-    return [known[slot.kind][slot.target] if slot.kind in known else empty(slot) for slot in slots]
+    """The inputs of forward: working parameters and constants, and ``empty`` tensors for all others."""
+    existing = {"param": working, "constant": constants}
+    return [existing[slot.kind][slot.target] if slot.kind in existing else empty(slot) for slot in slots]
 
 
-def _whole(program: Program, groups: MeshGroups) -> Footprint:
+def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
     refresh, forward, backward = (
         runner(section, groups, "a rehearsal") for section in (program.refresh, program.forward, program.backward)
     )
@@ -124,28 +124,28 @@ def _whole(program: Program, groups: MeshGroups) -> Footprint:
         record = _Record(meter, stored)
         working = refresh(list(stored))
         record.add("weight", working, ())
-        made = dict(zip((slot.target for slot in program.parameters), working, strict=True))
-        given = _given(program.placeholders, made, constants, empty)
-        record.add("input", given, ())
-        values = forward(list(given))
-        del working, made
+        by_path = dict(zip((slot.target for slot in program.parameters), working, strict=True))
+        inputs = _forward_inputs(program.placeholders, by_path, constants, empty)
+        record.add("input", inputs, ())
+        values = forward(list(inputs))
+        del working, by_path
         count = len(program.results)
         results, saved = values[:count], values[count:]
         del values
         record.add("activation", saved, program.backward.inputs)
         ones = list(map(empty, program.tangents))
-        del given
+        del inputs
         everything = [*saved, *ones]
         del saved
         gradients = backward(everything) if program.gradients else []
         record.add("gradient", gradients, tuple(slot.target for slot in program.gradients))
-        found = record.footprint(gradients)
+        footprint = record.footprint(gradients)
     del results
-    return found
+    return footprint
 
 
 class _Record:
-    """Which storage is what, each known by the first name it is given."""
+    """Records the kind and name of each storage; the first one counts."""
 
     def __init__(self, meter: StorageMeter, stored: Sequence[torch.Tensor]) -> None:
         self.meter = meter
@@ -184,8 +184,8 @@ class _Record:
         )
 
 
-class _Nobody:
-    """Takes messages for other stages and keeps them as long as a messenger does."""
+class _NoPeers:
+    """A messenger without peers: keeps messages for other stages as long as a real one does."""
 
     def __init__(self) -> None:
         self._sent: dict[int, list[Tensors]] = {}
@@ -202,7 +202,7 @@ class _Nobody:
         self._sent.clear()
 
 
-def _staged(program: PipelineProgram, groups: MeshGroups) -> Footprint:
+def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
     chunks = {index: ChunkExecutable(chunk, groups) for index, chunk in program.chunks.items()}
     owned = [p.slot for p in program.parameters if program.stage_of(p.owner) == program.stage]
     stored = {slot.target: _empty(slot, groups) for slot in owned}
@@ -211,27 +211,27 @@ def _staged(program: PipelineProgram, groups: MeshGroups) -> Footprint:
         working: dict[int, dict[str, torch.Tensor]] = {}
         for index, chunk in chunks.items():
             slots = chunk.program.parameters
-            given = [stored.get(s.target, _empty(s, groups)) for s in slots]
-            working[index] = dict(zip((s.target for s in slots), chunk.refresh(given), strict=True))
+            parameters = [stored.get(s.target, _empty(s, groups)) for s in slots]
+            working[index] = dict(zip((s.target for s in slots), chunk.refresh(parameters), strict=True))
             record.add("weight", list(working[index].values()), ())
 
         def inputs(index: int, microbatch: int) -> Tensors:
             chunk = chunks[index]
-            return _given(chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, groups))
+            return _forward_inputs(chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, groups))
 
         tangents = {i: [_empty(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
-        run = _Rehearsed(program, chunks, _Nobody(), inputs, tangents, groups.device, record=record)  # type: ignore[arg-type]
+        run = _Rehearsed(program, chunks, _NoPeers(), inputs, tangents, groups.device, record=record)  # type: ignore[arg-type]
         run.run()
         gradients = [value for values in run.gradients.values() for value in values]
         names = [slot.target for i in run.gradients for slot in chunks[i].program.gradients]
         record.add("gradient", gradients, names)
-        found = record.footprint(gradients)
-    return found
+        footprint = record.footprint(gradients)
+    return footprint
 
 
 @dataclass
 class _Rehearsed(PipelineRun):
-    """A pass that tells ``record`` what it saves."""
+    """A run that reports saved values and gradients to ``record``."""
 
     record: _Record | None = None
 
@@ -241,7 +241,7 @@ class _Rehearsed(PipelineRun):
         if action.kind == "forward" and self.record is not None and task in self._saved:
             names = self.chunks[action.chunk].program.input_gradient.inputs
             self.record.add("activation", self._saved[task], names)
-        more = self._made.get(action.chunk, 0) < self.program.microbatches
-        if action.kind in ("backward", "weight_gradient") and more and self.record is not None:
+        has_more = self._computed.get(action.chunk, 0) < self.program.microbatches
+        if action.kind in ("backward", "weight_gradient") and has_more and self.record is not None:
             paths = [slot.target for slot in self.chunks[action.chunk].program.gradients]
             self.record.add("gradient", self._raw[action.chunk], paths)

@@ -1,7 +1,7 @@
-"""Bytes of tensors alive: what operations allocate, counted storage by storage as they are made and dropped.
+"""Counts the live bytes of tensors, storage by storage as they are allocated and freed.
 
-It sees what passes torch's dispatcher: results of operations and buffers of collectives, not what a kernel allocates
-inside. On meta tensors it counts what real ones would take.
+It sees everything that passes torch's dispatcher: results of operations and buffers of collectives, but not memory that
+a kernel allocates internally. For meta tensors it counts the bytes of real ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.torch_internals.trees import tree_leaves
 
 @dataclass
 class _Life:
-    """A storage of ``nbytes``, alive from event ``born`` to event ``died`` (-1: still)."""
+    """A storage of ``nbytes``, live from event ``born`` to event ``died`` (-1: still live)."""
 
     nbytes: int
     born: int
@@ -30,7 +30,7 @@ class _Life:
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts while active. ``peak``: the most bytes alive at once, those of ``given`` tensors included."""
+    """Counts while active. ``peak``: the most bytes live at once, including those of ``given`` tensors."""
 
     def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class StorageMeter(TorchDispatchMode):
         return self._lives.get(storage_key(tensor.untyped_storage()))
 
     def at_peak(self, life: _Life | None) -> int:
-        """Bytes of a storage if it was alive when most was, else 0."""
+        """Bytes of a storage if it was live at the peak, else 0."""
         if life is None or life.born > self.peak_event or 0 <= life.died <= self.peak_event:
             return 0
         return life.nbytes

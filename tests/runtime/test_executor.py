@@ -135,10 +135,10 @@ def test_error_names_instruction_module_and_operands() -> None:
 @pytest.mark.parametrize(
     ("instruction", "message"),
     [
-        (Instruction("y", "aten.no_such.default", (V("x"),)), "'aten.no_such.default' is no operation"),
+        (Instruction("y", "aten.no_such.default", (V("x"),)), "'aten.no_such.default' is not an operation"),
         (
             Instruction("y", "collective.shout", (V("x"),)),
-            "'collective.shout' is no operation of this runtime",
+            "'collective.shout' is not an operation of this runtime",
         ),
         (Instruction("y", "aten.neg.default", (V("z"),)), "%z is used before its definition"),
         (Instruction("x", "aten.neg.default", (V("x"),)), "%x is defined twice"),

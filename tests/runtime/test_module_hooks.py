@@ -109,7 +109,7 @@ def test_a_hook_on_every_module_is_warned_of() -> None:
     handle = register_module_forward_hook(lambda *_: None)
     try:
         parallel = autopar.parallelize(make(), 1)
-        with pytest.warns(UserWarning, match="of every module runs only while a program is made"):
+        with pytest.warns(UserWarning, match="of every module runs only while a program is compiled"):
             parallel(torch.randn(4, 6))
     finally:
         handle.remove()
