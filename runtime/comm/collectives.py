@@ -1,12 +1,11 @@
 """The ``collective.*`` operations of a program, bound to the process groups of this rank.
 
-Every communication is made of the same three steps. *Split* cuts the scattered dim into one piece per rank,
-padded to the largest, pieces first: shape [n, ...]. The *exchange* is :mod:`autopar.runtime.comm.gloo` or
-:mod:`autopar.runtime.comm.nccl`, asynchronous.
-*Join* puts received pieces [n, ...] one behind the other along the gathered dim and cuts the padding off.
-Padding is only ever at the end of the last pieces, because shards follow ``torch.chunk``. Results are
-contiguous and never share memory with the operand, except over a group of one device, where nothing is said
-and the operand itself comes back.
+Every communication has the same three steps. *Split* cuts the scattered dim into one piece per rank, padded to the
+largest, with pieces as the first dim: shape [n, ...]. The *exchange* is asynchronous, by
+:mod:`autopar.runtime.comm.gloo` or :mod:`autopar.runtime.comm.nccl`. *Join* concatenates received pieces [n, ...] along
+the gathered dim and removes the padding. Padding is only at the end of the last pieces, because shards follow
+``torch.chunk``. Results are contiguous and never share memory with the operand, except for a group of one device, which
+communicates nothing and returns the operand itself.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Axes = Sequence[int]
 
 
 class Handle:
-    """A communication under way; :meth:`wait` gives its tensor, or its tensors for a bucketed form, once."""
+    """A communication in flight; :meth:`wait`, called once, returns its tensor, or its tensors for a bucketed form."""
 
     __slots__ = ("_finish",)
 
@@ -42,8 +41,8 @@ class Handle:
 
 
 def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> torch.Tensor:
-    """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` behind ``before``, zero-padded to the
-    largest; contiguous."""
+    """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` after ``before``, zero-padded to the largest;
+    contiguous."""
     count = tensor.shape[dim] // before
     length = -(-count // parts)
     if parts * length != count:
@@ -73,7 +72,7 @@ def pad_to(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _local_length(size: int, before: int, group: AxisGroup) -> int:
-    """Length along a dim of global ``size`` of this rank's piece."""
+    """The length of this rank's piece along a dim of global ``size``."""
     return before * chunk_bounds(size // before, group.size, group.index)[1]
 
 
@@ -84,8 +83,8 @@ def _exchange(group: AxisGroup) -> ModuleType:
 def _bucket(
     tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], Finish], first: int
 ) -> Callable[[], list[torch.Tensor]]:
-    """Sends ``tensors`` through ``exchange`` together, flat from dim ``first`` on, one message per dtype, and
-    gives results of the shape [whatever the exchange puts first, *tensor.shape[first:]]."""
+    """Sends ``tensors`` through ``exchange`` together, flattened from dim ``first`` on, with one message per dtype. The
+    results have the shape [leading dims of the exchange, *tensor.shape[first:]]."""
     places: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(place)
@@ -117,7 +116,7 @@ class Collectives:
         return self.groups.over(tuple(axes))
 
     def wait(self, handle: Handle) -> Any:
-        """The tensor (bucketed forms: the list of tensors) of a communication started before."""
+        """Waits for a started communication. Returns its tensor (bucketed forms: list of tensors)."""
         return handle.wait()
 
     def all_reduce(self, tensor: torch.Tensor, axes: Axes, op: str = "sum") -> Handle:
@@ -128,7 +127,7 @@ class Collectives:
         return Handle(_exchange(group).all_reduce(tensor.contiguous(), op, group))
 
     def all_gather(self, tensor: torch.Tensor, axes: Axes, dim: int, size: int, before: int = 1) -> Handle:
-        """S(dim/before) -> R; ``size`` is the length of ``dim`` afterwards."""
+        """S(dim/before) -> R; ``size``: the length of ``dim`` in the result."""
         group = self._over(axes)
         if group.size == 1:
             return Handle(lambda: tensor)
@@ -157,8 +156,8 @@ class Collectives:
         scatter_dim: int,
         scatter_before: int,
     ) -> Handle:
-        """S(gather_dim/gather_before) -> S(scatter_dim/scatter_before); ``gather_size`` is the length of
-        ``gather_dim`` afterwards."""
+        """S(gather_dim/gather_before) -> S(scatter_dim/scatter_before); ``gather_size``: the length of ``gather_dim``
+        in the result."""
         group = self._over(axes)
         if group.size == 1:
             return Handle(lambda: tensor)
@@ -168,8 +167,8 @@ class Collectives:
         received: Finish = _exchange(group).all_to_all(pieces, group) if pieces.numel() else lambda: pieces
 
         def finish() -> torch.Tensor:
-            mine = received().narrow(scatter_dim + 1, 0, length)
-            return join_pieces(mine, gather_dim, gather_before, gather_size)
+            pieces_of_rank = received().narrow(scatter_dim + 1, 0, length)
+            return join_pieces(pieces_of_rank, gather_dim, gather_before, gather_size)
 
         return Handle(finish)
 
@@ -221,11 +220,12 @@ class Collectives:
         )
 
     def slice(self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1) -> torch.Tensor:
-        """R -> S(dim/before), no communication; contiguous, and no view, which would keep the whole tensor alive."""
+        """R -> S(dim/before) without communication; contiguous, and not a view, which would keep the whole tensor
+        alive."""
         group = self._over(axes)
         piece = take_shard(tensor, dim, before, group.size, group.index).contiguous()
         return piece.clone() if piece.nbytes < tensor.nbytes and is_view(piece) else piece
 
     def partial(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
-        """R -> P(sum): zero except on the first device of the axes."""
+        """R -> P(sum): zeros except on the first device of the axes."""
         return tensor if self._over(axes).index == 0 else torch.zeros_like(tensor)

@@ -1,7 +1,6 @@
-"""Small messages between all ranks of a mesh, outside of any program: what ranks must agree on before they compute.
+"""Small messages between all ranks of a mesh, outside of programs, with which ranks agree before they compute.
 
-They are sent through processors also where the mesh is one of GPUs, so that no rank waits for what its GPU has still
-to do.
+They are sent between CPUs also for a mesh of GPUs, so that no rank waits for pending work of its GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from .groups import MeshGroups
 
 
 class Exchange:
-    """All ranks of a mesh, ``ranks`` in row-major order. Making the first one of these ranks is collective, and so is
-    each method."""
+    """Exchanges between all ranks of a mesh, ``ranks`` in row-major order. Creating the first one for these ranks is
+    collective, and so is each method."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self.ranks: tuple[int, ...] = tuple(groups.mesh.mesh.flatten().tolist())
@@ -24,7 +23,7 @@ class Exchange:
         self.index = everyone.index
         self._group = everyone.group
         if self._group is not None and "gloo" not in str(dist.get_backend_config(self._group)):
-            self._group = groups.through_processors()
+            self._group = groups.through_cpus()
 
     @property
     def alone(self) -> bool:
@@ -32,7 +31,7 @@ class Exchange:
         return len(self.ranks) == 1
 
     def all_bytes(self, own: bytes) -> list[bytes]:
-        """What each rank gives, all of one length, in the order of ``ranks``."""
+        """The bytes of each rank, all of one length, in the order of ``ranks``."""
         if self.alone:
             return [own]
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -41,7 +40,7 @@ class Exchange:
         return [bytes(piece.numpy()) for piece in received]
 
     def all_objects(self, own: Any) -> list[Any]:
-        """What each rank gives, anything that pickles, in the order of ``ranks``."""
+        """The objects of each rank, which must be picklable, in the order of ``ranks``."""
         if self.alone:
             return [own]
         received: list[Any] = [None] * len(self.ranks)

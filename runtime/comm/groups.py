@@ -1,9 +1,9 @@
-"""Process groups for sets of mesh axes: the devices that differ only there, in row-major order.
+"""Process groups for sets of mesh axes: the devices that differ only on these axes, in row-major order.
 
-Every rank asks for the same groups in the same order (programs of one plan have the same collectives), and a
-group is made once per mesh. Axes of one device are left out: nothing is said over them. Invariant: position
-in a group is row-major order of the mesh coordinates, which holds when ranks ascend along every axis; other
-meshes are refused.
+Every rank creates the same groups in the same order (programs of one plan have the same collectives), and each group
+once per mesh. Axes of one device are ignored, since nothing is sent over them. Invariant: the position in a group is
+the row-major order of the mesh coordinates, which requires that ranks ascend along every axis; other meshes are
+refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from .settle_threads import settle_at_exit
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``.
-    ``group`` is None if it is alone, or ``imagined``: then buffers are made as that backend needs them, and nothing is
-    sent (:mod:`autopar.runtime.rehearse.rehearsal`). ``axes`` are those mesh axes, without axes of one device."""
+    """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``. ``group`` is
+    None for a single device, or if the group is ``imagined``: then buffers are allocated as that backend needs them,
+    and nothing is sent (:mod:`autopar.runtime.rehearse.rehearsal`). ``axes`` are those mesh axes, without axes of one
+    device."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -37,8 +38,8 @@ class AxisGroup:
 
     @property
     def backend(self) -> str:
-        """``gloo``, ``nccl``, ...; ``none`` for a group of one. A group with a backend per device type counts as the
-        one of the mesh's devices."""
+        """``gloo``, ``nccl``, ...; ``none`` for a group of one. For a group with a backend per device type, that of the
+        mesh's devices."""
         if self.group is None:
             return self.imagined or "none"
         named = dict(part.split(":") for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part)
@@ -46,8 +47,7 @@ class AxisGroup:
 
 
 class MeshGroups:
-    """The process groups of ``mesh``; see the module docstring. Use :func:`mesh_groups`, which makes one per
-    mesh."""
+    """The process groups of ``mesh``; see the module docstring. Use :func:`mesh_groups`, which creates one per mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()
@@ -64,13 +64,13 @@ class MeshGroups:
         _quieten(mesh)
         self.shape: tuple[int, ...] = tuple(ranks.shape)
         self.coordinate: tuple[int, ...] = tuple(coordinate)
-        self._made: dict[tuple[int, ...], AxisGroup] = {}
+        self._by_axes: dict[tuple[int, ...], AxisGroup] = {}
         settle_at_exit()
         self._regrouped: dict[tuple[int, ...], DeviceMesh] = {}
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes: the current device of the mesh's type."""
+        """The device of this rank: the current device of the mesh's type."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device("cpu")
@@ -81,25 +81,24 @@ class MeshGroups:
         return tuple(range(len(self.shape)))
 
     def over(self, axes: tuple[int, ...]) -> AxisGroup:
-        """The group over ``axes`` (outermost first). A first call for an axis set is collective over the
-        group."""
+        """The group over ``axes`` (outermost first). The first call for a set of axes is collective over the group."""
         live = tuple(axis for axis in axes if self.shape[axis] > 1)
-        if live not in self._made:
-            self._made[live] = self._make(live)
-        return self._made[live]
+        if live not in self._by_axes:
+            self._by_axes[live] = self._make(live)
+        return self._by_axes[live]
 
-    def through_processors(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks, whatever backend the mesh has. Made once for all meshes of these ranks,
-        collectively: a group has threads of its own."""
+    def through_cpus(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks, whatever backend the mesh has. Created once for all meshes of these ranks,
+        collectively, since each group has its own threads."""
         ranks = tuple(self.mesh.mesh.flatten().tolist())
-        world, group = _THROUGH_PROCESSORS.get(ranks, (None, None))
+        world, group = _CPU_GROUPS.get(ranks, (None, None))
         if group is None or world is not dist.group.WORLD:
             group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-            _THROUGH_PROCESSORS[ranks] = dist.group.WORLD, group
+            _CPU_GROUPS[ranks] = dist.group.WORLD, group
         return group
 
     def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
-        """The same devices in the same order on a mesh of another ``shape``; made once, collectively."""
+        """The same devices in the same order on a mesh of another ``shape``; created once, collectively."""
         if shape == self.shape:
             return self
         if shape not in self._regrouped:
@@ -107,7 +106,7 @@ class MeshGroups:
         return mesh_groups(self._regrouped[shape])
 
     def prepare(self, axis_sets: set[tuple[int, ...]]) -> None:
-        """Makes the groups over all ``axis_sets`` now, in an order every rank shares."""
+        """Creates the groups over all ``axis_sets``, in the same order on every rank."""
         for axes in sorted(axis_sets):
             self.over(axes)
 
@@ -123,7 +122,7 @@ class MeshGroups:
             return AxisGroup(self.mesh.get_group(axes[0]), size, index, kind, axes=axes)
         if size == dist.get_world_size():
             return AxisGroup(dist.group.WORLD, size, index, kind, axes=axes)
-        # Only members call: ranks outside the mesh need not know of it.
+        # Only members call this; ranks outside the mesh need not.
         group = dist.new_group(self._members(axes), use_local_synchronization=True)
         return AxisGroup(group, size, index, kind, axes=axes)
 
@@ -132,30 +131,30 @@ class MeshGroups:
         return [int(self.mesh.mesh[place]) for place in itertools.product(*spans)]
 
 
-# Keyed by identity and never dropped: making a group anew is collective, and ranks collect garbage at
+# Keyed by identity and never dropped, since creating a group again is collective, and ranks collect garbage at
 # different times.
 _GROUPS: dict[int, MeshGroups] = {}
-# By ranks: the world in which a group was made, and the group.
-_THROUGH_PROCESSORS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
+# By ranks: the world in which a group was created, and the group.
+_CPU_GROUPS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
 
 
 def mesh_groups(mesh: DeviceMesh) -> MeshGroups:
     """The one :class:`MeshGroups` of ``mesh`` in this process. Raises :class:`OptionsError` for a rank not on
     the mesh."""
-    found = _GROUPS.get(id(mesh))
-    if found is None or found.mesh is not mesh:
-        found = _GROUPS[id(mesh)] = MeshGroups(mesh)
-    return found
+    groups = _GROUPS.get(id(mesh))
+    if groups is None or groups.mesh is not mesh:
+        groups = _GROUPS[id(mesh)] = MeshGroups(mesh)
+    return groups
 
 
 def known_groups(mesh: DeviceMesh) -> MeshGroups | None:
-    """The groups of ``mesh`` if they are made."""
-    found = _GROUPS.get(id(mesh))
-    return found if found is not None and found.mesh is mesh else None
+    """The groups of ``mesh`` if they exist."""
+    groups = _GROUPS.get(id(mesh))
+    return groups if groups is not None and groups.mesh is mesh else None
 
 
 def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
-    """A mesh with this process alone; starts torch.distributed without any network if it is not running."""
+    """A mesh of only this process; starts torch.distributed without a network if it is not running."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     shape = torch.tensor(dist.get_rank()).reshape((1,) * dims)
@@ -163,7 +162,7 @@ def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
 
 
 def _quieten(mesh: DeviceMesh) -> None:
-    """Marks DTensor's advice for ``mesh`` as given. Where several axes shard one dim, ``full_tensor()`` of a parameter
-    says that its gathers could be one if the user flattened the mesh. The user did not make these DTensors and cannot
-    follow the advice; the steps themselves are ours and gather once."""
+    """Suppresses DTensor's advice to flatten ``mesh``. If several axes shard one dim, ``full_tensor()`` of a parameter
+    advises the user to flatten the mesh, so that one gather is enough. The user did not create these DTensors and
+    cannot follow the advice, and autopar's own gathers already use one."""
     without_advice_to_flatten(mesh)

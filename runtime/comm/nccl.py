@@ -1,4 +1,4 @@
-"""Collectives of NCCL and other backends whose own forms are the best: the interface of
+"""Collectives of NCCL and other backends, whose own forms are the fastest; with the interface of
 :mod:`autopar.runtime.comm.gloo`."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _OPS = {
 
 
 def _reduction(op: str, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """Truth values are reduced as bytes: any for sum and max, all for min and product; integers are not
-    averaged."""
+    """torch's reduction for ``op``. Booleans are reduced as bytes: any for sum and max, all for min and product.
+    Integers are not averaged."""
     if dtype == torch.bool:
         return _OPS["max" if op in ("sum", "max", "avg") else "min"]
     return _OPS["sum" if op == "avg" and not dtype.is_floating_point else op]
@@ -35,7 +35,7 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(work: dist.Work | None, result: torch.Tensor, kept: torch.Tensor) -> Finish:
-    """``kept`` is what the backend still reads: it must live until the work is done."""
+    """Waits for ``work``. ``kept``: a tensor that the backend still reads and that must live until the work is done."""
 
     def finish(kept: torch.Tensor = kept) -> torch.Tensor:
         if work is not None:

@@ -1,4 +1,4 @@
-"""All ranks must run the same plan: a difference would end in a hang or, worse, in wrong numbers."""
+"""Checks that all ranks run the same plan: a difference would cause a deadlock or, worse, wrong numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lets gloo's threads come to rest before the interpreter ends.
+"""Waits for gloo's threads to become idle before the interpreter exits.
 
-``wait`` on a collective returns once its result is there; gloo's thread drops the tensors only after that, and takes
-the GIL for it. Where the interpreter has begun to end by then, Python stops this thread by unwinding it, through a
-destructor of C++, and the process aborts: "terminate called without an active exception".
+``wait`` on a collective returns once its result has arrived; gloo's thread drops the tensors only after that, and takes
+the GIL for it. If the interpreter has begun to exit by then, Python stops this thread by unwinding it, through a C++
+destructor, and the process aborts: "terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOST_SECONDS = 2.0
 
 @cache
 def settle_at_exit() -> None:
-    """From now on, :func:`settle_threads` runs when the interpreter begins to end."""
+    """Registers :func:`settle_threads` to run when the interpreter begins to exit."""
     atexit.register(settle_threads)
 
 
 def settle_threads() -> None:
-    """Returns when all of gloo's threads in this process sleep and have not run for a moment in which they could have
-    taken the GIL; after two seconds at most. Where the system does not list threads, it returns at once."""
+    """Waits until all of gloo's threads in this process sleep and have not run for an interval in which they could have
+    taken the GIL; at most two seconds. Returns at once if the system does not list threads."""
     deadline = time.monotonic() + _MOST_SECONDS
     before = _activity()
     while before and time.monotonic() < deadline:
@@ -40,10 +40,10 @@ def settle_threads() -> None:
 
 
 def _activity() -> dict[str, str]:
-    """Thread -> its state and how often it was switched to, as Linux tells."""
-    found = {}
+    """The status text of each thread from Linux: its state and its context switches."""
+    status_of = {}
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # a thread that ended meanwhile
             if (task / "comm").read_text().strip() == _THREAD:
-                found[task.name] = (task / "status").read_text()
-    return found
+                status_of[task.name] = (task / "status").read_text()
+    return status_of

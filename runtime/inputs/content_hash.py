@@ -1,9 +1,9 @@
-"""A short hash of what a tensor holds, to compare the inputs of ranks.
+"""A short hash of a tensor's values, to compare the inputs of ranks.
 
-Up to :data:`WHOLE_BYTES` every byte is hashed (SHA-256, about a gigabyte a second). Of a larger tensor the hash takes
+Up to :data:`WHOLE_BYTES` every byte is hashed (SHA-256, about a gigabyte a second). For a larger tensor the hash covers
 :data:`BLOCKS` blocks of :data:`BLOCK_BYTES`, evenly spaced from the first to the last, and two sums over the whole,
-modulo 2**64: of its 8-byte words, and of the words each times its position in a line of :data:`LINE` words. A single
-changed value is always seen; what can be missed are changes between the blocks that leave both sums as they are.
+modulo 2**64: of its 8-byte words, and of the words times their positions in a line of :data:`LINE` words. A single
+changed value is always detected; changes between the blocks that preserve both sums are not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZE = 16
 
 
 def content_hash(tensor: torch.Tensor) -> bytes:
-    """:data:`SIZE` bytes; zeros where there is nothing to read (meta, fake and sparse tensors)."""
+    """The hash, :data:`SIZE` bytes; zeros for tensors that cannot be read (meta, fake and sparse ones)."""
     readable = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not readable or tensor.is_meta or tensor.is_quantized:
         return bytes(SIZE)
@@ -37,14 +37,14 @@ def content_hash(tensor: torch.Tensor) -> bytes:
 
 
 def _parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What is hashed of many bytes."""
+    """The parts of a large tensor that are hashed."""
     last = flat.numel() - BLOCK_BYTES
     starts = torch.linspace(0, last, BLOCKS, dtype=torch.float64, device=flat.device).long()
     offsets = torch.arange(BLOCK_BYTES, device=flat.device)
     blocks = flat[starts.unsqueeze(1) + offsets]
     count = flat.numel() // (8 * LINE) * LINE
     whole = flat[: 8 * count]
-    # A view of storage at an odd place has no 8-byte words.
+    # A view at an odd offset of its storage has no 8-byte words.
     words = (whole if whole.data_ptr() % 8 == 0 else whole.clone()).view(torch.int64).view(-1, LINE)
     columns = words.sum(0)
     weighted = columns * torch.arange(1, LINE + 1, device=flat.device)

@@ -1,9 +1,9 @@
-"""Samples that each rank read for itself, as one global batch.
+"""Joins samples that each rank has read to one global batch.
 
 A batch that was read in parts is a DTensor placed ``Shard(0)`` on every axis: the global batch is the ranks' samples,
-one rank after the other. That needs no plan, so a batch may be read before there is one. A program that wants a part of
-the batch which this rank did not read (a whole one under tensor parallelism, a piece of each sample's sequence) gets
-it by one all-gather over the ranks that read it, and is cut from that.
+one rank after the other. This needs no plan, so a batch may be read before there is one. If a program reads a part of
+the batch that this rank did not read (the whole batch under tensor parallelism, or a piece of each sample's sequence),
+it is cut from an all-gather over the ranks that have it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SHARD_0 = Shard(0)
 def join(
     names: Sequence[str], leaves: Sequence[Any], groups: MeshGroups, exchange: Exchange, copies: int = 1
 ) -> list[Any]:
-    """``leaves`` with each tensor, the samples of this rank along dim 0, as a DTensor of the samples of all ranks.
-    Tensors without dims, DTensors, and what is not a tensor are the same on every rank, and stay as they are.
+    """Replaces each tensor of ``leaves``, which has the rank's samples along dim 0, by a DTensor of the samples of all
+    ranks. Tensors without dims, DTensors and non-tensors are the same on every rank, and stay unchanged.
 
-    Of ``copies`` neighbouring ranks that hold the same samples those of the first count. Collective. Raises, on every
-    rank, :class:`InputMismatchError` where ranks give tensors that differ in more than their number of samples.
+    ``copies``: how many neighbouring ranks have the same samples; only those of the first are used. Collective. Raises
+    :class:`InputMismatchError`, on every rank, if tensors of ranks differ in more than their number of samples.
     """
     places = [place for place, leaf in enumerate(leaves) if _is_local(leaf)]
     own = [leaves[place] for place in places]
@@ -91,20 +91,20 @@ def _explain(ranks: Sequence[int], everyone: Sequence[dict[str, str]]) -> str:
 
 
 def _joined(own: torch.Tensor, sizes: tuple[int, ...], copies: int, groups: MeshGroups) -> DTensor:
-    """The DTensor of the samples of all ranks, of which each rank has as many as ``sizes`` says."""
+    """The DTensor of the samples of all ranks; ``sizes``: the number of samples of each rank."""
     if copies == 1 and len(set(sizes)) == 1 and sizes[0] > 0:
         return _dtensor(own.contiguous(), SHARD_0, (own.shape[0] * len(sizes), *own.shape[1:]), groups)
     longest = max(sizes)
     if longest == 0:
         return whole_dtensor(own, groups)
     padded = torch.cat([own, own.new_zeros((longest - own.shape[0], *own.shape[1:]))])
-    every = Collectives(groups).all_gather(padded, groups.axes, 0, longest * len(sizes)).wait().split(longest)
-    kept = [piece[:size] for piece, size in zip(every, sizes, strict=True)][::copies]
-    return whole_dtensor(torch.cat(kept), groups)
+    pieces = Collectives(groups).all_gather(padded, groups.axes, 0, longest * len(sizes)).wait().split(longest)
+    samples = [piece[:size] for piece, size in zip(pieces, sizes, strict=True)][::copies]
+    return whole_dtensor(torch.cat(samples), groups)
 
 
 def whole_dtensor(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
-    """The DTensor of which every rank holds all, ``tensor``."""
+    """``tensor`` as a replicated DTensor."""
     return _dtensor(tensor.contiguous(), Replicate(), tuple(tensor.shape), groups)
 
 
@@ -115,8 +115,8 @@ def _dtensor(local: torch.Tensor, placement: TorchPlacement, shape: tuple[int, .
 
 
 def own_part(value: DTensor, placements: Placements, groups: MeshGroups) -> torch.Tensor | None:
-    """What this rank holds of ``value`` placed as ``placements`` says on the mesh of ``groups``, if ``value`` lies on
-    these ranks, in parts as :func:`join` makes them or whole on each; None where it lies otherwise."""
+    """This rank's part of ``value`` in ``placements`` on the mesh of ``groups``, if ``value`` is on these ranks and
+    either sharded as :func:`join` does or replicated; otherwise None."""
     if value.device_mesh.mesh.flatten().tolist() != groups.mesh.mesh.flatten().tolist():
         return None
     local, count = local_tensor(value).detach(), groups.mesh.size()
@@ -125,24 +125,24 @@ def own_part(value: DTensor, placements: Placements, groups: MeshGroups) -> torc
     in_parts = all(placement == SHARD_0 for placement in value.placements)
     if not in_parts or value.shape[0] % count or value.shape[0] == 0:
         return None
-    kept = _leading_shards(placements)
-    rest = groups.axes[kept:]
-    size = value.shape[0] // math.prod(groups.shape[:kept])
-    gathered = Collectives(groups).all_gather(local, rest, 0, size).wait() if rest else local
-    return take_local(gathered, placements[kept:], groups.shape[kept:], groups.coordinate[kept:])
+    outer = _leading_shards(placements)
+    inner_axes = groups.axes[outer:]
+    size = value.shape[0] // math.prod(groups.shape[:outer])
+    gathered = Collectives(groups).all_gather(local, inner_axes, 0, size).wait() if inner_axes else local
+    return take_local(gathered, placements[outer:], groups.shape[outer:], groups.coordinate[outer:])
 
 
 def _leading_shards(placements: Placements) -> int:
-    """How many of the outermost axes divide dim 0 plainly; none if inner axes divide it in another way."""
-    kept = next((axis for axis, placement in enumerate(placements) if placement != SHARD_0), len(placements))
+    """The number of outermost axes that are ``Shard(0)``; 0 if any axis shards dim 0 in another way."""
+    outer = next((axis for axis, placement in enumerate(placements) if placement != SHARD_0), len(placements))
     strided = any(shard_dim(placement) == 0 and placement != SHARD_0 for placement in placements)
-    return 0 if strided else kept
+    return 0 if strided else outer
 
 
 def whole(value: DTensor, groups: MeshGroups) -> torch.Tensor:
-    """All of ``value`` on every rank. Collective."""
-    found = own_part(value, (Replicate(),) * len(groups.shape), groups)
-    if found is not None:
-        return found
+    """The whole of ``value`` on every rank. Collective."""
+    gathered = own_part(value, (Replicate(),) * len(groups.shape), groups)
+    if gathered is not None:
+        return gathered
     with torch.no_grad():
         return value.full_tensor()

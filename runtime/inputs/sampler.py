@@ -1,4 +1,4 @@
-"""Which samples of a data set each rank reads: every sample of a global batch on one rank, and none twice."""
+"""Divides the samples of a data set among ranks: each sample of a global batch is read on one rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Join = Callable[[tuple[Any, ...], Mapping[str, Any], int], Any]
 
 
 def shares(count: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
-    """How ``count`` samples are divided among ``ranks``: ``(copies, bounds)``, where ``bounds[rank]`` are start and end
-    of what the rank reads. Shares differ by at most one sample. Where there are fewer samples than ranks, each
-    ``copies`` neighbouring ranks read the same ones, so that none has nothing to read.
+    """Divides ``count`` samples among ``ranks``. Returns ``(copies, bounds)``; ``bounds[rank]``: start and end of the
+    samples that the rank reads. Shares differ by at most one sample. If there are fewer samples than ranks, each
+    ``copies`` neighbouring ranks read the same samples, so that every rank reads some.
 
     >>> shares(10, 4)
     (1, [(0, 3), (3, 6), (6, 8), (8, 10)])
@@ -30,11 +30,11 @@ def shares(count: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """The ``batch_sampler`` of a ``DataLoader``: of each global batch the indices that this rank reads, in the order of
-    one process. Made by :meth:`ParallelModule.sampler <autopar.ParallelModule.sampler>`.
+    """The ``batch_sampler`` of a ``DataLoader``: yields the indices of each global batch that this rank reads, in the
+    order of one process. Created by :meth:`ParallelModule.sampler <autopar.ParallelModule.sampler>`.
 
-    :meth:`from_local` joins what the ranks read, once for each batch that the loader gives. It counts them, so that
-    :meth:`state_dict` is right whatever the loader's workers have read ahead.
+    :meth:`from_local` joins the ranks' samples, once for each batch of the loader. It counts the batches, so that
+    :meth:`state_dict` does not depend on how far the loader's workers have read ahead.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return min(self.batch_size, self._size - batch * self.batch_size)
 
     def from_local(self, *args: Any, **kwargs: Any) -> Any:
-        """The next global batch, of the samples that the loader gave on each rank: as
+        """Joins the samples that the loader returned on each rank to the next global batch, as
         :meth:`ParallelModule.from_local <autopar.ParallelModule.from_local>`. Collective."""
         if self._used >= len(self):
             raise OptionsError(
@@ -93,21 +93,22 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._join(args, kwargs, copies)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order is used from the next iteration on; shuffling is a function of ``seed`` and epoch."""
+        """Sets the epoch for the next iterations; shuffling is a function of ``seed`` and epoch."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, its seed, and how many of its batches were joined; the same on every number of ranks."""
+        """The epoch, its seed, and how many of its batches were joined; valid for any number of ranks."""
         return {"epoch": self.epoch, "seed": self.seed, "batches": self._used}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next iteration continues with the batch after those that ``state`` counts."""
+        """Restores ``state``: the next iteration continues after the batches that it counts."""
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._begin = self._used = state["batches"]
 
 
 def size_of(data: Sized | int) -> int:
-    """The number of samples of a data set, or of a number of samples. Raises :class:`OptionsError` without one."""
+    """The number of samples of a data set; ``data`` may be that number itself. Raises :class:`OptionsError` if the data
+    set has no length."""
     if isinstance(data, int):
         return data
     try:

@@ -1,7 +1,7 @@
-"""Copies of a parallel module, as averages of weights (EMA) need them.
+"""Copies of a parallel module, for averages of weights (EMA).
 
-A copy has parameters of its own, placed as those of its source: now, or when the source's first batch places them. Its
-programs are made from its own modules, so that what is changed in the copy counts there, under the source's plan.
+A copy has its own parameters, placed like those of its source: at once, or when the source's first batch places them.
+Its programs are compiled from its own modules under the source's plan, so that changes of the copy take effect there.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from autopar.runtime.torch_internals.dtensors import dtensor_like, local_tensor
 
 
 def copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of ``module`` whose DTensor parameters are copies placed the same. Under pipeline stages there are
-    some of which this rank holds nothing, which torch would not copy."""
+    """A deep copy of ``module``, with copies of its DTensor parameters in the same placements. With pipeline stages
+    some parameters are empty on this rank, which torch would not copy."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             local = local_tensor(parameter).detach().clone()
-            made = nn.Parameter(dtensor_like(local, parameter), parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__)
-            memo[id(parameter)] = made
+            copied = nn.Parameter(dtensor_like(local, parameter), parameter.requires_grad)
+            copied.__dict__.update(parameter.__dict__)
+            memo[id(parameter)] = copied
     return copy.deepcopy(module, memo)
 
 
 def compile_for(compile: Compile, module: nn.Module) -> Compile:
-    """What compiles for ``module``, a copy of the one that ``compile`` compiles for: its ``copied_for(module)``, or
-    itself if it has none, since it does not look at the module then."""
-    copied = getattr(compile, "copied_for", None)
-    found: Compile = compile if copied is None else copied(module)
-    return found
+    """The compiler for ``module``, a copy of the module that ``compile`` compiles for: ``compile.copied_for(module)``,
+    or ``compile`` itself if it has no such method and so does not depend on the module."""
+    copied_for = getattr(compile, "copied_for", None)
+    own: Compile = compile if copied_for is None else copied_for(module)
+    return own

@@ -1,8 +1,8 @@
-"""What a parallel module does as the original would: attributes, methods, conversions, pickling.
+"""Delegates attributes, methods, conversions and pickling of a parallel module to the original.
 
-Plain attributes and properties are those of the original. So are its methods, but they meet DTensors: where one cannot
-deal with them, the error says to call it on whole parameters. ``generate`` and ``save_pretrained`` of Hugging Face
-models gather them by themselves.
+Plain attributes and properties are those of the original. So are its methods, but their parameters are DTensors: if a
+method does not support these, the error says to call it on whole parameters. ``generate`` and ``save_pretrained`` of
+Hugging Face models gather parameters themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.runtime.state.weights import Weights
 
 from .full_params import is_first, whole_parameters
 
-# How torch's errors about DTensors can be told, besides by where they are raised.
+# Words by which torch's errors about DTensors are recognised, in addition to where they are raised.
 _WORDS = ("DTensor", "invalid python storage", "sharding strategy")
 _TENSOR_FILES = "torch/distributed/tensor/"
 
@@ -42,11 +42,11 @@ class Delegating(nn.Module):
 
     @contextmanager
     def full_params(self, *, rank0_only: bool = False, writeback: bool = False) -> Iterator[nn.Module]:
-        """Within, the original, which this gives, has whole plain parameters on every rank, for inference and saving:
-        ``with model.full_params() as whole: whole.generate(...)``. ``model(...)`` is then the original on this rank
-        alone. Every rank needs room for the whole model; with ``rank0_only`` the first alone, and the others have meta
-        tensors. Changes are lost, unless ``writeback``: then the first rank's count. Collective over the mesh, at both
-        ends."""
+        """Gives the original module whole plain parameters on every rank while the context is open, for inference and
+        saving: ``with model.full_params() as whole: whole.generate(...)``. ``model(...)`` then runs the original on
+        this rank alone. Every rank needs memory for the whole model; with ``rank0_only`` only the first rank does, and
+        the others have meta tensors. Changes are lost, unless ``writeback``: then the first rank's values are kept.
+        Collective over the mesh, at both ends."""
         if self._is_whole:
             if writeback:
                 raise AutoparError("full_params(writeback=True) inside full_params(): ask for it at the outer one")
@@ -73,14 +73,14 @@ class Delegating(nn.Module):
             original = self.__dict__.get("_original")
             if original is None:
                 raise
-            found = getattr(original, name)
-        if self._is_whole or not inspect.ismethod(found) or found.__self__ is not original:
-            return found
+            attribute = getattr(original, name)
+        if self._is_whole or not inspect.ismethod(attribute) or attribute.__self__ is not original:
+            return attribute
         own = _OWN.get(name)
-        return _guarded(name, found) if own is None else functools.wraps(found)(functools.partial(own, self))
+        return _guarded(name, attribute) if own is None else functools.wraps(attribute)(functools.partial(own, self))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this module's own is the original's, whose forward reads it."""
+        """Sets attributes that this module does not define on the original, whose forward reads them."""
         super().__setattr__(name, value) if self._is_own(name) else setattr(self._original, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -93,8 +93,8 @@ class Delegating(nn.Module):
         return name.startswith("__") or (hasattr(type(self), name) and name not in vars(original))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """As :meth:`torch.nn.Module.apply`, of the original and on whole parameters, so that ``fn`` may initialise
-        them; the first rank's values count. Collective over the mesh."""
+        """:meth:`torch.nn.Module.apply` on the original with whole parameters, so that ``fn`` may initialise them; the
+        first rank's values are kept. Collective over the mesh."""
         if any(parameter.is_meta for parameter in self.parameters()):
             self._original.apply(fn)
         else:
@@ -104,22 +104,21 @@ class Delegating(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """``to``, ``half``, ``cuda`` and the like: they may ask for what is so already."""
+        """``to``, ``half``, ``cuda`` and similar: allowed only if they change nothing."""
         here = self._weights.groups.device
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            made = fn(torch.empty(0, dtype=tensor.dtype, device=here))
-            same_device = (made.device.type, made.device.index or 0) == (here.type, here.index or 0)
-            if made.dtype != tensor.dtype or not same_device:
+            converted = fn(torch.empty(0, dtype=tensor.dtype, device=here))
+            same_device = (converted.device.type, converted.device.index or 0) == (here.type, here.index or 0)
+            if converted.dtype != tensor.dtype or not same_device:
                 raise AutoparError(
                     f"a parallel model stays in its dtypes on its devices, but {name} ({tensor.dtype} on {here}) would "
-                    f"be {made.dtype} on {made.device}. Convert the model before autopar.parallelize, or train in 16 "
-                    "bits with Options(precision='bf16')"
+                    f"be {converted.dtype} on {converted.device}. Convert the model before autopar.parallelize, or "
+                    "train in 16 bits with Options(precision='bf16')"
                 )
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may represent distributed
-        parameters."""
+        """As :meth:`torch.nn.Module.load_state_dict`; also accepts whole plain tensors for distributed parameters."""
         own = dict(self.named_parameters(remove_duplicate=False))
         ready = {
             key: self._weights.whole_to_own(key, value)
@@ -131,8 +130,8 @@ class Delegating(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For loops written for DistributedDataParallel. Gradients add up over calls with it or without, to the same
-        numbers, and ranks exchange theirs either way: a gradient that rests in shards has no place for more."""
+        """Has no effect; for loops written for DistributedDataParallel. Gradients accumulate over calls with or without
+        it, to the same numbers, and are reduced either way, since a sharded gradient cannot store an unreduced one."""
         yield
 
     def share_memory(self) -> NoReturn:
@@ -153,7 +152,7 @@ class Delegating(nn.Module):
 
 
 def check_plain(module: nn.Module) -> None:
-    """Raises :class:`AutoparError` if ``module``, or a part of it, is parallel already."""
+    """Raises :class:`AutoparError` if ``module``, or a part of it, is already parallel."""
     if isinstance(module, Delegating):
         raise AutoparError(
             "the model is parallel already: it takes batches of any shape, so it needs no second autopar.parallelize. "
@@ -170,7 +169,7 @@ def check_plain(module: nn.Module) -> None:
 
 
 def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of the original, whose trouble with DTensors is explained."""
+    """``method`` of the original, with errors about DTensors explained."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +208,7 @@ def _generate(model: Delegating, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_pretrained(model: Delegating, *args: Any, **kwargs: Any) -> Any:
-    """The first rank saves; all return when it is done, or has failed."""
+    """Saves on the first rank; all ranks return when it is done or has failed."""
     groups, result, failure = model._weights.groups, None, None
     with model.full_params(rank0_only=True) as original:
         if is_first(groups):
@@ -231,7 +230,7 @@ def _resize(_model: Delegating, *_args: Any, **_kwargs: Any) -> NoReturn:
     )
 
 
-# Methods that are done otherwise than the original does them: most on whole parameters, unasked.
+# Methods that differ from the original's: most gather whole parameters first.
 _OWN: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     "save_pretrained": _save_pretrained,

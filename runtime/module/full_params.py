@@ -1,8 +1,8 @@
-"""Whole plain parameters in the original module, for what a compiled program does not do: generating text, saving in
-the format of a library, any method of the model.
+"""Whole plain parameters in the original module, for everything that a compiled program does not do: generating text,
+saving in the format of a library, any method of the model.
 
-Each DTensor is gathered and a plain parameter with its values stands in its place until the block ends, however it
-ends. The module then has its DTensors again, with what they had: changes are lost, unless they are to be written back.
+Each DTensor is gathered, and a plain parameter with its values replaces it until the block ends, also by an exception.
+The module then has its DTensors again with their old values: changes are lost unless they are written back.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PATIENCE = timedelta(minutes=10)
 
 @contextmanager
 def whole_parameters(weights: Weights, *, rank0_only: bool, writeback: bool) -> Iterator[None]:
-    """Within, ``weights.module`` has whole plain parameters: on the first rank of the mesh alone with ``rank0_only``,
-    and meta tensors elsewhere. With ``writeback``, what the first rank has in them at the end is kept, unless an
-    exception ends the block on some rank: then every other rank has an :class:`AutoparError`. Collective, at both ends.
-    Raises :class:`AutoparError` if there are no values yet."""
+    """Gives ``weights.module`` whole plain parameters while the context is open; with ``rank0_only`` on the first rank
+    of the mesh only, and meta tensors elsewhere. With ``writeback``, the first rank's values at the end are kept,
+    unless an exception ends the block on some rank: then all other ranks raise :class:`AutoparError`. Collective, at
+    both ends. Raises :class:`AutoparError` if there are no values yet."""
     module, groups = weights.module, weights.groups
     await_everyone(groups, "full_params()")
     holds = not rank0_only or is_first(groups)
@@ -72,8 +72,8 @@ def is_first(groups: MeshGroups) -> bool:
 
 
 def await_everyone(groups: MeshGroups, what: str) -> None:
-    """Returns when all ranks of the mesh are here. Raises :class:`AutoparError` where some do not come, as when only
-    one calls, rather than wait for ever (on gloo, which can tell)."""
+    """Waits for all ranks of the mesh. On gloo, raises :class:`AutoparError` if some do not arrive, for example because
+    only one rank calls."""
     group = groups.over(groups.axes).group
     if group is None:
         return
@@ -93,26 +93,26 @@ Members = dict[str, nn.Parameter | None]
 
 
 def _plain(weights: Weights, named: Mapping[str, nn.Parameter], holds: bool) -> dict[int, nn.Parameter]:
-    """A plain parameter for each DTensor, by its identity. Gathered one after the other."""
+    """A plain parameter for each DTensor, by its id. Gathers one after the other."""
     missing = [name for name, parameter in named.items() if parameter.is_meta]
     if missing:
         raise AutoparError(
             f"{missing[0]} has no values yet: a meta model is initialised at its first batch; run one, pass "
             "example_inputs to parallelize, or load a state_dict"
         )
-    found: dict[int, nn.Parameter] = {}
+    plain: dict[int, nn.Parameter] = {}
     for parameter, whole in _wholes(weights, list(named.values())):
-        kept = whole if holds else torch.empty_like(whole, device="meta")
-        found[id(parameter)] = made = nn.Parameter(kept, parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)
-        if made.requires_grad:
-            made.register_hook(_refuse_gradient)
-    return found
+        value = whole if holds else torch.empty_like(whole, device="meta")
+        plain[id(parameter)] = replacement = nn.Parameter(value, parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        if replacement.requires_grad:
+            replacement.register_hook(_refuse_gradient)
+    return plain
 
 
 def _wholes(weights: Weights, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Each parameter with its whole value, which shares no memory with it."""
-    if not weights.is_placed:  # Whatever other ranks have: the first rank's values will count.
+    """Each parameter with its whole value, in separate memory."""
+    if not weights.is_placed:  # Other ranks' values are ignored, as in the first placement.
         for index, value in broadcast_first([local_of(parameter) for parameter in parameters], weights.groups):
             yield parameters[index], _own_memory(value, parameters[index])
         return
@@ -134,7 +134,7 @@ def _refuse_gradient(_gradient: torch.Tensor) -> None:
 
 
 def _flat_weights(module: nn.Module) -> list[tuple[nn.RNNBase, list[torch.Tensor | None]]]:
-    """Has recurrent layers, which keep a list of their parameters, list those that they have now; the old lists."""
+    """Renews the lists of parameters that recurrent layers keep. Returns the old lists."""
     parts = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     listed = [(part, flat_weights_of(part)) for part in parts]
     for part in parts:
@@ -143,8 +143,8 @@ def _flat_weights(module: nn.Module) -> list[tuple[nn.RNNBase, list[torch.Tensor
 
 
 def _check_success(failure: Exception | None, groups: MeshGroups) -> None:
-    """Raises ``failure``, and an :class:`AutoparError` where there is none but other ranks have one: they will not take
-    part in what follows. Collective."""
+    """Raises ``failure``, or an :class:`AutoparError` if only other ranks have failed, since these will not take part
+    in the write-back. Collective."""
     ranks = groups.mesh.mesh.flatten().tolist()
     own = torch.tensor([failure is not None], dtype=torch.uint8, device=groups.device)
     everyone = Collectives(groups).all_gather(own, groups.axes, 0, len(ranks)).wait()
@@ -162,7 +162,7 @@ def _check_success(failure: Exception | None, groups: MeshGroups) -> None:
 def _all_changed(
     named: Mapping[str, nn.Parameter], before: Sequence[tuple[nn.Module, Members]], groups: MeshGroups, holds: bool
 ) -> list[torch.Tensor]:
-    """What stands in the places of the parameters."""
+    """The tensors that are now in the places of the parameters."""
     now: dict[int, torch.Tensor | None] = {}
     for part, parameters in before:
         for key, parameter in parameters.items():
@@ -171,7 +171,7 @@ def _all_changed(
 
 
 def _write_back(weights: Weights, named: Mapping[str, nn.Parameter], wholes: list[torch.Tensor]) -> None:
-    """Gives every rank its part of what the first one has."""
+    """Gives every rank its part of the first rank's values."""
     targets = list(named.items())
     with torch.no_grad():
         for index, value in broadcast_first(wholes, weights.groups):
@@ -182,12 +182,12 @@ def _write_back(weights: Weights, named: Mapping[str, nn.Parameter], wholes: lis
 def _changed(
     name: str, parameter: nn.Parameter, now: torch.Tensor | None, groups: MeshGroups, holds: bool
 ) -> torch.Tensor:
-    """What the parameter is to be: of its shape and dtype on all ranks, though it counts on the first alone."""
+    """The new value of a parameter, in its shape and dtype; only the first rank's values matter."""
     if now is None or now.shape != parameter.shape:
-        what = "is gone" if now is None else f"has shape {list(now.shape)}"
+        change = "is gone" if now is None else f"has shape {list(now.shape)}"
         raise AutoparError(
-            f"inside full_params(writeback=True) the parameter {name} of shape {list(parameter.shape)} {what}: values "
-            "can be changed there; change shapes before autopar.parallelize"
+            f"inside full_params(writeback=True) the parameter {name} of shape {list(parameter.shape)} {change}: "
+            "values can be changed there; change shapes before autopar.parallelize"
         )
     if not holds:
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=groups.device)

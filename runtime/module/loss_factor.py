@@ -1,4 +1,4 @@
-"""The factor of the loss that a user gives :meth:`~autopar.runtime.ParallelModule.step`."""
+"""The factor of the loss that users pass to :meth:`~autopar.runtime.ParallelModule.step`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from autopar.errors import AutoparError
 
 
 def step_scale(model: nn.Module, kwargs: dict[str, Any], scale: Any) -> tuple[dict[str, Any], float]:
-    """The keyword inputs of the model and the factor of its loss. If its forward has a parameter called ``scale``, what
-    the user gave is that input, and the factor 1. Raises :class:`AutoparError` for what is not a finite number."""
+    """The keyword inputs of the model and the factor of its loss. If its forward has a parameter called ``scale``, the
+    user's value is that input, and the factor is 1. Raises :class:`AutoparError` unless it is a finite number."""
     if _takes_scale(model):
         return kwargs if scale is None else {**kwargs, "scale": scale}, 1.0
     if scale is None:
         return kwargs, 1.0
     is_number = isinstance(scale, (int, float)) or (isinstance(scale, torch.Tensor) and scale.numel() == 1)
     if not is_number or not math.isfinite(float(scale)):
-        raise AutoparError(f"step(scale={scale!r}): the factor of the loss is no finite number, such as 1 / 4")
+        raise AutoparError(f"step(scale={scale!r}): the factor of the loss must be a finite number, such as 1 / 4")
     return kwargs, float(scale)
 
 

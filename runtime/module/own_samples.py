@@ -1,4 +1,4 @@
-"""What a parallel module offers to a data loader that reads on each rank only samples of its own."""
+"""Methods of a parallel module for data loaders that read only the rank's own samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 
 class OwnSamples:
-    """These methods of :class:`~.parallel_module.ParallelModule`, whose attributes they use."""
+    """A mixin of :class:`~.parallel_module.ParallelModule`, whose attributes it uses."""
 
     _original: nn.Module
     _groups: MeshGroups
@@ -27,15 +27,15 @@ class OwnSamples:
     _random: RandomState
 
     def from_local(self, *args: Any, **kwargs: Any) -> Any:
-        """The global batch, of samples that each rank read for itself (with a ``DistributedSampler``, say): a dict for
-        keyword inputs, a tuple for positional ones, for :meth:`step` and other calls. Collective; needs no plan.
+        """Joins the samples that each rank read (for example with a ``DistributedSampler``) to the global batch: a dict
+        for keyword inputs, a tuple for positional ones, for :meth:`step` and other calls. Collective; needs no plan.
 
-        Each tensor holds this rank's samples along dim 0, and the batch is those of all ranks, one rank after the
-        other, as a DTensor; ranks may have different numbers of them. Tensors without dims, and what is not a tensor,
-        stay as they are. What samples share (a mask of the whole batch) is passed beside what this returns. Losses are
-        those of one process with the whole batch: a mean is over all samples, not a mean of the ranks' means.
+        Each tensor has this rank's samples along dim 0. The batch is a DTensor of the samples of all ranks, one rank
+        after the other; ranks may have different numbers of samples. Tensors without dims and non-tensors stay
+        unchanged. Inputs that samples share (a mask of the whole batch) are passed separately. Losses are those of one
+        process with the whole batch: a mean is over all samples, not a mean of the ranks' means.
 
-        Raises :class:`InputMismatchError`, on every rank, where ranks give tensors that differ otherwise.
+        Raises :class:`InputMismatchError`, on every rank, if tensors of ranks differ in anything else.
         """
         return self._join(args, kwargs, 1)
 
@@ -57,10 +57,10 @@ class OwnSamples:
         seed: int | None = None,
         drop_last: bool = False,
     ) -> GlobalBatchSampler:
-        """The ``batch_sampler`` of a ``DataLoader`` over ``dataset`` (or that number of samples) that reads each sample
-        of a global batch of ``batch_size`` on one rank. ``sampler.from_local(...)``, called once for each batch that
-        the loader gives, joins what the ranks read. ``shuffle`` is a function of ``seed`` (default: that of the model)
-        and ``set_epoch``."""
+        """The ``batch_sampler`` of a ``DataLoader`` over ``dataset`` (or a number of samples) that reads each sample of
+        a global batch of ``batch_size`` on one rank. ``sampler.from_local(...)``, called once for each batch of the
+        loader, joins the ranks' samples. ``shuffle``: the order is a function of ``seed`` (default: the model's) and
+        ``set_epoch``."""
         return GlobalBatchSampler(
             size_of(dataset),
             batch_size,
@@ -74,7 +74,7 @@ class OwnSamples:
 
 
 def check_one_form(method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises :class:`AutoparError` if ``method`` was given both positional and keyword inputs: what it returns is a
+    """Raises :class:`AutoparError` if ``method`` gets both positional and keyword inputs, since it returns either a
     tuple or a dict."""
     if args and kwargs:
         raise AutoparError(f"{method} takes positional inputs or keyword inputs, not both; call it twice")

@@ -1,4 +1,4 @@
-"""The model a user holds: the original's face, run as compiled programs on the mesh."""
+"""The parallel module: has the interface of the original model, and runs compiled programs on the mesh."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ _NO_TAPE = (
 class ParallelModule(OwnSamples, Delegating):
     """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
 
-    ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes,
-    training or not, with gradients or not); the first one also places the parameters, as DTensors and in
-    place. Every rank calls with the same global batch, of which it takes its part, or with DTensors. ``seed``
-    (default: torch's initial seed on rank 0) decides what the model draws (dropout, noise) and how a meta model is
-    initialised; a real model keeps rank 0's weights. With ``scaled``, gradients are computed of a scaled loss
-    (:mod:`autopar.runtime.state.loss_scale`). ``check_inputs`` says when ranks compare their inputs
-    (:mod:`autopar.runtime.calls.input_checks`).
+    ``compile`` turns a :class:`Request` into a program for each new kind of call (other shapes, training or not, with
+    gradients or not). The first one also places the parameters, as DTensors and in place. Every rank passes the same
+    global batch, of which it takes its part, or DTensors. ``seed`` (default: torch's initial seed on rank 0) determines
+    the model's random numbers (dropout, noise) and the initialisation of a meta model; a real model keeps rank 0's
+    weights. ``scaled``: whether gradients are computed from a scaled loss (:mod:`autopar.runtime.state.loss_scale`).
+    ``check_inputs``: when ranks compare their inputs (:mod:`autopar.runtime.calls.input_checks`).
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class ParallelModule(OwnSamples, Delegating):
         check_hooks(tuple(hook for hook in hooks_inside(module) if hook.backward), set())
         weights = Weights(module, mesh_groups(mesh), seed)
         random = RandomState(shared_seed(weights.groups, seed))
-        self._hold(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
+        self._set_up(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
         self._checks.compare_options()
 
-    def _hold(
+    def _set_up(
         self,
         module: nn.Module,
         weights: Weights,
@@ -110,49 +109,49 @@ class ParallelModule(OwnSamples, Delegating):
         self._timelines: list[Timeline] | None = None
         self._told: set[int] = set()
         self._told_lost: set[str] = set()
-        self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
+        self.__dict__["_original"] = module  # Last: from now on, new attributes are set on the original.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """A parallel module of its own, for an average of weights, say: parameters and buffers are copies placed as
-        these are, or will be. It makes its own programs, under the same plan."""
+        """An independent parallel module, for example for an average of weights. Parameters and buffers are copies with
+        the same placements, now or once they are placed. It compiles its own programs, under the same plan."""
         self._check_parallel()
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        nn.Module.__init__(made)
-        made.__dict__.update({name: copy.deepcopy(self.__dict__[name], memo) for name in hook_tables(self)})
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        copied.__dict__.update({name: copy.deepcopy(self.__dict__[name], memo) for name in hook_tables(self)})
         module = copied_module(self._original, memo)
         weights, compile = self._weights.copied_for(module), compile_for(self._compile, module)
         scale = None if self._loss_scale is None else self._loss_scale.copied()
-        made._hold(module, weights, copy.copy(self._random), compile, scale, self._check_inputs)
-        made._plan = self._plan
-        return made
+        copied._set_up(module, weights, copy.copy(self._random), compile, scale, self._check_inputs)
+        copied._plan = self._plan
+        return copied
 
     @property
     def _groups(self) -> MeshGroups:  # type: ignore[override]
-        """Of the mesh, as the plan has laid it out."""
+        """The groups of the mesh in the plan's shape."""
         return self._weights.groups
 
-    # Compiled already: torch.compile(model) leaves it as it is.
+    # Already compiled, so torch.compile(model) has no effect.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
-        ``.grad`` on the parameters.
+        """Returns the original's return value, with plain global tensors. With gradients enabled, ``loss.backward()``
+        sets ``.grad`` of the parameters.
 
-        Every output, large ones such as logits too, is gathered whole on every rank, which no plan prices: ranks may
-        then use outputs differently (one alone prints them, say), where a tensor gathered at its first use would make
-        the others wait for ever. Where only the loss counts, :meth:`step` gathers nothing else.
+        Every output, also a large one such as logits, is gathered on every rank, which plans do not price. So ranks may
+        use outputs differently (for example, only one prints them); if tensors were gathered at their first use, the
+        others would wait for ever. If only the loss is needed, :meth:`step` gathers nothing else.
         """
         if self._is_whole:
             return self._original(*args, **kwargs)
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         kind = self._kind(args, kwargs, grad, self._outputs if grad else "all")
-        more = filled(self._programs.calls(), args, kwargs)
-        if more is not None:
-            self._compare(args, kwargs, kind, None)  # Ranks' batches may differ and be alike when filled up.
-            args, kwargs, kind = more.args, more.kwargs, self._kind(more.args, more.kwargs, grad, kind.outputs)
+        padded = filled(self._programs.calls(), args, kwargs)
+        if padded is not None:
+            self._compare(args, kwargs, kind, None)  # Ranks' batches may differ but be equal once padded.
+            args, kwargs, kind = padded.args, padded.kwargs, self._kind(padded.args, padded.kwargs, grad, kind.outputs)
         call = self._prepared(args, kwargs, kind)
-        cut = cut_of(call, more)
-        if not (self.training and grad) and self._programs.speaks:  # In training the loss is what is wanted.
+        cut = cut_of(call, padded)
+        if not (self.training and grad) and self._programs.speaks:  # In training only the loss matters.
             call.warn_of_lost(self._told_lost)
         leaves = call.leaves(args, kwargs)
         if isinstance(call, PipelineCall):
@@ -165,18 +164,18 @@ class ParallelModule(OwnSamples, Delegating):
         return call.rebuild(cut({name: call.present(name, value) for name, value in call.run(leaves)[0].items()}))
 
     def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
-        detached loss, the same on every rank. With a loss function, ``targets=`` are what it compares the output with,
-        ``loss_fn(output, targets)``: tensors in any tree, which the model does not see. Gradients are of the loss times
-        ``scale`` (1 / n to add up n batches as one of n times their size), the returned loss is not; a model whose
-        forward has a ``scale`` gets it instead. Raises :class:`AutoparError` if there is no loss."""
+        """Runs forward and backward of the model's loss, and adds gradients to ``.grad`` of the parameters. Returns the
+        detached loss, the same on every rank. ``targets=``: the second argument of a loss function, ``loss_fn(output,
+        targets)``, as tensors in any tree; the model does not get them. Gradients are those of the loss times ``scale``
+        (1 / n to accumulate n batches as one of n times their size); the returned loss is not scaled. A model whose
+        forward has a parameter ``scale`` gets it instead. Raises :class:`AutoparError` if there is no loss."""
         args, kwargs = before_step(self, args, kwargs)
         kwargs, factor = step_scale(self._original, kwargs, scale)
         call = self.prepare(args, kwargs, "loss", grad=True)
         return call.step(call.leaves(args, kwargs), factor)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: CallKind) -> Call:
-        """The program that differentiates every output of a call of the kind ``before``, as later calls do."""
+        """The program that differentiates every output of a call of the kind ``before``. Later calls use it too."""
         kind = self._kind(args, kwargs, True, "each")
         if kind.circumstances != before.circumstances:
             raise AutoparError(
@@ -196,8 +195,8 @@ class ParallelModule(OwnSamples, Delegating):
         *,
         grad: bool = True,
     ) -> AnyCall:
-        """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
-        the mesh."""
+        """Compiles a program for calls like this one, unless there is one, without running it. Collective over the
+        mesh."""
         return self._prepared(args, kwargs, self._kind(args, kwargs, grad, outputs))
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted) -> CallKind:
@@ -205,15 +204,15 @@ class ParallelModule(OwnSamples, Delegating):
         return kind_of(self._original, args, kwargs, grad, outputs)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
-        found = self._programs.find(kind)
-        self._compare(args, kwargs, kind, found)
-        call = found or self._make(args, kwargs, kind)
+        existing = self._programs.find(kind)
+        self._compare(args, kwargs, kind, existing)
+        call = existing or self._make(args, kwargs, kind)
         if isinstance(call, PipelineCall):
             call.timelines = self._timelines
         return call
 
-    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, found: AnyCall | None) -> None:
-        """Ranks compare this call before they run it."""
+    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, call: AnyCall | None) -> None:
+        """Compares this call between ranks before it runs; ``call``: its program, if there is one."""
         if not self._checks.active:
             return
         leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
@@ -224,7 +223,7 @@ class ParallelModule(OwnSamples, Delegating):
         def because() -> str:
             return "; ".join(difference.text for difference in self._programs.why(kind, named()))
 
-        number = None if found is None else self._programs.number(found)
+        number = None if call is None else self._programs.number(call)
         self._checks.check(CheckedCall(kind, leaves, number, lambda: list(named()), because))
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
@@ -247,15 +246,15 @@ class ParallelModule(OwnSamples, Delegating):
         return call
 
     def programs(self) -> tuple[ProgramLine, ...]:
-        """The programs made so far, oldest first: another kind of call (other shapes, dtypes, values of inputs that are
-        no tensors, modes, frozen parameters) has a program of its own, with the parameters where they are. ``print``
-        each for a line; at most 64 are kept besides the one that was planned."""
+        """The programs compiled so far, oldest first. Each kind of call (shapes, dtypes, values of non-tensor inputs,
+        modes, frozen parameters) has its own program, with the parameters in the same places. ``str`` of each is a
+        line; at most 64 are kept in addition to those that a plan was made for."""
         return self._programs.listing()
 
     def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         inputs = tree_flatten((args, kwargs))[0]
-        given = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-        return given or any(parameter.requires_grad for parameter in self.parameters())
+        by_inputs = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+        return by_inputs or any(parameter.requires_grad for parameter in self.parameters())
 
     @property
     def plan(self) -> Any:
@@ -270,34 +269,35 @@ class ParallelModule(OwnSamples, Delegating):
     def optimizer(
         self, cls: Callable[..., torch.optim.Optimizer], params: Any = None, **kwargs: Any
     ) -> torch.optim.Optimizer:
-        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
-        it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.state.optimizer`). State that
-        the plan puts into host memory is on the device only while its parameter is updated. ``params``: some of the
-        parameters, or groups of them, as torch takes them; parameters by themselves, by name, or as the model had them
-        before ``parallelize`` (:mod:`autopar.runtime.state.param_groups`)."""
+        """Creates ``cls`` over the named parameters, before or after the first batch. Its state is sharded like the
+        parameters, and it steps on local shards if that gives the same numbers
+        (:mod:`autopar.runtime.state.optimizer`). State that the plan keeps in host memory is on the device only while
+        its parameter is updated. ``params``: some of the parameters, or groups of them, as torch takes them: the
+        parameters themselves, their names, or those of the model before ``parallelize``
+        (:mod:`autopar.runtime.state.param_groups`)."""
         groups = ParamGroups(self)
-        made = make_optimizer(cls, groups.resolve(params), self._rests_in_host_memory, **kwargs)
-        groups.follow(made)
+        optimizer = make_optimizer(cls, groups.resolve(params), self._rests_in_host_memory, **kwargs)
+        groups.follow(optimizer)
         if self._loss_scale is not None:
-            watch_zero_grad(made, self._loss_scale)
-        return made
+            watch_zero_grad(optimizer, self._loss_scale)
+        return optimizer
 
     def _rests_in_host_memory(self, path: str) -> bool:
-        """Whether the plan, if there is one, keeps the optimizer state of the parameter there."""
-        known = getattr(self._plan, "parameters", {})
-        return path in known and bool(known[path].offload)
+        """Whether the plan, if there is one, keeps the optimizer state of the parameter in host memory."""
+        placements = getattr(self._plan, "parameters", {})
+        return path in placements and bool(placements[path].offload)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter, gradient or optimizer state of this model, whole on every rank, even if only another pipeline
-        stage holds it (where the tensor's own ``full_tensor()`` is empty). Collective over the mesh."""
+        """The whole of a parameter, gradient or optimizer state of this model on every rank, also if it is on another
+        pipeline stage (where the tensor's own ``full_tensor()`` is empty). Collective over the mesh."""
         with torch.no_grad():
             return whole_everywhere(tensor.detach(), self._groups)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As :func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan. Collective over the mesh;
-        returns the norm before clipping, on every rank."""
+        """:func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan. Returns the norm before clipping,
+        on every rank. Collective over the mesh."""
         with torch.no_grad():
             gradients = gradients_of(self.parameters())
             norm = total_norm(gradients, self._groups, float(norm_type))
@@ -307,9 +307,9 @@ class ParallelModule(OwnSamples, Delegating):
         return norm
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """The global batch, given whole, with each tensor as a DTensor of which this rank holds what the plan wants of
-        it: a dict for keyword inputs, a tuple for positional ones. Collective. (Of a rank's own samples
-        :meth:`from_local` makes one.)"""
+        """Converts the tensors of a global batch to DTensors, of which this rank has the parts that the plan reads: a
+        dict for keyword inputs, a tuple for positional ones. Collective. (:meth:`from_local` joins a rank's own
+        samples.)"""
         check_one_form("local_batch", args, kwargs)
         call = self._any_call(args, kwargs)
         leaves = as_parts(call, call.leaves(args, kwargs))
@@ -317,23 +317,23 @@ class ParallelModule(OwnSamples, Delegating):
         return positional if args else keywords
 
     def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
-        """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
+        """A compiled call for such a batch, with any outputs, since all read the same placements."""
         kind = kind_of(self._original, args, kwargs, False, "all")
-        known = self._programs.calls()
-        found = next((call for one, call in known if replace(one, grad=False, outputs="all") == kind), None)
-        self._compare(args, kwargs, kind, found)
-        return found or self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
+        calls = self._programs.calls()
+        existing = next((call for other, call in calls if replace(other, grad=False, outputs="all") == kind), None)
+        self._compare(args, kwargs, kind, existing)
+        return existing or self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
 
     def random_state(self) -> dict[str, int]:
-        """What determines the random numbers of the next call, besides the model: the ``seed``, the training calls made
-        so far (``steps``) and all other calls (``evaluations``), counting only calls that draw. Save it in a checkpoint
-        beside the ``state_dict``, which has the keys of the original."""
+        """The state that determines the random numbers of the model's next call: the ``seed``, the number of training
+        calls (``steps``) and of all other calls (``evaluations``), counting only calls that draw. Save it in a
+        checkpoint with the ``state_dict``, which has the keys of the original."""
         return asdict(self._random)
 
     def set_random_state(self, state: Mapping[str, int]) -> None:
-        """Continues from what :meth:`random_state` returned; rank 0's ``state`` counts. Collective."""
-        given = RandomState(**state)
-        values = [torch.tensor([given.seed, given.steps, given.evaluations])]
+        """Restores a state of :meth:`random_state`; rank 0's ``state`` is used. Collective."""
+        restored = RandomState(**state)
+        values = [torch.tensor([restored.seed, restored.steps, restored.evaluations])]
         self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
             1
         ].tolist()
@@ -350,18 +350,18 @@ class ParallelModule(OwnSamples, Delegating):
         return self._loss_scale is not None and self._loss_scale.overflowed
 
     def loss_scale_state(self) -> dict[str, float | int]:
-        """The scale of the loss under fp16, in the form of :meth:`torch.amp.GradScaler.state_dict`. Save it in a
-        checkpoint beside the ``state_dict``; empty under other policies."""
+        """The scale of the loss under fp16, in the form of :meth:`torch.amp.GradScaler.state_dict`; empty under other
+        policies. Save it in a checkpoint with the ``state_dict``."""
         return {} if self._loss_scale is None else self._loss_scale.state()
 
     def set_loss_scale_state(self, state: Mapping[str, float | int]) -> None:
-        """Continues from what :meth:`loss_scale_state` or a :class:`torch.amp.GradScaler` returned. Rank 0's ``state``
-        counts; there is no effect if it is empty, or if the loss is not scaled. Collective."""
+        """Restores a state of :meth:`loss_scale_state` or of a :class:`torch.amp.GradScaler`; rank 0's ``state`` is
+        used. No effect if it is empty, or if the loss is not scaled. Collective."""
         if self._loss_scale is None:
             return
         own = self._loss_scale.state()
-        given = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64)
-        self._loss_scale.load(dict(zip(own, next(broadcast_first([given], self._groups))[1].tolist(), strict=True)))
+        values = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64)
+        self._loss_scale.load(dict(zip(own, next(broadcast_first([values], self._groups))[1].tolist(), strict=True)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As :meth:`torch.nn.Module.zero_grad`; under fp16 also forgets that gradients overflowed."""
@@ -371,9 +371,9 @@ class ParallelModule(OwnSamples, Delegating):
 
     @contextmanager
     def record_timeline(self) -> Iterator[list[Timeline]]:
-        """Measures, inside the ``with`` block, what each action of a step in microbatches takes: a
-        :class:`Timeline` of all pipeline stages for each pass is appended to the list this gives. Steps without a
-        pipeline have none."""
+        """Measures the seconds of each action of steps in microbatches inside the ``with`` block: appends a
+        :class:`Timeline` of all pipeline stages for each run to the list that it yields. Steps without a pipeline have
+        none."""
         timelines: list[Timeline] = []
         self._timelines = timelines
         try:

@@ -62,7 +62,7 @@ class ImaginedGroups(MeshGroups):
     ) -> None:
         self.shape, self.coordinate = shape, coordinate
         self._backend, self._device = backend, device
-        self._made: dict[tuple[int, ...], AxisGroup] = {}
+        self._by_axes: dict[tuple[int, ...], AxisGroup] = {}
 
     @property
     def device(self) -> torch.device:

@@ -1,12 +1,12 @@
-"""Hooks that users register on parameters: what autograd does with them, a compiled step does as well.
+"""Runs hooks that users register on parameters in compiled steps, as autograd does.
 
-``register_hook`` sees the gradient of one backward before it is added to ``.grad``: a DTensor placed as the parameter
-is. What the hook returns replaces it, in any placement, or as a whole plain tensor, the same on every rank. Plain
-tensors in the hook, such as a mask, count as whole tensors that every rank has. After ``.grad`` was added to, the hooks
-of ``register_post_accumulate_grad_hook`` run. A step in microbatches runs each hook once, on the gradient of the whole
-batch.
+A hook of ``register_hook`` gets the gradient of one backward before it is added to ``.grad``: a DTensor with the
+parameter's placements. Its return value replaces the gradient; it may have any placements, or be a whole plain tensor
+that is the same on every rank. Plain tensors in the hook, such as a mask, are treated as replicated. The hooks of
+``register_post_accumulate_grad_hook`` run after the gradient was added to ``.grad``. A step in microbatches runs each
+hook once, on the gradient of the whole batch.
 
-Hooks belong to the Python object of a parameter. Registered before ``parallelize``, they go with it to the DTensor
+Hooks belong to the Python object of a parameter. Hooks registered before ``parallelize`` are moved to the DTensor
 (:func:`carry_hooks`), and their handles still remove them.
 """
 
@@ -28,38 +28,38 @@ Table = dict[int, Any] | None
 
 
 def hooks_of(parameter: torch.Tensor) -> tuple[Table, Table]:
-    """The dicts that hold the hooks of ``parameter``, to be given to :func:`set_hooks`."""
+    """The dicts of the hooks of ``parameter``, for :func:`set_hooks`."""
     return gradient_hooks(parameter), accumulation_hooks(parameter)
 
 
 def set_hooks(parameter: torch.Tensor, hooks: tuple[Table, Table]) -> None:
-    """Makes ``parameter`` have ``hooks``: the very dicts, through which their handles remove them."""
-    for found, give in zip(hooks, (set_gradient_hooks, set_accumulation_hooks), strict=True):
-        if found is not None:
-            give(parameter, found)
+    """Sets the ``hooks`` of ``parameter``: the dicts themselves, through which their handles remove them."""
+    for table, set_table in zip(hooks, (set_gradient_hooks, set_accumulation_hooks), strict=True):
+        if table is not None:
+            set_table(parameter, table)
 
 
 def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Gives the hooks of ``source`` to ``target``, which takes its place."""
+    """Moves the hooks of ``source`` to ``target``, which replaces it."""
     set_hooks(target, hooks_of(source))
 
 
 def run_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient`` after the hooks of ``parameter`` on it, placed as before."""
+    """Applies the hooks of ``parameter`` to ``gradient``, and keeps its placements."""
     for hook in tuple((gradient_hooks(parameter) or {}).values()):
         gradient = _result(_inner(hook), gradient)
     return gradient
 
 
 def run_post_hooks(parameter: nn.Parameter) -> None:
-    """The hooks of ``parameter`` for after its ``.grad`` was added to."""
+    """Runs the post-accumulation hooks of ``parameter``."""
     for hook in tuple((accumulation_hooks(parameter) or {}).values()):
         _inner(hook)(parameter)
 
 
 def prepare_hooks(parameter: nn.Parameter, arrives: bool) -> None:
-    """Before autograd runs the hooks of ``parameter`` itself: lets them do what :func:`run_hooks` lets them, and
-    whether a gradient ``arrives`` at all: torch runs hooks also where there is none."""
+    """Wraps the hooks of ``parameter`` before autograd runs them, so that they behave as in :func:`run_hooks`.
+    ``arrives``: whether there is a gradient; torch runs hooks also if there is none."""
     for table, wrapper in zip(hooks_of(parameter), (_OnGradient, _AfterAccumulation), strict=True):
         hooks = table or {}
         for key, hook in tuple(hooks.items()):
@@ -70,7 +70,7 @@ def prepare_hooks(parameter: nn.Parameter, arrives: bool) -> None:
 
 
 class _Wrapped:
-    """A hook as autograd is to call it."""
+    """A user's hook, wrapped for autograd."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -95,27 +95,27 @@ def _inner(hook: Any) -> Callable[[Any], Any]:
 
 def _result(hook: Callable[[Any], Any], gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, DTensor):
-        found = hook(gradient)
-        return gradient if found is None else found
+        result = hook(gradient)
+        return gradient if result is None else result
     with implicit_replication():
-        found = hook(gradient)
-        return gradient if found is None else _placed_like(found, gradient, hook)
+        result = hook(gradient)
+        return gradient if result is None else _placed_like(result, gradient, hook)
 
 
-def _placed_like(found: Any, gradient: DTensor, hook: Any) -> DTensor:
-    if not isinstance(found, torch.Tensor) or found.shape != gradient.shape:
-        what = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+def _placed_like(result: Any, gradient: DTensor, hook: Any) -> DTensor:
+    if not isinstance(result, torch.Tensor) or result.shape != gradient.shape:
+        returned = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
         name = getattr(hook, "__qualname__", repr(hook))
         raise AutoparError(
-            f"the hook {name} on a parameter returned {what} for a gradient of shape {list(gradient.shape)}: return "
-            "a tensor of that shape, whole or a DTensor, or None to leave the gradient as it is"
+            f"the hook {name} on a parameter returned {returned} for a gradient of shape {list(gradient.shape)}: "
+            "return a tensor of that shape, whole or a DTensor, or None to leave the gradient unchanged"
         )
     mesh, places = gradient.device_mesh, gradient.placements
-    if mesh.get_coordinate() is None:  # The gradient of another pipeline stage, of which this rank has nothing.
+    if mesh.get_coordinate() is None:  # The gradient of another pipeline stage, which is empty on this rank.
         return gradient
-    if not isinstance(found, DTensor):
-        found = DTensor.from_local(found.to(gradient.device), mesh, (Replicate(),) * mesh.ndim, run_check=False)
-    if found.placements != places:
-        found = found.redistribute(placements=places)
-    converted: DTensor = found.to(gradient.dtype)
+    if not isinstance(result, DTensor):
+        result = DTensor.from_local(result.to(gradient.device), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    if result.placements != places:
+        result = result.redistribute(placements=places)
+    converted: DTensor = result.to(gradient.dtype)
     return converted

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model that may lie on several meshes, and clipping by it."""
+"""The norm of all gradients of a model, which may be on several meshes, and clipping by it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .parameters import local_of
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients there are."""
+    """The gradients that exist."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def copies(gradient: torch.Tensor, groups: MeshGroups) -> int:
-    """On how many devices each element of a gradient lies."""
+    """The number of devices that have each element of a gradient."""
     if not isinstance(gradient, DTensor):
         return math.prod(groups.shape)
     mesh = gradient.device_mesh
@@ -28,8 +28,8 @@ def copies(gradient: torch.Tensor, groups: MeshGroups) -> int:
 
 
 def norms(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: float) -> torch.Tensor:
-    """The ``norm_type`` norm of each of ``gradients``, whole, [number of gradients], on every rank of ``groups``, where
-    each rank has its part of them. Collective, one message."""
+    """The ``norm_type`` norm of each whole gradient of ``gradients``, [number of gradients], on every rank of
+    ``groups``; each rank has its part of the gradients. Collective, one message."""
     everyone = groups.over(groups.axes)
     own = torch.stack([_part(local_of(g), copies(g, groups), norm_type).to(groups.device) for g in gradients])
     if everyone.group is not None:
@@ -38,8 +38,8 @@ def norms(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: float) -
 
 
 def _part(local: torch.Tensor, count: int, norm_type: float) -> torch.Tensor:
-    """What ``local``, one of ``count`` equal copies, contributes: the largest or least absolute value, or its share of
-    the sum of powers."""
+    """The contribution of ``local``, one of ``count`` equal copies: the largest or least absolute value, or its share
+    of the sum of powers."""
     if not local.numel():
         return torch.full((), math.inf if norm_type == -math.inf else 0.0, device=local.device)
     norm: torch.Tensor = torch.linalg.vector_norm(local, norm_type).float()
@@ -55,15 +55,15 @@ def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
 
 
 def total_norm(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: float) -> torch.Tensor:
-    """That of all their elements as one vector. Collective."""
+    """The norm of all elements of ``gradients`` as one vector. Collective."""
     if not gradients:
         return torch.zeros((), device=groups.device)
-    found: torch.Tensor = torch.linalg.vector_norm(norms(gradients, groups, norm_type), norm_type)
-    return found
+    norm: torch.Tensor = torch.linalg.vector_norm(norms(gradients, groups, norm_type), norm_type)
+    return norm
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales ``gradients`` in place so that their ``norm`` is at most ``max_norm``, as torch does it."""
+    """Scales ``gradients`` in place so that their ``norm`` is at most ``max_norm``, with torch's formula."""
     # The 1e-6 of torch.nn.utils.clip_grad_norm_.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:

@@ -1,20 +1,20 @@
-"""The scale of the loss under fp16: gradients below 6e-8 would be zero, so those of a multiple of it are computed.
+"""Loss scaling under fp16: gradients below 6e-8 would be zero, so those of a multiple of the loss are computed.
 
-The factor follows the rule of :class:`torch.amp.GradScaler`: halved by a step whose gradients overflow, doubled after
-``growth_interval`` steps in a row that did not. Users see gradients of the loss itself: they are divided by the scale
-as soon as they are reduced, before they are added to ``.grad``.
+The scale follows the rule of :class:`torch.amp.GradScaler`: it is halved by a step whose gradients overflow, and
+doubled after ``growth_interval`` steps in a row without overflow. Users see gradients of the loss itself: they are
+divided by the scale as soon as they are reduced, before they are added to ``.grad``.
 
-Gradients may be added up over several passes until an optimizer consumes them. If one of these passes overflows on any
-rank, the sum would lack a part, so there is no sum on any rank: what was added up before is dropped, and so is whatever
-arrives until an optimizer has stepped or ``zero_grad`` was called, of the model or of an optimizer that it made. (That
-of another optimizer cannot be told: one made by hand is to step also where the model has overflowed.) ``.grad`` is None
-meanwhile, so that an optimizer of any class skips its step, its state untouched, and so does clipping. All passes up to
-there count as one step.
+Gradients may be accumulated over several passes until an optimizer consumes them. If one of these passes overflows on
+any rank, the sum would lack a part, so all ranks drop it: the gradients accumulated so far, and those of later passes
+until an optimizer steps or ``zero_grad`` is called, on the model or on an optimizer that it made. (``zero_grad`` of
+other optimizers cannot be observed, so an optimizer made by hand must also step after an overflow.) Meanwhile ``.grad``
+is None, so that optimizers of any class skip their step and keep their state, and clipping does nothing. All passes
+until then count as one step.
 
-A loop that leaves out both after an overflow never trains again. Nor does it with :class:`torch.amp.GradScaler`, whose
-``step`` is called in any case: infinite gradients stay in ``.grad`` until ``zero_grad``, and whatever is added to them
-is infinite. Here it is told, by a warning on every rank alike, once 256 passes were dropped: a loop that adds up fewer
-never is, whatever it asks, and one that adds up more goes on as it should.
+A loop that does neither after an overflow never trains again. The same holds for :class:`torch.amp.GradScaler`, whose
+``step`` is always called: infinite gradients stay in ``.grad`` until ``zero_grad``, and sums with them are infinite.
+Here every rank warns once 256 passes were dropped: loops that accumulate fewer passes never get the warning, and loops
+that accumulate more continue correctly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.runtime.torch_internals.tensor_lists import each_norm, multiply_in_
 
 # The defaults of torch.amp.GradScaler.
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-# Passes in a row whose gradients are dropped before that is called odd, nobody seeming to consume gradients.
+# The number of dropped passes in a row after which to warn that nothing seems to consume gradients.
 # Chosen: no loop accumulates gradients over as many passes.
 _PATIENCE = 256
 _REMEDY = (
@@ -47,8 +47,9 @@ _REMEDY = (
 
 @dataclass
 class LossScale:
-    """See the module docstring. ``tracker`` counts steps since the scale changed; ``overflowed`` tells of the passes
-    since gradients were last consumed, and keeps telling until the next pass after they are. The same on every rank."""
+    """See the module docstring. ``tracker``: the number of steps since the scale changed; ``overflowed``: whether a
+    pass since gradients were last consumed overflowed; it stays set until the next pass after they are consumed. The
+    same on every rank."""
 
     scale: float = FIRST
     growth_factor: float = GROWTH
@@ -61,16 +62,16 @@ class LossScale:
     _guards: list[RemovableHandle] = field(default_factory=list, repr=False)
 
     def settle(self, gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], groups: MeshGroups) -> bool:
-        """Divides the local tensors ``gradients`` of one pass by the scale, in place; whether they may be added up. If
-        not, since an element of these or of an earlier pass is not finite on some rank of ``groups``, ``parameters``
-        have no gradients, and get none until :meth:`consumed`. Collective. Warns, on all ranks and once a step, if
-        nobody seems to consume gradients."""
+        """Divides the local tensors ``gradients`` of one pass by the scale, in place. Returns whether they may be
+        accumulated. If not, because an element of this or of an earlier pass is not finite on some rank of ``groups``,
+        drops the gradients of ``parameters`` until :meth:`consumed`. Collective. Warns, on all ranks and once a step,
+        if nothing seems to consume gradients."""
         if not self._adding:
             self._adding, self.overflowed, self._dropped = True, False, 0
-        given = [gradient for gradient in gradients if gradient.numel()]
-        overflow = _overflow(given, groups)
-        if given:
-            multiply_in_place(given, 1.0 / self.scale)
+        nonempty = [gradient for gradient in gradients if gradient.numel()]
+        overflow = _overflow(nonempty, groups)
+        if nonempty:
+            multiply_in_place(nonempty, 1.0 / self.scale)
         if overflow and not self.overflowed:
             self.overflowed, self.scale, self.tracker = True, self.scale * self.backoff_factor, 0
         if self.overflowed:
@@ -80,11 +81,11 @@ class LossScale:
     def _drop(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.grad = None
-        if not self._guards:  # Autograd may still be holding what other passes gave.
+        if not self._guards:  # Autograd may still add gradients of other passes.
             wanted = [parameter for parameter in parameters if parameter.requires_grad]
             self._guards = [p.register_post_accumulate_grad_hook(_without_gradient) for p in wanted]
         self._dropped += 1
-        # How many passes were dropped is the same on every rank: where a warning is an error, no rank is left waiting.
+        # All ranks have dropped the same number of passes, so if warnings are errors all of them raise.
         if self._dropped == _PATIENCE:
             warnings.warn(
                 f"the gradients of {self._dropped} passes were dropped since one of them overflowed, as those of the "
@@ -93,7 +94,7 @@ class LossScale:
             )
 
     def consumed(self) -> None:
-        """Gradients have been used, or thrown away: what comes next is another step."""
+        """Called when gradients have been used or dropped: the next pass begins a new step."""
         for guard in self._guards:
             guard.remove()
         self._guards = []
@@ -104,13 +105,13 @@ class LossScale:
         self._adding = False
 
     def copied(self) -> LossScale:
-        """Another of the same state, which no gradients have been added up with."""
-        made = LossScale()
-        made.load(self.state())
-        return made
+        """A copy with the same state, without accumulated gradients."""
+        scale = LossScale()
+        scale.load(self.state())
+        return scale
 
     def state(self) -> dict[str, float | int]:
-        """In the form of :meth:`torch.amp.GradScaler.state_dict`."""
+        """The state in the form of :meth:`torch.amp.GradScaler.state_dict`."""
         return {
             "scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -127,15 +128,15 @@ class LossScale:
 
 
 def _overflow(gradients: Sequence[torch.Tensor], groups: MeshGroups) -> bool:
-    """Whether any element is infinite or no number, anywhere. The largest magnitude of each tensor tells."""
+    """Whether any element on any rank is infinite or nan, by the largest magnitude of each tensor."""
     everyone, device = groups.over(groups.axes), groups.device
-    found = torch.zeros((), device=device)
+    overflow = torch.zeros((), device=device)
     if gradients:
         largest = each_norm(gradients, float("inf"))
-        found = (~torch.stack([size.to(device, torch.float32) for size in largest]).isfinite().all()).float()
+        overflow = (~torch.stack([size.to(device, torch.float32) for size in largest]).isfinite().all()).float()
     if everyone.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=everyone.group)
-    return bool(found)
+        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone.group)
+    return bool(overflow)
 
 
 def _without_gradient(parameter: torch.Tensor) -> None:
@@ -143,12 +144,12 @@ def _without_gradient(parameter: torch.Tensor) -> None:
 
 
 def watch_optimizers(model: nn.Module, scale: LossScale) -> None:
-    """From now on, a step of any torch optimizer that has a parameter of ``model`` consumes its gradients. Such a step
-    is told by torch's hook for all optimizers, since users make their own."""
-    known = weakref.ref(model)
+    """From now on, a step of any torch optimizer with a parameter of ``model`` consumes its gradients. Uses torch's
+    hook for all optimizers, since users create their own."""
+    model_ref = weakref.ref(model)
 
     def stepped(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        watched = known()
+        watched = model_ref()
         own = set() if watched is None else set(map(id, watched.parameters()))
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             scale.consumed()
@@ -157,8 +158,8 @@ def watch_optimizers(model: nn.Module, scale: LossScale) -> None:
 
 
 def watch_zero_grad(optimizer: torch.optim.Optimizer, scale: LossScale) -> None:
-    """From now on, :meth:`zero_grad` of ``optimizer`` consumes gradients too, as who leaves out the step would have it.
-    Of one object, as torch's learning-rate schedulers do it to ``step``."""
+    """From now on, :meth:`zero_grad` of ``optimizer`` consumes gradients too, for loops that skip the step. Replaces
+    the method of this object, as torch's learning-rate schedulers do with ``step``."""
     clear = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

@@ -1,10 +1,10 @@
-"""Values for a model on the meta device, one tensor at a time.
+"""Initialises a model on the meta device, one tensor at a time.
 
 The model's own initialisation (``reset_parameters`` of every module, children first, then Hugging Face's
-``initialize_weights``) runs once on the meta tensors, where it costs nothing, while every operation on them
-is recorded. A tensor's values are then the replay of just the operations it depends on, on a real device: the
-largest thing ever held is one whole tensor. Each random operation is seeded by its place in the record, so
-values depend on the seed and the model alone: not on the mesh, nor on which tensors a rank asks for.
+``initialize_weights``) runs once on the meta tensors, at no cost, and every operation on them is recorded. To compute a
+tensor's values, only the operations that it depends on are replayed on a real device, so that at most one whole tensor
+is in memory. Each random operation is seeded by its position in the record, so values depend only on the seed and the
+model, not on the mesh, nor on which tensors a rank computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.torch_internals.operators import is_mutable, schema_of
 from autopar.torch_internals.tensors import storage_key
 from autopar.torch_internals.trees import tree_leaves, tree_map
 
-# In-place operations that do not read what they overwrite.
+# In-place operations that do not read the tensor they overwrite.
 _OVERWRITES = {
     "normal_",
     "uniform_",
@@ -55,8 +55,8 @@ class _Meta:
 
 @dataclass(frozen=True)
 class _Step:
-    """One recorded operation: what it read, what it wrote, and its place in the record. It ``fills`` what it
-    writes without reading it, and ``overwrites`` if that is all of it."""
+    """One recorded operation, at position ``index``, with the storages that it ``reads`` and ``writes``. ``fills``: it
+    does not read what it writes; ``overwrites``: it also writes whole storages."""
 
     index: int
     function: Any
@@ -78,7 +78,7 @@ def _is_meta(value: object) -> bool:
 
 
 def _note(value: Any) -> Any:
-    """``value`` as it stays in the record: a meta tensor by its storage, a real one by its values now."""
+    """``value`` in the form of the record: meta tensors by their storage, real ones by their current values."""
     if not isinstance(value, torch.Tensor):
         return value
     if not _is_meta(value):
@@ -88,8 +88,8 @@ def _note(value: Any) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records what is done to meta tensors. Keeps their storages alive, which are told apart by address (not
-    the tensors: a view would hold its base, which could then not be swapped)."""
+    """Records operations on meta tensors. Keeps their storages alive, since addresses identify them, but not the
+    tensors: a view would keep its base alive, which then could not be swapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,40 +99,42 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)]
-        made = [leaf for leaf in tree_leaves(result) if _is_meta(leaf)]
-        if given or made:
-            self.kept.update((_storage(tensor), tensor.untyped_storage()) for tensor in given + made)
-            self._record(func, args, kwargs, given, made)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)]
+        results = [leaf for leaf in tree_leaves(result) if _is_meta(leaf)]
+        if operands or results:
+            self.kept.update((_storage(tensor), tensor.untyped_storage()) for tensor in operands + results)
+            self._record(func, args, kwargs, operands, results)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        reads = frozenset(map(_storage, given))
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        reads = frozenset(map(_storage, operands))
         mutable = is_mutable(func)
         if mutable:
             writes = frozenset(_storage(t) for t in _mutated(func, args, kwargs) if _is_meta(t))
         else:
-            writes = frozenset(map(_storage, made)) - reads
+            writes = frozenset(map(_storage, results)) - reads
         if not writes:
             return
         fills = not mutable or schema_of(func).name.split("::")[1] in _OVERWRITES
-        made = [tensor for tensor in made if _storage(tensor) not in reads]
-        self.add(func, args, kwargs, made, reads, writes, fills, fills and (not mutable or _note(args[0]).whole))
+        new = [tensor for tensor in results if _storage(tensor) not in reads]
+        self.add(func, args, kwargs, new, reads, writes, fills, fills and (not mutable or _note(args[0]).whole))
 
     def add(
         self,
         function: Any,
         args: Any,
         kwargs: Any,
-        made: list[torch.Tensor],
+        results: list[torch.Tensor],
         reads: frozenset[int],
         writes: frozenset[int],
         fills: bool,
         overwrites: bool,
     ) -> None:
-        """Appends a step, with everything noted as it is now."""
+        """Appends a step, with the current values of real tensors."""
         noted_args, noted_kwargs = tree_map(_note, (args, kwargs))
-        outputs = tuple(map(_note, made))
+        outputs = tuple(map(_note, results))
         index = len(self.steps)
         self.steps.append(
             _Step(
@@ -149,7 +151,8 @@ class _Recorder(TorchDispatchMode):
         )
 
     def add_whole(self, function: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        """Records ``function(tensor, ...)`` of :data:`SKIPPED_ON_META`, or runs it on a real tensor."""
+        """Records ``function(tensor, ...)`` of :data:`SKIPPED_ON_META`. Raises :class:`AutoparError` for a real
+        tensor."""
         if not _is_meta(tensor):
             raise AutoparError(f"{function.__name__} of a real tensor inside the initialisation of a meta model")
         self.kept[_storage(tensor)] = tensor.untyped_storage()
@@ -159,13 +162,13 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, everything done to meta tensors is recorded, what torch.nn.init skips included.
+        """Records all operations on meta tensors while the context is open, including those that torch.nn.init skips.
 
-        Those functions are known under many names (transformers keeps them in a table), so their code is
-        exchanged, not the names.
+        The functions of torch.nn.init are referred to by many names (transformers keeps them in a table), so their code
+        is replaced, not the names.
         """
         functions = [getattr(nn.init, name) for name in SKIPPED_ON_META]
-        kept = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions]
+        originals = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions]
         nn.init.__dict__["_autopar_recorder"] = self
         try:
             for name, function in zip(SKIPPED_ON_META, functions, strict=True):
@@ -175,12 +178,12 @@ class _Recorder(TorchDispatchMode):
                 yield
         finally:
             del nn.init.__dict__["_autopar_recorder"]
-            for function, (code, defaults, keywords) in zip(functions, kept, strict=True):
+            for function, (code, defaults, keywords) in zip(functions, originals, strict=True):
                 function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, keywords
 
 
 def _relay(name: str) -> CodeType:
-    """The code of a function in ``torch.nn.init`` that hands its call to the recorder."""
+    """The code of a function in ``torch.nn.init`` that passes its call to the recorder."""
     source = (
         f"def {name}(tensor, *args, **kwargs):\n    return _autopar_recorder.add_whole({name}, tensor, args, kwargs)\n"
     )
@@ -199,7 +202,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _initialise(module: nn.Module) -> None:
-    """The model's own initialisation, children first."""
+    """Runs the model's own initialisation, children first."""
     for path, part in reversed(list(module.named_modules())):
         if (reset := initialiser_of(part)) is not None:
             try:
@@ -225,7 +228,7 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 
 
 class Initialiser:
-    """The initial values of the meta tensors of ``module``; see the module docstring. ``seed`` decides the
+    """Computes the initial values of the meta tensors of ``module``; see the module docstring. ``seed``: determines the
     random ones.
 
     Raises :class:`AutoparError` for a module whose initialisation does not run on the meta device.
@@ -241,8 +244,8 @@ class Initialiser:
                 _initialise(module)
 
     def value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The values of the meta ``tensor`` called ``name``, whole, on the device. Raises
-        :class:`AutoparError` if nothing initialises it."""
+        """The whole values of the meta ``tensor`` called ``name``, on the device. Raises :class:`AutoparError` if
+        nothing initialises it."""
         target = _note(tensor)
         steps = self._needed(target.storage)
         if not steps:
@@ -266,15 +269,15 @@ class Initialiser:
 
     def _needed(self, storage: int) -> list[_Step]:
         """The steps that the final content of ``storage`` depends on, in order."""
-        needed, found = {storage}, []
+        needed, steps = {storage}, []
         for step in reversed(self._recorder.steps):
             hit = step.writes & needed
             if hit:
-                found.append(step)
+                steps.append(step)
                 if step.overwrites:
                     needed -= hit
                 needed |= step.reads - (step.writes if step.overwrites else frozenset())
-        return found[::-1]
+        return steps[::-1]
 
     def _replay(self, step: _Step, storages: dict[int, torch.UntypedStorage]) -> None:
         digest = hashlib.sha256(f"{self.seed}:{step.index}".encode()).digest()
@@ -289,14 +292,13 @@ class Initialiser:
 
         args, kwargs = tree_map(leaf, (step.args, step.kwargs), is_leaf=lambda v: isinstance(v, _Meta))
         result = step.function(*args, **kwargs)
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         if step.outputs:
-            for noted, value in zip(step.outputs, made, strict=True):
+            for noted, value in zip(step.outputs, results, strict=True):
                 storages[noted.storage] = value.untyped_storage()
 
     def _real(self, noted: _Meta, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """The real tensor for a noted meta one; a storage first seen here starts uninitialised, as
-        ``torch.empty`` does."""
+        """The real tensor of a recorded meta tensor; a new storage is uninitialised, as with ``torch.empty``."""
         if noted.storage not in storages:
             extent = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
             size = max(extent, 0) * noted.dtype.itemsize
@@ -310,8 +312,8 @@ class Initialiser:
 
 
 def materialise(module: nn.Module, device: torch.device, seed: int) -> None:
-    """Gives every meta parameter and buffer of ``module`` its initial values on ``device``, whole: the values
-    a parallel module has for the same ``seed``, in place."""
+    """Initialises every meta parameter and buffer of ``module`` in place, whole on ``device``, with the values of a
+    parallel module for the same ``seed``."""
     initialiser = Initialiser(module, device, seed)
     for name, parameter in list(module.named_parameters()):
         if _is_meta(parameter):

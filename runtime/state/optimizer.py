@@ -1,16 +1,15 @@
 """Optimizers that step on local shards.
 
-An optimizer that treats every element by itself (Adam, SGD, ...) does the same on a shard as on the whole: updating the
-local tensors gives the same numbers as updating DTensors, without dispatching thousands of small DTensor operations a
-step. What the user holds is an instance of the very class asked for, over the DTensor parameters: ``param_groups``,
-learning-rate schedulers, ``state_dict`` (state as DTensors, placed like their parameters) and hooks work as always;
-only ``step`` is done by an inner optimizer on the shards, which share their memory with the DTensors.
+An optimizer that updates every element independently (Adam, SGD, ...) does the same on a shard as on the whole:
+updating the local tensors gives the same numbers as updating DTensors, without dispatching thousands of small DTensor
+operations a step. The user gets an instance of the requested class over the DTensor parameters: ``param_groups``,
+learning-rate schedulers, ``state_dict`` (state as DTensors, placed like their parameters) and hooks work as usual. Only
+``step`` is run by an inner optimizer on the shards, which share their memory with the DTensors.
 
-State that the plan keeps in host memory visits the device one parameter at a time, each with an inner optimizer of its
-own: the numbers are the same, and the device has room for the largest.
+State that the plan keeps in host memory is moved to the device one parameter at a time, each with its own inner
+optimizer: the numbers are the same, and the device needs memory for the largest only.
 
-Optimizers that look at a whole tensor (Adafactor, LBFGS, Muon, ...) or that we do not know run on the DTensors
-themselves.
+Optimizers that need whole tensors (Adafactor, LBFGS, Muon, ...) and unknown ones run on the DTensors themselves.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ InHost = Callable[[str], bool]
 def make_optimizer(
     cls: OptimizerClass, params: Iterable[Any], in_host: InHost = lambda path: False, **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """``cls`` over ``params``, named parameters or groups of them; stepping on local shards if it is one of
-    :data:`ELEMENTWISE`. ``in_host``, asked at every step, since there may be no plan yet: whether the state of a
-    parameter, by path, rests in host memory. An optimizer that does not step on shards and is to keep some there raises
-    :class:`AutoparError`, here or when it steps."""
+    """Creates ``cls`` over ``params``, named parameters or groups of them; it steps on local shards if it is one of
+    :data:`ELEMENTWISE`. ``in_host(path)``: whether the state of a parameter is kept in host memory; it is called at
+    every step, since there may be no plan yet. Raises :class:`AutoparError`, here or when it steps, if an optimizer
+    that does not step on shards would have to keep state there."""
     if cls in ELEMENTWISE:
         assert isinstance(cls, type)
         return _on_shards(cls, in_host)(params, **kwargs)
@@ -65,11 +64,11 @@ def make_optimizer(
 
 def _refuse(cls: OptimizerClass, offloaded: list[str]) -> None:
     if offloaded:
-        known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
+        supported = ", ".join(sorted(elementwise.__name__ for elementwise in ELEMENTWISE))
         raise AutoparError(
             f"the plan keeps the optimizer state of {offloaded[0]} and {len(offloaded) - 1} more in host memory, which "
             f"{getattr(cls, '__name__', cls)} cannot: it does not treat every element by itself. Plan with "
-            f"Options(offload=False), or use one of {known}"
+            f"Options(offload=False), or use one of {supported}"
         )
 
 
@@ -87,7 +86,7 @@ def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         cls.load_state_dict(self, state_dict)
         self.autopar_inner = None
-        # torch has put it all on the device.
+        # torch has moved all state to the device.
         for parameter, path, _ in _named(self):
             if parameter in self.state and in_host(path):
                 resting = _in_host({key: _local(value) for key, value in self.state[parameter].items()})
@@ -99,13 +98,13 @@ def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.
 
 def _step(outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
     if outer.autopar_inner is None or _resting(outer, in_host) != outer.autopar_inner.resting:
-        outer.autopar_inner = _Inner(outer, cls, in_host)
+        outer.autopar_inner = _ShardOptimizer(outer, cls, in_host)
     outer.autopar_inner.step(outer)
 
 
-class _Inner:
-    """What steps on the shards: one optimizer for all parameters whose state rests on the device, in the groups of the
-    outer one, and one for each parameter whose state rests in host memory."""
+class _ShardOptimizer:
+    """Steps on the shards: one optimizer for all parameters whose state is on the device, in the groups of the outer
+    one, and one for each parameter whose state is in host memory."""
 
     def __init__(self, outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
         self.resting = _resting(outer, in_host)
@@ -127,7 +126,7 @@ class _Inner:
         return {**_options(outer.param_groups[index]), "params": [self.local[parameter] for parameter in members]}
 
     def _take_state(self, outer: Any, parameter: nn.Parameter) -> None:
-        """The state that the outer optimizer has, say of a checkpoint."""
+        """Takes over the state of the outer optimizer, for example from a checkpoint."""
         if parameter not in outer.state:
             return
         placed = {key: _placed_like(value, parameter) for key, value in outer.state[parameter].items()}
@@ -158,8 +157,8 @@ class _Inner:
 
     @staticmethod
     def _visit(optimizer: torch.optim.Optimizer, local: torch.Tensor) -> None:
-        """One update with the state on the device; what has come back lies where it lay, so whoever looks at it through
-        the outer optimizer sees it."""
+        """Runs one update with the state on the device, and copies it back to the same host memory, which the outer
+        optimizer refers to."""
         if local.grad is None:
             return
         resting = optimizer.state.get(local, {})
@@ -178,17 +177,17 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Tensors of a parameter's state on ``device``; single numbers, such as the count of steps, stay where they are."""
+    """Moves the tensors of a parameter's state to ``device``; scalars, such as the count of steps, stay."""
     return {key: value.to(device, non_blocking=True) if _moves(value) else value for key, value in state.items()}
 
 
 def _in_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of a parameter's state in host memory, pinned for those that were elsewhere."""
+    """Moves the tensors of a parameter's state to host memory, which is pinned for those from a device."""
 
-    def one(value: torch.Tensor) -> torch.Tensor:
+    def move(value: torch.Tensor) -> torch.Tensor:
         return value if value.device.type == "cpu" else value.cpu().pin_memory()
 
-    return {key: one(value) if _moves(value) else value for key, value in state.items()}
+    return {key: move(value) if _moves(value) else value for key, value in state.items()}
 
 
 def _moves(value: Any) -> bool:
@@ -204,10 +203,10 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
 
 
 def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[int, int, bool]]:
-    """What an inner optimizer relies on: the memory of each shard, which changes when a first batch brings a plan, and
-    whether its state rests in host memory. It grows with ``add_param_group``."""
+    """What an inner optimizer depends on: the memory of each shard, which changes when the first batch brings a plan,
+    and whether its state is in host memory. It grows with ``add_param_group``."""
     shards = ((_shard(parameter), in_host(path)) for parameter, path, _ in _named(optimizer))
-    return [(shard.data_ptr(), shard.numel(), is_away) for shard, is_away in shards]
+    return [(shard.data_ptr(), shard.numel(), is_offloaded) for shard, is_offloaded in shards]
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:
@@ -215,7 +214,7 @@ def _shard(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _local(value: Any) -> Any:
-    """The local tensor of a DTensor, sharing its memory; anything else as it is."""
+    """The local tensor of a DTensor, sharing its memory; other values unchanged."""
     if not isinstance(value, DTensor):
         return value
     local = value.to_local().detach()
@@ -223,8 +222,7 @@ def _local(value: Any) -> Any:
 
 
 def _placed_like(value: Any, parameter: nn.Parameter) -> Any:
-    """State made before the first batch lies as parameters lay then: whole. It is cut as the parameter has been
-    since."""
+    """Shards state that was created before the first batch, when parameters were replicated, like its parameter."""
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if value.device_mesh == parameter.device_mesh:
@@ -245,7 +243,7 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def _as_global(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """State tensors of the shape of the local shard as DTensors placed like the parameter, sharing memory."""
+    """Wraps state tensors of the shape of the local shard as DTensors placed like the parameter, sharing memory."""
     if not isinstance(parameter, DTensor):
         return state
     shape = parameter.to_local().shape
@@ -259,9 +257,9 @@ def _as_global(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]
 
 
 def _dtensor(shard: torch.Tensor, parameter: DTensor) -> DTensor:
-    """``shard`` as a DTensor that lies as the parameter does."""
+    """``shard`` as a DTensor placed like the parameter."""
     mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
     if shard.device.type == mesh.device_type:
         return DTensor.from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
-    # ``from_local`` would bring what lies in host memory to the device.
+    # ``from_local`` would move host memory to the device.
     return dtensor(shard, mesh, places, shape, stride)

@@ -1,8 +1,8 @@
-"""Parameter groups of an optimizer, however they name parameters of a parallel model.
+"""Resolves parameter groups of an optimizer to parameters of a parallel model.
 
-A parameter is given as itself, by its name, as a pair of a name and itself, or as the plain parameter that the model
-had before ``parallelize``, which a DTensor has replaced since. Groups are resolved to pairs of the model's name and the
-DTensor, since the plan says by name where the state of a parameter rests.
+Users may pass a parameter itself, its name, a pair of both, or the plain parameter that the model had before
+``parallelize`` replaced it by a DTensor. Groups are resolved to pairs of the model's name and the DTensor, since the
+plan says by name where the state of a parameter is stored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _watching: list[object] = []
 
 
 def mark_replaced(plain: nn.Parameter, replacement: nn.Parameter) -> None:
-    """Remembers what stands in the place of ``plain`` from now on. An optimizer that still has ``plain`` is refused
-    when it steps: it would change nothing."""
+    """Records that ``replacement`` replaces ``plain``. An optimizer that still has ``plain`` raises an error when it
+    steps, since it would change nothing."""
     plain.__dict__[_REPLACEMENT] = replacement
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_refuse_replaced))
@@ -49,21 +49,21 @@ class ParamGroups:
         self._module = module
 
     def resolve(self, params: Any = None) -> list[dict[str, Any]]:
-        """The groups that torch would make of ``params`` (None: one of all parameters), each with pairs of name and
+        """The groups that torch would create from ``params`` (None: one of all parameters), each with pairs of name and
         parameter. Raises :class:`AutoparError` for a name or tensor that is not a parameter of the model, or is in two
         groups."""
-        named, by_id = self._known()
+        named, by_id = self._parameters()
         if params is None:
             params = [{"params": list(by_id.values())}]
-        found = []
+        groups = []
         for group in _groups(params):
             members = (_find(entry, named, by_id) for entry in _entries(group["params"]))
-            found.append({**group, "params": list({id(pair[1]): pair for pair in members}.values())})
-        _check_disjoint(found)
-        return found
+            groups.append({**group, "params": list({id(pair[1]): pair for pair in members}.values())})
+        _check_disjoint(groups)
+        return groups
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on ``add_param_group`` of ``optimizer`` takes parameters in all the ways of :meth:`resolve`."""
+        """From now on ``add_param_group`` of ``optimizer`` accepts parameters in all forms of :meth:`resolve`."""
         add = optimizer.add_param_group
 
         def add_param_group(param_group: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class ParamGroups:
 
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
-    def _known(self) -> tuple[dict[str, nn.Parameter], dict[int, Named]]:
+    def _parameters(self) -> tuple[dict[str, nn.Parameter], dict[int, Named]]:
         """Parameters by all of their names, and the pair of each with its first name."""
         named = dict(self._module.named_parameters(remove_duplicate=False))
         by_id: dict[int, Named] = {}
@@ -115,21 +115,21 @@ def _is_pair(entry: Any) -> bool:
 
 
 def _find(entry: Any, named: Mapping[str, nn.Parameter], by_id: Mapping[int, Named]) -> Named:
-    given = entry[1] if _is_pair(entry) else entry
-    if isinstance(given, str):
-        if given not in named:
-            close = difflib.get_close_matches(given, named, n=3)
+    parameter = entry[1] if _is_pair(entry) else entry
+    if isinstance(parameter, str):
+        if parameter not in named:
+            close = difflib.get_close_matches(parameter, named, n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else "; see model.named_parameters()"
-            raise AutoparError(f"the model has no parameter called {given!r}{hint}")
-        given = named[given]
-    given = getattr(given, _REPLACEMENT, given)
-    if id(given) not in by_id:
+            raise AutoparError(f"the model has no parameter called {parameter!r}{hint}")
+        parameter = named[parameter]
+    parameter = getattr(parameter, _REPLACEMENT, parameter)
+    if id(parameter) not in by_id:
         label = f"{entry[0]!r}, " if _is_pair(entry) else ""
         raise AutoparError(
-            f"{label}{_described(given)}, is no parameter of this model: take them from model.named_parameters(), or "
-            "give their names"
+            f"{label}{_described(parameter)}, is not a parameter of this model: take them from "
+            "model.named_parameters(), or give their names"
         )
-    return by_id[id(given)]
+    return by_id[id(parameter)]
 
 
 def _check_disjoint(groups: list[dict[str, Any]]) -> None:

@@ -1,11 +1,10 @@
-"""A module's parameters as DTensors, placed as a program stores them.
+"""Converts a module's parameters to DTensors in the placements in which a program stores them.
 
-A plain parameter cannot become a DTensor in place (torch: their slots differ), so :func:`wrap_parameters`
-makes every one a DTensor at once, whole on each rank; :func:`place_parameters` later exchanges its content
-(``torch.utils.swap_tensors``), so that an optimizer built in between goes on working and tied weights stay
-tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script
-that does not seed has different ones. A meta model is initialised shard by shard
-(:mod:`autopar.runtime.state.materialise`). Buffers are plain tensors, whole on every rank.
+A plain parameter cannot become a DTensor in place (torch: their slots differ), so :func:`wrap_parameters` replaces
+every parameter by a replicated DTensor at once; :func:`place_parameters` later exchanges its content
+(``torch.utils.swap_tensors``), so that an optimizer created in between still works and tied weights stay tied. Rank 0's
+weights of a real model are broadcast to other ranks, which have different ones if the script does not seed. A meta
+model is initialised tensor by tensor (:mod:`autopar.runtime.state.materialise`). Buffers are plain tensors, replicated.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from .gradient_hooks import carry_hooks, hooks_of, set_hooks
 from .materialise import Initialiser
 from .param_groups import mark_replaced
 
-# Bytes sent in one broadcast. Chosen: latency no longer counts, and a copy of it is little memory.
+# Bytes sent in one broadcast. Chosen: latency is negligible, and a copy takes little memory.
 _BUCKET_BYTES = 32 << 20
 
 
 class Place(Protocol):
-    """A mesh that tensors lie on, as this rank sees it: its ``coordinate`` there, None if it is not part of it."""
+    """A mesh of tensors, with this rank's ``coordinate`` there; None if it is not part of it."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -67,7 +66,7 @@ Stored = tuple[TensorSlot, Place]
 
 
 def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
-    """``before`` of the shard on ``axis`` when axes are cut from the outermost on, as
+    """``before`` of the shard on ``axis`` if axes are cut from the outermost to the innermost, as
     :func:`autopar.ir.placements.take_local` and torch do."""
     before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
     later = (
@@ -81,20 +80,19 @@ def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> i
 def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:
     """``placements`` in torch's own classes; a strided shard's ``split_factor`` is
     :func:`before_when_cut`."""
-    found: list[TorchPlacement] = []
+    converted: list[TorchPlacement] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, StridedShard):
             factor = before_when_cut(placements, axis, mesh)
-            found.append(Shard(placement.dim) if factor == 1 else strided_shard(placement.dim, factor))
+            converted.append(Shard(placement.dim) if factor == 1 else strided_shard(placement.dim, factor))
         else:
-            found.append(placement)
-    return tuple(found)
+            converted.append(placement)
+    return tuple(converted)
 
 
 def torch_can_gather(placements: Placements, mesh: Sequence[int]) -> bool:
-    """Whether torch's ``full_tensor`` of such a DTensor is right. It is not (2.13: wrong order, or an error)
-    where a strided shard lies on an axis outside another axis that shards the same dim; :func:`gather_whole`
-    always is."""
+    """Whether torch's ``full_tensor`` of such a DTensor is correct. It is not (2.13: wrong order, or an error) if a
+    strided shard is on an axis outside another axis that shards the same dim; :func:`gather_whole` always is."""
     return not any(
         isinstance(outer, StridedShard) and mesh[b] > 1 and shard_dim(placements[b]) == outer.dim
         for a, outer in enumerate(placements)
@@ -104,8 +102,8 @@ def torch_can_gather(placements: Placements, mesh: Sequence[int]) -> bool:
 
 
 def gather_whole(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
-    """The global tensor placed as ``slot`` says, of which this rank has ``local``: undoes the cuts from the
-    innermost axis out. Any placements, partial ones included; on every rank."""
+    """The whole tensor of ``slot`` on every rank, from this rank's part ``local``: undoes the cuts from the innermost
+    axis outwards. Supports all placements, including partial ones."""
     collectives, count = Collectives(groups), len(groups.shape)
     for axis in reversed(range(count)):
         placement = slot.placements[axis]
@@ -126,15 +124,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor:
-    """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
-    ``local`` (nothing if it is not part of the mesh). Not by ``DTensor.from_local``, which takes the shape of a number,
-    (), for none given."""
+    """The DTensor of ``slot``, of which this rank has the part ``local`` (empty if it is not part of the mesh). Avoids
+    ``DTensor.from_local``, which treats the shape of a scalar, (), as missing."""
     placements = torch_placements(slot.placements, place.shape)
     return dtensor(local, place.mesh, placements, slot.shape, contiguous_stride(slot.shape), local.requires_grad)
 
 
 def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tensor:
-    """This rank's part of the global tensor ``whole``: contiguous, and no view of something larger; empty if the rank
+    """This rank's part of the global tensor ``whole``: contiguous, and not a view of a larger tensor; empty if the rank
     is not part of the mesh."""
     if place.coordinate is None:
         return whole.new_empty(0)
@@ -143,8 +140,8 @@ def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tenso
 
 
 def broadcast_first(tensors: Sequence[torch.Tensor], groups: MeshGroups) -> Iterator[tuple[int, torch.Tensor]]:
-    """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in
-    buckets of bytes."""
+    """Broadcasts all tensors from the mesh's first rank, in buckets of bytes. Yields ``(index, value)``, on the mesh's
+    device."""
     group = groups.over(groups.axes)
     bucket: list[int] = []
     for index in range(len(tensors)):
@@ -161,7 +158,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.
     sizes = [tensor.nbytes for tensor in here]
     buffer = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in here])
     dist.broadcast(buffer, group=group.group, group_src=0)
-    # Cloned, because a dtype may be viewed only at offsets it divides, and so that the bucket can go.
+    # Cloned, because offsets of views must be multiples of the itemsize, and so that the bucket can be freed.
     return [
         piece.clone().view(tensor.dtype).view(tensor.shape)
         for piece, tensor in zip(buffer.split(sizes), here, strict=True)
@@ -169,31 +166,32 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.
 
 
 def wrap(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
-    """``tensor`` as a replicated DTensor of the same memory, wherever that is: ``from_local`` would move it
-    to the mesh's device."""
+    """``tensor`` as a replicated DTensor in the same memory, on any device; ``from_local`` would move it to the mesh's
+    device."""
     placements = (Replicate(),) * len(groups.shape)
     return dtensor(tensor.detach(), groups.mesh, placements, tensor.shape, tensor.stride())
 
 
 def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
-    """Replaces every plain parameter of ``module`` by a replicated DTensor of the same memory, on whatever
-    device it is (meta included); tied ones by the same one."""
-    made: dict[int, nn.Parameter] = {}
+    """Replaces every plain parameter of ``module`` by a replicated DTensor in the same memory, on any device including
+    meta; tied parameters by the same DTensor."""
+    wrapped: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in parameters_of(part).items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(wrap(parameter, groups), parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-                carry_hooks(parameter, made[id(parameter)])
-                mark_replaced(parameter, made[id(parameter)])
-            parameters_of(part)[key] = made[id(parameter)]
+            if id(parameter) not in wrapped:
+                wrapped[id(parameter)] = nn.Parameter(wrap(parameter, groups), parameter.requires_grad)
+                wrapped[id(parameter)].__dict__.update(parameter.__dict__)
+                carry_hooks(parameter, wrapped[id(parameter)])
+                mark_replaced(parameter, wrapped[id(parameter)])
+            parameters_of(part)[key] = wrapped[id(parameter)]
 
 
 @contextmanager
 def unwrapped(module: nn.Module) -> Iterator[None]:
-    """Within, ``module`` has the local tensors of its DTensor parameters, as plain parameters."""
+    """Replaces the DTensor parameters of ``module`` by their local tensors, as plain parameters, while the context is
+    open."""
     plain: dict[int, nn.Parameter] = {}
     before = [(part, dict(parameters_of(part))) for part in module.modules()]
     for part, parameters in before:
@@ -209,13 +207,13 @@ def unwrapped(module: nn.Module) -> Iterator[None]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, without the cost or the autograd of ``to_local``."""
+    """The local tensor of a DTensor, without the cost or the autograd of ``to_local``; other tensors detached."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
-    """Makes ``parameter`` be what ``replacement`` is, keeping its identity and its own attributes. Raises
-    :class:`AutoparError` if something else holds its old content."""
+    """Gives ``parameter`` the content of ``replacement``, and keeps its identity and attributes. Raises
+    :class:`AutoparError` if something else refers to its old content."""
     replacement.__dict__.update(parameter.__dict__)
     parameter.grad = None
     hooks = hooks_of(parameter)
@@ -231,11 +229,11 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
                 "refers to its old content "
                 f"(outputs of an earlier call of the plain model?): {error}"
             ) from error
-    set_hooks(parameter, hooks)  # What autograd knows of them went with the old content.
+    set_hooks(parameter, hooks)  # Autograd's references to them were swapped with the old content.
 
 
 def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
-    """``seed``, or torch's initial seed, as the mesh's first rank has it, as :func:`signed_seed`."""
+    """The ``seed`` of the mesh's first rank (default: torch's initial seed), as :func:`signed_seed`."""
     own = torch.tensor([signed_seed(torch.initial_seed() if seed is None else seed)])
     return int(next(broadcast_first([own], groups))[1])
 
@@ -243,11 +241,11 @@ def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
 def place_parameters(
     module: nn.Module, stored: Mapping[str, Stored], groups: MeshGroups, seed: int | None = None
 ) -> None:
-    """Gives every wrapped parameter of ``module`` its place: as ``stored[name]`` says, or replicated on the mesh of
-    ``groups`` if it is not there (the program does not use it). Buffers come to the mesh's device with rank 0's values.
-    ``seed`` is for a meta model; by default torch's initial seed on rank 0. Collective over ``groups``.
+    """Places every wrapped parameter of ``module`` as in ``stored[name]``, or replicated on the mesh of ``groups`` if
+    it is not there (the program does not use it). Moves buffers to the mesh's device, with rank 0's values. ``seed``:
+    for a meta model; default torch's initial seed on rank 0. Collective over ``groups``.
 
-    Raises :class:`PlanMismatchError` where a slot and its parameter differ in shape.
+    Raises :class:`PlanMismatchError` if a slot and its parameter differ in shape.
     """
     parameters = dict(module.named_parameters())
     complete = {name: stored.get(name) or _replicated(name, p, groups) for name, p in parameters.items()}
@@ -286,7 +284,7 @@ def _check_storable(name: str, parameter: nn.Parameter, stored: Stored) -> None:
 
 
 def _initial(initialiser: Initialiser, name: str, parameter: nn.Parameter, stored: Stored) -> torch.Tensor:
-    """The whole initial value; nothing where this rank holds none of it."""
+    """The whole initial value; empty if this rank has no part of it."""
     local = local_of(parameter)
     if stored[1].coordinate is None:
         return torch.empty(0, dtype=local.dtype, device=initialiser.device)
@@ -327,18 +325,18 @@ def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
 
 
 def check_placed(module: nn.Module, stored: Mapping[str, Stored]) -> None:
-    """Raises :class:`PlanMismatchError` if a parameter rests otherwise than ``stored`` says."""
+    """Raises :class:`PlanMismatchError` if a parameter is stored in other placements than ``stored`` says."""
     for name, parameter in module.named_parameters():
         if name not in stored or not isinstance(parameter, DTensor):
             continue
         slot, place = stored[name]
         if tuple(parameter.placements) != torch_placements(slot.placements, place.shape):
             raise PlanMismatchError(
-                f"the parameter {name} rests as {tuple(map(str, parameter.placements))}, but this "
+                f"the parameter {name} is stored as {tuple(map(str, parameter.placements))}, but this "
                 f"program stores it as {short(slot.placements)}; all programs of one model must agree"
             )
         if parameter.device_mesh != place.mesh:
             raise PlanMismatchError(
-                f"the parameter {name} rests on ranks {parameter.device_mesh.mesh.flatten().tolist()}, but this "
+                f"the parameter {name} is stored on ranks {parameter.device_mesh.mesh.flatten().tolist()}, but this "
                 f"program stores it on {place.mesh.mesh.flatten().tolist()}; all programs of one model must agree"
             )

@@ -1,4 +1,4 @@
-"""The parameters of one module as its programs see them: stored, working, and their gradients."""
+"""The parameters of one module for its programs: stored parameters, and their gradients."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _APART = (
 
 
 class Weights:
-    """Parameters and buffers of ``module``, placed by the first program that is settled.
+    """Parameters and buffers of ``module``, placed by the first program that calls :meth:`settle`.
 
-    A program may know a tied parameter by any of its names; ``names`` maps each to the one that
-    ``named_parameters`` gives.
+    A program may refer to a tied parameter by any of its names; ``names`` maps each to the one in ``named_parameters``.
     """
 
     def __init__(self, module: nn.Module, groups: MeshGroups, seed: int | None) -> None:
@@ -52,12 +51,13 @@ class Weights:
         wrap_parameters(module, groups)
 
     def copied_for(self, module: nn.Module) -> Weights:
-        """Those of ``module``, a copy of this one: placed as these are, or as soon as these are."""
-        made = copy.copy(self)
-        made.module, made._copies = module, []
-        self._copies.append(made)  # Held, since placing it is collective: ranks collect garbage at different times.
+        """The weights of ``module``, a copy of this module: placed like these, now or once these are placed."""
+        copied = copy.copy(self)
+        copied.module, copied._copies = module, []
+        # Referenced, since placing it is collective, and ranks collect garbage at different times.
+        self._copies.append(copied)
         self._place_copies()
-        return made
+        return copied
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -77,18 +77,18 @@ class Weights:
             )
 
     def settle(self, stored: Sequence[Stored]) -> None:
-        """Places the parameters as ``stored`` says, or checks that they are. Collective the first time."""
+        """Places the parameters as in ``stored``, or checks that they are placed so. Collective the first time."""
         names = self.names
         unknown = [slot.target for slot, _ in stored if slot.target not in names]
         if unknown:
             raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
-        found = {names[slot.target]: (slot, place) for slot, place in stored}
+        by_name = {names[slot.target]: (slot, place) for slot, place in stored}
         if self._stored is None:
-            place_parameters(self.module, found, self.groups, self._seed)
-            self._stored = found
+            place_parameters(self.module, by_name, self.groups, self._seed)
+            self._stored = by_name
             self._place_copies()
         else:
-            check_placed(self.module, found)
+            check_placed(self.module, by_name)
 
     def _place_copies(self) -> None:
         if self._stored is None:
@@ -103,12 +103,12 @@ class Weights:
 
     def parameters(self, slots: Sequence[TensorSlot]) -> list[nn.Parameter]:
         """The parameters in the order of ``slots``."""
-        known = dict(self.module.named_parameters(remove_duplicate=False))
-        return [known[slot.target] for slot in slots]
+        by_name = dict(self.module.named_parameters(remove_duplicate=False))
+        return [by_name[slot.target] for slot in slots]
 
     def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta
-        parameter that has no place yet takes the value at once, since nothing can be copied into it."""
+        """Converts a whole ``value`` of the parameter ``name`` (any of its names) to a DTensor with its placements. A
+        meta parameter that is not placed yet takes the value at once, since nothing can be copied into it."""
         parameter = self.module.get_parameter(name)
         if value.shape != parameter.shape:
             return value
@@ -123,7 +123,7 @@ class Weights:
         return self._stored is not None
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a ``whole`` value for the parameter that is first called ``name``."""
+        """This rank's part of a ``whole`` value of the parameter whose first name is ``name``."""
         return take_own(whole, *self._place(name, whole))
 
     def _place(self, name: str, whole: torch.Tensor) -> Stored:
@@ -140,7 +140,7 @@ class Weights:
 
 
 def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because
+    """``local`` as the gradient of ``parameter``, with its placements. Uses the bare constructor, because
     ``from_local`` takes twice as long and there are hundreds a step."""
     assert isinstance(parameter, DTensor)
     return dtensor_like(local, parameter)
@@ -150,8 +150,8 @@ MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 
 
 def accumulate(parameter: nn.Parameter, local: torch.Tensor, make: MakeGradient = gradient_like) -> None:
-    """Adds ``local`` to the gradient of ``parameter``; the first is what ``make`` makes of it. Runs the hooks that
-    autograd would run."""
+    """Adds ``local`` to the gradient of ``parameter``, which is created by ``make`` if there is none. Runs the hooks
+    that autograd would run."""
     if gradient_hooks(parameter):
         local = local_of(run_hooks(parameter, make(parameter, local)))
     if parameter.grad is None:

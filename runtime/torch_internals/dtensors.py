@@ -1,7 +1,7 @@
-"""DTensors from and to the local tensor, without what the public functions add.
+"""Converts DTensors from and to local tensors without the overhead of the public functions.
 
-``DTensor.from_local`` and ``to_local`` are differentiable, take twice as long, move what lies on another device than
-the mesh, and take the shape of a number, (), for none given.
+``DTensor.from_local`` and ``to_local`` are differentiable, take twice as long, move tensors on another device than the
+mesh's, and treat the shape of a scalar, (), as missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Made = TypeVar("Made", bound=DTensor)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``: the very tensor. Relies on ``DTensor._local_tensor`` (2.11)."""
+    """The local tensor of ``tensor`` itself. Relies on ``DTensor._local_tensor`` (2.11)."""
     return tensor._local_tensor
 
 
@@ -35,7 +35,7 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def subclass_like(cls: type[Made], local: torch.Tensor, like: DTensor) -> Made:
-    """As :func:`dtensor_like`, of a class of one's own. Relies on the same (2.11)."""
+    """:func:`dtensor_like` for a subclass. Relies on the same (2.11)."""
     return cls(local, like._spec, requires_grad=False)
 
 
@@ -59,15 +59,15 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def sub_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None) -> DeviceMesh:
-    """A mesh for which no process groups are made. Relies on the argument ``_init_backend`` (2.11)."""
+    """A mesh without process groups. Relies on the argument ``_init_backend`` (2.11)."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def without_advice_to_flatten(mesh: DeviceMesh) -> None:
-    """Marks DTensor's advice to flatten axes of ``mesh`` as given. Relies on the set ``_warned_flatten_issues`` of
-    (hash of the mesh, axes, reason) that ``_redistribute`` keeps (2.11); nothing is done where there is none."""
-    known = getattr(_redistribute, "_warned_flatten_issues", None)
-    if isinstance(known, set):
+    """Suppresses DTensor's advice to flatten axes of ``mesh``. Relies on the set ``_warned_flatten_issues`` of (hash of
+    the mesh, axes, reason) in ``_redistribute`` (2.11); does nothing without it."""
+    warned = getattr(_redistribute, "_warned_flatten_issues", None)
+    if isinstance(warned, set):
         subsets = (s for n in range(2, mesh.ndim + 1) for s in itertools.combinations(range(mesh.ndim), n))
         reasons = ("no_flattened_mesh", "uneven_tensor_shape", "non_ascending_mesh_dims")
-        known.update((hash(mesh), axes, reason) for axes, reason in itertools.product(subsets, reasons))
+        warned.update((hash(mesh), axes, reason) for axes, reason in itertools.product(subsets, reasons))

@@ -1,5 +1,5 @@
-"""The tables in which torch keeps hooks, of tensors and of modules: the very dicts, through which handles remove
-them."""
+"""The tables in which torch keeps hooks of tensors and of modules: the dicts themselves, through which handles remove
+hooks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 def module_hooks(module: nn.Module, kind: str) -> OrderedDict[int, Any]:
     """The hooks of one of :data:`KINDS` on ``module``. Relies on the attribute of that name (2.11)."""
-    found: OrderedDict[int, Any] = getattr(module, kind)
-    return found
+    hooks: OrderedDict[int, Any] = getattr(module, kind)
+    return hooks
 
 
 def hooks_on_all_modules(kind: str) -> Iterable[Any]:
     """Hooks of one of :data:`KINDS` that ``register_module_...`` put on every module. Relies on
-    ``torch.nn.modules.module._global_forward_hooks`` and its like (2.11)."""
-    found: OrderedDict[int, Any] = getattr(torch_modules, f"_global{kind}")
-    return found.values()
+    ``torch.nn.modules.module._global_forward_hooks`` and similar (2.11)."""
+    hooks: OrderedDict[int, Any] = getattr(torch_modules, f"_global{kind}")
+    return hooks.values()
 
 
 def forward_pre_hooks(module: nn.Module) -> Iterator[tuple[Any, bool]]:
@@ -47,8 +47,8 @@ def forward_pre_hooks(module: nn.Module) -> Iterator[tuple[Any, bool]]:
 
 
 def move_hooks(source: nn.Module, target: nn.Module, kind: str, kept: OrderedDict[int, Any]) -> None:
-    """Gives ``target`` the table of ``source``, which has ``kept`` from now on. Relies on the tables of :data:`KINDS`
-    and on those that say which take keyword arguments (2.11)."""
+    """Moves the table of ``source`` to ``target``; ``source`` gets the table ``kept``. Relies on the tables of
+    :data:`KINDS` and on those that say which hooks take keyword arguments (2.11)."""
     vars(source)[kind], vars(target)[kind] = kept, module_hooks(source, kind)
     if kind in _WITH_KWARGS:
         vars(target)[_WITH_KWARGS[kind]] = vars(source)[_WITH_KWARGS[kind]]
@@ -56,26 +56,25 @@ def move_hooks(source: nn.Module, target: nn.Module, kind: str, kept: OrderedDic
 
 
 def move_hook_settings(source: nn.Module, target: nn.Module) -> None:
-    """Gives ``target`` what ``source`` knows of its hooks as a whole. Relies on ``_forward_hooks_always_called`` and
-    ``_is_full_backward_hook`` (2.11)."""
+    """Moves the settings of ``source`` that concern all its hooks to ``target``. Relies on
+    ``_forward_hooks_always_called`` and ``_is_full_backward_hook`` (2.11)."""
     vars(target)["_forward_hooks_always_called"] = vars(source)["_forward_hooks_always_called"]
     vars(source)["_forward_hooks_always_called"] = OrderedDict()
     vars(target)["_is_full_backward_hook"] = vars(source)["_is_full_backward_hook"]
 
 
 def hook_tables(module: nn.Module) -> Iterator[str]:
-    """The names of all tables in which a module keeps hooks. Relies on how they end (2.11)."""
+    """The names of all tables in which a module keeps hooks. Relies on the endings of these names (2.11)."""
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
             yield name
 
 
 def set_gradient_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:
-    """Makes ``hooks`` the table of :func:`gradient_hooks`. Relies on ``Tensor._backward_hooks`` (2.11)."""
+    """Sets the table of :func:`gradient_hooks`. Relies on ``Tensor._backward_hooks`` (2.11)."""
     tensor._backward_hooks = hooks
 
 
 def set_accumulation_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:
-    """Makes ``hooks`` the table of :func:`accumulation_hooks`. Relies on ``Tensor._post_accumulate_grad_hooks``
-    (2.11)."""
+    """Sets the table of :func:`accumulation_hooks`. Relies on ``Tensor._post_accumulate_grad_hooks`` (2.11)."""
     tensor._post_accumulate_grad_hooks = hooks

@@ -9,16 +9,16 @@ import torch
 from torch.utils import _foreach_utils
 
 FOREACH_NORM: Callable[..., Any] = torch._foreach_norm
-"""The function by which torch's clipping takes the norms of a list: ``torch._foreach_norm`` (2.11)."""
+"""The function that torch's clipping uses for the norms of a list: ``torch._foreach_norm`` (2.11)."""
 
 
 def multiply_in_place(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiplies each by ``factor``. Relies on ``torch._foreach_mul_`` (2.11)."""
+    """Multiplies each tensor by ``factor``. Relies on ``torch._foreach_mul_`` (2.11)."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def each_norm(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
-    """The norm of each. Relies on ``torch._foreach_norm`` (2.11)."""
+    """The norm of each tensor. Relies on ``torch._foreach_norm`` (2.11)."""
     return torch._foreach_norm(list(tensors), order)
 
 
@@ -29,6 +29,6 @@ def changes_list(function: Callable[..., Any]) -> bool:
 
 
 def allow_in_lists(cls: type[torch.Tensor]) -> None:
-    """Has torch's clipping and optimizers take tensors of ``cls`` in lists, as DTensor, rather than one by one. Relies
-    on the list ``_foreach_supported_types`` (2.11)."""
+    """Lets torch's clipping and optimizers process tensors of ``cls`` in lists, like DTensor, instead of one by one.
+    Relies on the list ``_foreach_supported_types`` (2.11)."""
     _foreach_utils._foreach_supported_types.append(cls)

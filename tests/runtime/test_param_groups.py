@@ -90,7 +90,7 @@ def test_parameters_from_before_are_found_and_their_optimizers_refused() -> None
     ("params", "message"),
     [
         (["up.weigth"], "no parameter called 'up.weigth'; did you mean .*up.weight"),
-        ([("mine", nn.Parameter(torch.ones(3)))], r"'mine', a tensor of shape \[3\], is no parameter of this model"),
+        ([("mine", nn.Parameter(torch.ones(3)))], r"'mine', a tensor of shape \[3\], is not a parameter of this model"),
         ([{"params": "up.bias"}, {"params": ["up.bias"]}], "up.bias is in the groups 0 and 1"),
         ([{"params": ["up.weight"]}, {"params": ["head.weight"]}], "up.weight is in the groups 0 and 1"),
         ([{"lr": 0.1}], "a group is a dict with 'params'"),

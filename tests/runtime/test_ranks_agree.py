@@ -76,12 +76,12 @@ def test_ranks_compare_at_the_same_calls() -> None:
     assert len(set(on(2, work))) == 1
 
 
-def test_meshes_of_the_same_ranks_share_one_group_through_processors() -> None:
+def test_meshes_of_the_same_ranks_share_one_group_through_cpus() -> None:
     def work(rank: int, world: int) -> None:
         groups = mesh_groups(init_device_mesh("cpu", (2, 1)))
-        group = groups.through_processors()
-        assert groups.regrouped((1, 2)).through_processors() is group
-        assert mesh_groups(init_device_mesh("cpu", (2,))).through_processors() is group
+        group = groups.through_cpus()
+        assert groups.regrouped((1, 2)).through_cpus() is group
+        assert mesh_groups(init_device_mesh("cpu", (2,))).through_cpus() is group
         model = autopar.parallelize(Net(), (2,))
         if rank == 0:
             copy.deepcopy(model)  # On one rank alone: it makes no group.
