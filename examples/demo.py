@@ -4,7 +4,7 @@
 
 A byte-level language model learns the source files of Python's standard library on 4 local processes, a
 2 x 2 mesh. It prints the plan that was solved for it, trains, compares predicted with measured step time, and
-finally computes one step in a single process too, to see that the loss and every gradient are the same.
+finally computes one step in a single process too, to check that the loss and every gradient are the same.
 """
 
 from __future__ import annotations
