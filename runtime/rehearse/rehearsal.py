@@ -217,7 +217,9 @@ def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
 
         def inputs(index: int, microbatch: int) -> Tensors:
             chunk = chunks[index]
-            return _forward_inputs(chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, groups))
+            return _forward_inputs(
+                chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, groups)
+            )
 
         tangents = {i: [_empty(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
         run = _Rehearsed(program, chunks, _NoPeers(), inputs, tangents, groups.device, record=record)  # type: ignore[arg-type]
