@@ -1,10 +1,11 @@
 """Precision policies: the dtype in which a step computes, and that in which its parameters are stored.
 
-``"bf16"`` and ``"fp16"`` are what :class:`torch.autocast` does on the device the model is traced for: products and
-attention in 16 bits, losses and operations that torch treats as sensitive in float32, everything else in the dtype of
-its operands. The parameters, which the optimizer updates, stay float32 (the *masters*), and so do their gradients; the
-copies that products read are made once a step (:mod:`autopar.passes.normalise.cast_once`), and collectives move
-whichever the placement program finds cheaper. ``"fp16"`` also scales the loss, since gradients below 6e-8 would be zero
+``"bf16"`` and ``"fp16"`` are what :class:`torch.autocast` does on processors, on every device: products and attention
+in 16 bits, losses and a few sensitive operations in float32, everything else in the dtype of its operands. (CUDA's own
+lists also widen ``softmax``, ``layer_norm``, ``exp`` and ``pow``, whose results here have the dtype of the operand.)
+The parameters, which the optimizer updates, stay float32 (the *masters*), and so do their gradients; the copies that
+products read are made once a step (:mod:`autopar.passes.normalise.cast_once`), and collectives move whichever the
+placement program finds cheaper. ``"fp16"`` also scales the loss, since gradients below 6e-8 would be zero
 (:mod:`autopar.runtime.state.loss_scale`). ``"fp32"`` and None leave the model as it is, whatever dtypes it has.
 """
 

@@ -5,7 +5,8 @@ and *sharded*), once more with any strategy for every operation (*random*), and 
 each divided among two devices (*stages*). Then each rank's training step runs on tensors that have a device and a dtype
 but no data (:mod:`autopar.runtime.rehearse.fake_device`). That shows
 
-- that every operation takes its devices and dtypes on CUDA, and that none reads a value, which would wait for the GPU;
+- that every operation takes its devices and dtypes as far as shape functions tell (they check neither strides nor
+  alignment), and that none reads a value, which would wait for the GPU;
 - that nothing is made on the processor, but the state that random numbers are drawn from;
 - that every collective is one that NCCL has (operation, dtype, contiguous operand), and that all ranks of a stage start
   the same ones in the same order;

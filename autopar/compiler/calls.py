@@ -393,7 +393,7 @@ def _check(plan: Plan, base: Prepared) -> None:
     if actual != plan.graph_hash:
         raise PlanMismatchError(
             f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
-            f"has graph {actual}. Same device type, configuration, inputs (those given, their shapes and dtypes, "
-            "values of flags), loss_fn, mode (train or eval) and torch version give the same graph: make the plan with "
+            f"has graph {actual}. Same configuration, inputs (those given, their shapes and dtypes, values of flags), "
+            "loss_fn, mode (train or eval) and versions of torch and autopar give the same graph: make the plan with "
             "the inputs of the first training call, or leave plan= out"
         )

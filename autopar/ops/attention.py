@@ -55,7 +55,8 @@ def attention(
     added to the scores and broadcasts to [B, H, L, S]. Gives the output [B, H, L, D] and the log-sum-exps [B, H, L] of
     the scores, in float32 (float64 for float64). ``scale`` is E ** -0.5 if not given."""
     query, key, value = _rows(query, key, value)
-    forward = kernel_for(query, mask).forward
+    _check_mask(mask)
+    forward = kernel_for(query, key, value, mask, is_causal).forward
     return forward(query, key, value, mask, is_causal, _scale(query, scale))
 
 
@@ -73,8 +74,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``query``, ``key`` and ``value``, given that of the output [B, H, L, D] and what forward gave."""
     grad, query, key, value, output = _rows(grad, query, key, value, output)
-    backward = kernel_for(query, mask).backward
+    backward = kernel_for(query, key, value, mask, is_causal).backward
     return backward(grad, query, key, value, output, logsumexp, mask, is_causal, _scale(query, scale))
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    if mask is not None and mask.dtype == torch.bool:
+        raise TypeError("a mask of truth values; give one to add to the scores: 0 where a key is seen, else -inf")
 
 
 def _scale(query: Tensor, scale: float | None) -> float:

@@ -3,15 +3,19 @@
 A graph has :mod:`autopar.ops.attention`, which is the same for every device. What runs is chosen here, by the device
 and the dtype of the query, when the operation runs:
 
-=================  ==================================================  =======================================
-kernel             runs on                                             takes
-=================  ==================================================  =======================================
-``processor``      CPU                                                 every floating dtype, masks
-``flash``          CUDA, compute capability 8.0 and above              16-bit, no mask, heads of at most 256
-``efficient``      CUDA                                                16- and 32-bit, masks
-``written_out``    everything else (float64 on CUDA, other devices)    every floating dtype, masks
-``shapes``         meta                                                everything; gives tensors without data
-=================  ==================================================  =======================================
+=================  ============================================  ================================================
+kernel             runs on                                       takes
+=================  ============================================  ================================================
+``processor``      CPU                                           every floating dtype, masks
+``flash``          CUDA, compute capability 8.0 and above        16-bit, no mask, heads of at most 256, causal only
+                                                                 with as many keys as queries
+``efficient``      CUDA                                          float32, float16, bfloat16 from 8.0 on, masks
+``written_out``    everything else                               every floating dtype, masks
+``shapes``         meta                                          everything; gives tensors without data
+=================  ============================================  ================================================
+
+A causal mask is aligned with the first query and the first key. FlashAttention aligns it with the last ones, which is
+the same only where there are as many.
 
 Key and value may have fewer heads than the query (grouped queries). The ``efficient`` and ``written_out`` kernels take
 as many, so there each head is repeated for its group and its gradients are summed.
@@ -37,6 +41,9 @@ aten = torch.ops.aten
 _FLASH_WIDTH = 256
 # The oldest GPU that they are built for: Ampere (FlashAttention-2, Dao 2023, section 4).
 _FLASH_CAPABILITY = (8, 0)
+# GPUs on which FlashAttention does not train with heads wider than 192 and up to 224 (torch's `sdp_utils.cpp`,
+# `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`).
+_NARROW_CAPABILITIES, _NARROW_WIDTHS = ((8, 6), (8, 9), (12, 0), (12, 1)), range(193, 225)
 # The kernels for CUDA load 16 bytes at a time, eight 16-bit elements (torch's `sdp_utils.cpp`, `pad_last_dim<8>`).
 _WIDTH_MULTIPLE = 8
 # Rows of a mask are aligned to so many elements for the memory-efficient kernel (torch's `pad_bias<16>`).
@@ -60,18 +67,28 @@ class Kernel:
     backward: Backward
 
 
-def kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
-    """The kernel that runs attention for such a ``query``. See the module's table."""
-    if query.device.type == "cpu":
-        return PROCESSOR
-    if query.device.type == "meta":
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Kernel:
+    """The kernel that runs attention of such operands. See the module's table."""
+    device = query.device.type
+    if device == "meta":
         return SHAPES
-    if query.device.type != "cuda" or query.dtype == torch.float64:
+    if query.shape[-1] != value.shape[-1]:
         return WRITTEN_OUT
-    narrow = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= _FLASH_WIDTH
-    if narrow and mask is None and _capability(query.device) >= _FLASH_CAPABILITY:
-        return FLASH
-    return EFFICIENT
+    if device == "cpu":
+        return PROCESSOR
+    if device != "cuda" or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return WRITTEN_OUT
+    capability = _capability(query.device)
+    if query.dtype == torch.bfloat16 and capability < _FLASH_CAPABILITY:
+        return WRITTEN_OUT
+    square = not causal or query.shape[-2] == key.shape[-2]
+    return FLASH if mask is None and square and _flash_takes(query, capability) else EFFICIENT
+
+
+def _flash_takes(query: Tensor, capability: tuple[int, int]) -> bool:
+    width = query.shape[-1]
+    trains = capability not in _NARROW_CAPABILITIES or width not in _NARROW_WIDTHS
+    return query.dtype.itemsize == 2 and width <= _FLASH_WIDTH and capability >= _FLASH_CAPABILITY and trains
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -114,10 +131,11 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width, lengths = query.shape[-1], (query.shape[-2], key.shape[-2])
     grad, query, key, value, out = map(_whole_loads, (grad, query, key, value, out))
-    # Without dropout no random state is read, and without ragged sequences no offsets.
-    none = query.new_empty(0, dtype=torch.int64)
+    # Without dropout no random state is read. Offsets of ragged sequences must be absent: even empty ones would choose
+    # the kernel for these.
+    unread, sums = query.new_empty(0, dtype=torch.int64), logsumexp.contiguous()
     gradients = aten._scaled_dot_product_flash_attention_backward.default(
-        grad, query, key, value, out, logsumexp, none, none, *lengths, 0.0, causal, none, none, scale=scale
+        grad, query, key, value, out, sums, None, None, *lengths, 0.0, causal, unread, unread, scale=scale
     )
     grad_query, grad_key, grad_value = (_first(gradient, width) for gradient in gradients)
     return grad_query, grad_key, grad_value
@@ -144,9 +162,11 @@ def _efficient_backward(
     # Rows beyond the last query have probabilities of zero.
     logsumexp = F.pad(logsumexp, (0, -query.shape[-2] % _EFFICIENT_BLOCK), value=math.inf)
     grad, query, key, value, out = map(_whole_loads, (grad, query, key, value, out))
-    none = query.new_empty((), dtype=torch.int64)
+    # The kernel reads the output as if it lay as [B, L, H, D], whatever its strides (`kernel_backward.h`, `o_strideM`).
+    out, unread = out.transpose(1, 2).contiguous().transpose(1, 2), query.new_empty((), dtype=torch.int64)
+    wanted = [True, True, True, False]  # Not the bias.
     gradients = aten._scaled_dot_product_efficient_attention_backward.default(
-        grad, query, key, value, bias, out, logsumexp, none, none, 0.0, [True, True, True, False], causal, scale=scale
+        grad, query, key, value, bias, out, logsumexp, unread, unread, 0.0, wanted, causal, scale=scale
     )
     grad_query, grad_key, grad_value = (_first(g, width) for g, width in zip(gradients[:3], widths, strict=True))
     return grad_query, _group_sum(grad_key, heads), _group_sum(grad_value, heads)
@@ -172,8 +192,13 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     rows = mask.to(query.dtype).expand(*mask.shape[:-1], length)
     missing = -length % _MASK_MULTIPLE
     padded = F.pad(rows, (0, missing)) if missing else rows
-    whole = padded if padded.stride(-1) == 1 else padded.clone(memory_format=torch.contiguous_format)
+    whole = padded if _is_aligned(padded) else padded.clone(memory_format=torch.contiguous_format)
     return _first(whole, length).expand(*query.shape[:-1], length)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether each row of ``x`` begins at a whole load."""
+    return x.stride(-1) == 1 and all(step % _MASK_MULTIPLE == 0 for step in (*x.stride()[:-1], x.storage_offset()))
 
 
 def _each_head(x: Tensor, query: Tensor) -> Tensor:

@@ -325,7 +325,7 @@ def _autocast(request: Request) -> AbstractContextManager[Any]:
     own = request.device.type
     if request.autocast is not None:
         return _autocasting(request.autocast)
-    if own == CAPTURE_DEVICE.type:
+    if own == CAPTURE_DEVICE.type or not torch.amp.is_autocast_available(own):
         return nullcontext()
     return _autocasting(torch.get_autocast_dtype(own) if torch.is_autocast_enabled(own) else None)
 

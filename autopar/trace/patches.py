@@ -45,7 +45,7 @@ from autopar.trace.decompositions.corrected import corrected
 
 from .covariance import CORRELATIONS, COVARIANCES, correlation, covariance
 from .embedding_bags import embedding_bag
-from .named_devices import OnProcessor
+from .named_devices import OnProcessor, autocast_on_processor
 
 _CHECKS = "aten::_linalg_check_errors"
 _batch_norm_forward = BatchNorm.forward
@@ -71,6 +71,8 @@ def patched(device: str = "cpu") -> Iterator[None]:
         stack.enter_context(_TraceableFunctions())
         if device != "cpu":
             stack.enter_context(replacements.functional_move_replaced(device, _stays))
+            stack.enter_context(autocast_on_processor(device))
+            stack.enter_context(torch.device("cpu"))  # Whatever `torch.set_default_device` said.
             stack.enter_context(OnProcessor(device))
         yield
 

@@ -76,7 +76,7 @@ class Bench:
         )
         request = Request((), self.batch, training=True, grad=True, outputs="loss")
         one._prepare = self._prepare  # type: ignore[method-assign]
-        one._annotated_alike = self._annotate(plan)  # type: ignore[method-assign]
+        one._annotate_alike = self._annotate(plan)  # type: ignore[method-assign]
         return one(request).program
 
     def _prepare(self, request: Request, *, grad: bool, timings: Any = None) -> Prepared:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autopar.ops import attention_kernels
 from autopar.ops.attention import attention, attention_backward
 from autopar.ops.attention_kernels import (
     EFFICIENT,
@@ -18,7 +19,8 @@ from autopar.ops.attention_kernels import (
     Kernel,
     kernel_for,
 )
-from autopar.torch_internals.fake_tensors import FakeTensorMode
+from autopar.runtime.rehearse.fake_device import fake_device
+from autopar.torch_internals.modes import TorchDispatchMode
 
 LENGTH, KEYS = 7, 9
 
@@ -88,9 +90,9 @@ def test_a_row_that_sees_no_key_is_zero_and_so_are_its_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_of_gpus_take_the_operands_and_give_the_promised_types(case: str, dtype: torch.dtype) -> None:
-    """On fake tensors: shape functions and meta kernels check what a kernel is given."""
+    """On fake tensors: shape functions check shapes, dtypes and devices, not how operands lie in memory."""
     tensors, mask, causal = operands(dtype, **CASES[case])
-    with FakeTensorMode(), torch.no_grad():
+    with fake_device():
         tensors = [torch.empty(x.shape, dtype=dtype, device="cuda") for x in tensors]
         mask = None if mask is None else torch.empty(mask.shape, dtype=dtype, device="cuda")
         out, sums = attention(*tensors, mask, causal)
@@ -100,16 +102,82 @@ def test_the_kernels_of_gpus_take_the_operands_and_give_the_promised_types(case:
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in tensors]
 
 
-def test_which_kernel_runs() -> None:
-    with FakeTensorMode():
-        for dtype, width, masked, kernel in (
-            (torch.bfloat16, 64, False, FLASH),
-            (torch.bfloat16, 64, True, EFFICIENT),
-            (torch.bfloat16, 512, False, EFFICIENT),
-            (torch.float32, 64, False, EFFICIENT),
-            (torch.float64, 64, False, WRITTEN_OUT),
-        ):
-            query = torch.empty(1, 1, 2, width, dtype=dtype, device="cuda")
-            assert kernel_for(query, query if masked else None) is kernel
-        assert kernel_for(torch.empty(1, 1, 2, 8), None) is PROCESSOR
-        assert kernel_for(torch.empty(1, 1, 2, 8, device="meta"), None) is SHAPES
+@pytest.mark.parametrize(
+    ("dtype", "width", "lengths", "causal", "masked", "capability", "kernel"),
+    [
+        (torch.bfloat16, 64, (7, 7), True, False, (9, 0), FLASH),
+        (torch.float16, 64, (7, 9), False, False, (8, 0), FLASH),
+        (torch.bfloat16, 64, (7, 9), True, False, (9, 0), EFFICIENT),  # FlashAttention aligns with the last key.
+        (torch.bfloat16, 64, (7, 9), False, True, (9, 0), EFFICIENT),
+        (torch.bfloat16, 512, (7, 7), False, False, (9, 0), EFFICIENT),
+        (torch.bfloat16, 208, (7, 7), False, False, (8, 9), EFFICIENT),
+        (torch.bfloat16, 208, (7, 7), False, False, (9, 0), FLASH),
+        (torch.float16, 64, (7, 7), False, False, (7, 5), EFFICIENT),
+        (torch.bfloat16, 64, (7, 7), False, False, (7, 5), WRITTEN_OUT),
+        (torch.float32, 64, (7, 7), False, False, (9, 0), EFFICIENT),
+        (torch.float64, 64, (7, 7), False, False, (9, 0), WRITTEN_OUT),
+    ],
+)
+def test_which_kernel_runs_on_a_gpu(
+    dtype: torch.dtype, width: int, lengths: tuple[int, int], causal: bool, masked: bool, capability: tuple[int, int],
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attention_kernels, "_capability", lambda _device: capability)
+    with fake_device():
+        query, key = (torch.empty(1, 1, length, width, dtype=dtype, device="cuda") for length in lengths)
+        assert kernel_for(query, key, key, query if masked else None, causal) is kernel
+
+
+def test_which_kernel_runs_elsewhere() -> None:
+    x, narrow = torch.empty(1, 1, 2, 8), torch.empty(1, 1, 2, 4)
+    assert kernel_for(x, x, x, None, True) is PROCESSOR
+    assert kernel_for(x, x, narrow, None, True) is WRITTEN_OUT
+    meta = x.to("meta")
+    assert kernel_for(meta, meta, meta, None, True) is SHAPES
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operands of the kernels, as they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: dict[str, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operands[func.__name__] = args
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_offsets_are_given_to_the_backward_of_flash_attention() -> None:
+    """A tensor of offsets, even an empty one, would choose the kernel for ragged sequences."""
+    with fake_device(), Calls() as calls:
+        x = torch.empty(3, 4, LENGTH, 8, dtype=torch.bfloat16, device="cuda")
+        attention_backward(x, x, x, x, *attention(x, x, x, None, True), None, True)
+    backward = calls.operands["_scaled_dot_product_flash_attention_backward.default"]
+    assert backward[6:8] == (None, None)
+
+
+@pytest.mark.parametrize("width", [8, 5])
+def test_the_backward_of_the_efficient_kernel_gets_its_output_as_it_reads_it(width: int) -> None:
+    """As [B, L, H, D] in memory, also where the output was gathered, or is padded."""
+    with fake_device(), Calls() as calls:
+        x = torch.empty(3, 4, LENGTH, width, device="cuda")
+        attention_backward(x, x, x, x, x, torch.empty(3, 4, LENGTH, device="cuda"))
+    out = calls.operands["_scaled_dot_product_efficient_attention_backward.default"][5]
+    assert out.transpose(1, 2).is_contiguous() and out.shape == (3, 4, LENGTH, 8)
+
+
+@pytest.mark.parametrize(("start", "width"), [(0, 16), (1, 16), (0, 17)])
+def test_rows_of_a_sliced_mask_begin_at_whole_loads(start: int, width: int) -> None:
+    with fake_device(), Calls() as calls:
+        x, key = torch.empty(3, 4, LENGTH, 8, device="cuda"), torch.empty(3, 4, 16, 8, device="cuda")
+        attention(x, key, key, torch.empty(LENGTH, start + width, device="cuda").narrow(-1, start, 16))
+    bias = calls.operands["_scaled_dot_product_efficient_attention.default"][3]
+    assert bias.shape == (3, 4, LENGTH, 16)
+    assert all(step % 16 == 0 for step in (*bias.stride()[:-1], bias.storage_offset()))
+
+
+def test_a_mask_of_truth_values_is_refused() -> None:
+    x = torch.randn(1, 1, 2, 8)
+    with pytest.raises(TypeError, match="truth values"):
+        attention(x, x, x, torch.ones(2, 2, dtype=torch.bool))

@@ -12,7 +12,7 @@ from autopar.runtime.rehearse.fake_device import fake_device
 from benchmarks.rehearse_cuda import measure
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param(None, marks=pytest.mark.slow)])
 def test_all_ranks_of_all_kinds_of_plans_run(precision: Precision | None) -> None:
     rows = measure("gpt2", precision)
     assert [row["plan"] for row in rows] == ["best", "sharded", "random", "stages"]

@@ -85,10 +85,9 @@ def test_every_block_is_known() -> None:
 
 
 def trained() -> list[object]:
-    """(Document, ranks) of the blocks that train; those of the longest documents are slow."""
+    """(Document, ranks) of the blocks that train; only README's are quick."""
     pairs = sorted({(block.document, way_of(block).ranks) for block in PYTHON if way_of(block).ranks})
-    quick = ("README.md", "docs/data.md")
-    return [pair if pair[0] in quick else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+    return [pair if pair[0] == "README.md" else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
 
 
 @pytest.mark.parametrize(("document", "ranks"), trained())

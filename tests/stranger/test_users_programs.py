@@ -22,8 +22,8 @@ def test_the_first_program(stranger: Stranger, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, ()),
-        pytest.param(1, (), marks=slow),
+        (1, ()),
+        pytest.param(2, (), marks=slow),
         pytest.param(4, (), marks=slow),
         pytest.param(2, ("stages",), marks=slow),
         pytest.param(4, ("stages",), marks=slow),
@@ -33,7 +33,7 @@ def test_attributes_that_change(stranger: Stranger, ranks: int, arguments: tuple
     stranger.run("programs/changes.py", ranks, arguments=arguments)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_loop_of_ones_own_with_changing_calls(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/own_loop.py", ranks)
 

@@ -244,7 +244,7 @@ def test_custom_functions_inputs_in_trees_and_inputs_written_to() -> None:
         (Numpy(), "the array", "real values"),
         (Listed(), "the list", "torch.where"),
         (Loop(), "the loop", "torch.where"),
-        (Rows(), "the rows", "one by one"),
+        (Rows(), "the rows", "iterated over"),
         (Prints(), "the print", "print outside the model"),
         (Steps(), "the backward", "return the loss"),
         (Mismatch(), "the mismatch", "[4, 6] X [4, 4]"),

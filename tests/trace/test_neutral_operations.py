@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.trace.tracer import trace
 
@@ -25,7 +26,8 @@ class NamesItsDevice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(x.shape[-1], device="cuda")
-        shift = torch.ones(x.shape[-1], device=torch.device("cuda", 0)).cuda().to("cuda:1")
+        shift = torch.ones(x.shape[-1], device=torch.device("cuda", 0)).cuda().to("cuda:1").to(0)
+        shift = shift + torch.zeros(x.shape[-1], device=0)
         return (x.cuda() * positions + shift.to(device="cuda", dtype=torch.float32)).sum()
 
 
@@ -63,3 +65,52 @@ def test_the_autocast_of_the_models_device_counts() -> None:
         torch.set_autocast_dtype("cuda", before[1])
     assert "bf16" in cast and "bf16" not in plain
     assert trace(model, (x,), device="cpu", autocast=torch.bfloat16).graph.to_text() == cast
+
+
+class CastsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            x = self.inner(x)
+        with torch.autocast("cuda", enabled=False):
+            return self.outer(x.float()).sum()
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda':UserWarning")
+def test_autocast_of_the_device_within_a_model_is_kept() -> None:
+    lines = trace(CastsItself(), (torch.randn(3, 4),), device="cuda").graph.to_text().splitlines()
+    products = [line for line in lines if "aten.mm" in line or "aten.addmm" in line]
+    assert products and all(("bf16" in line) == line.endswith("@inner") for line in products)
+
+
+class ChoosesItsKernel(nn.Module):
+    def __init__(self, backend: SDPBackend) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(x, x, x).sum()
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_a_kernel_of_gpus_that_a_model_chooses_is_attention(backend: SDPBackend) -> None:
+    x = torch.randn(2, 3, 4, 8, requires_grad=True)
+    assert "autopar.attention" in trace(ChoosesItsKernel(backend), (x,), device="cuda").graph.to_text()
+
+
+def test_another_default_device_changes_nothing() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * torch.arange(4)).sum()
+
+    x = torch.randn(3, 4)
+    graph = trace(Counts(), (x,), device="cuda").graph.to_text()
+    torch.set_default_device("cuda")
+    try:
+        assert trace(Counts(), (x,), device="cuda").graph.to_text() == graph
+    finally:
+        torch.set_default_device(None)
