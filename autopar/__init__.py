@@ -8,9 +8,10 @@ with one process. :func:`price` and :func:`plan_layouts` price and search layout
 """
 
 # ruff: noqa: E402 - the imports below may fail on a torch that is not supported: warn first.
-from .supported import warn_of_other_torch
+from .supported import installed_version, warn_of_other_torch
 
 warn_of_other_torch()
+__version__ = installed_version()
 
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
@@ -72,4 +73,4 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """The public names, which tab completion offers. Submodules can still be imported."""
-    return sorted([*__all__, "__doc__", "__name__"])
+    return sorted([*__all__, "__doc__", "__name__", "__version__"])

@@ -63,6 +63,26 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
     return sizes
 
 
+def _options(options: object) -> Options:
+    if options is None or isinstance(options, Options):
+        return options or Options()
+    raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
+
+
+def _check_plan(plan: object) -> None:
+    if plan is not None and not isinstance(plan, Plan):
+        raise OptionsError(
+            f"plan={plan!r} is not an autopar.Plan; read a plan file by autopar.Plan.from_json(Path(...).read_text())"
+        )
+
+
+def _device(named: torch.device | str) -> torch.device:
+    try:
+        return torch.device(named)
+    except (RuntimeError, TypeError) as error:
+        raise OptionsError(f'device={named!r} is not a type of device, such as "cpu" or "cuda"') from error
+
+
 def _axis_names(mesh: Mesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
 
@@ -99,8 +119,8 @@ def plan(
     """
     timings = Timings()
     args, kwargs = split_batch(batch, targets)
-    where = torch.device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
-    settings = options or Options()
+    where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
+    settings = _options(options)
     base = prepare(
         model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
     )
@@ -136,11 +156,12 @@ def parallelize(
         OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
         PlanMismatchError: ``plan`` is for another model, mesh or batch.
     """
+    _check_plan(plan)
+    settings = _options(options)
     devices = device_mesh(mesh)
     groups = mesh_groups(devices)
     ranks = groups.over(groups.axes)
     plan = agreed_plan(plan, ranks)
-    settings = options or Options()
     settings = settings if plan is None else under_policy(settings, plan.precision)
     if dist.is_initialized() and devices.size() < dist.get_world_size():
         # Rearranging devices is collective over all ranks, and those outside this mesh do not take part.

@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``command`` to its module."""
-    parser = argparse.ArgumentParser(prog="autopar", description="Automatic parallelism for PyTorch models.")
+    parser = argparse.ArgumentParser(
+        prog="autopar", description="Automatic parallelism for PyTorch models.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
@@ -58,7 +60,7 @@ def _add(subparsers: Any, command: Command) -> None:
     """Adds a subcommand with the name and the docstring of its module."""
     summary = (command.__doc__ or "").strip()
     name = command.__name__.rpartition(".")[2]
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(command=command)
     command.add_arguments(parser)

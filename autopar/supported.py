@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -11,6 +12,14 @@ TORCH = ((2, 11), (2, 16))
 # The oldest, and the first that is too new: as noxfile.py tests them.
 PYTHON = ((3, 11), (3, 14))
 Bounds = tuple[tuple[int, int], tuple[int, int]]
+
+
+def installed_version() -> str:
+    """The version of autopar; ``0+unknown`` where only its source is on the path."""
+    try:
+        return version("autopar")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def text(bounds: Bounds) -> str:
@@ -25,18 +34,18 @@ def requirement(bounds: Bounds) -> str:
     return f">={first}.{oldest},<{second}.{newer}"
 
 
-def is_supported(version: str, bounds: Bounds) -> bool:
+def is_supported(number: str, bounds: Bounds) -> bool:
     """Whether a version such as ``2.13.0+cpu`` is within ``bounds``."""
-    major, minor = version.split(".")[:2]
+    major, minor = number.split(".")[:2]
     return bounds[0] <= (int(major), int(minor)) < bounds[1]
 
 
-def advice(version: str) -> str:
+def advice(number: str) -> str:
     """The warning about a version of torch; empty if it is supported."""
-    if is_supported(version, TORCH):
+    if is_supported(number, TORCH):
         return ""
     return (
-        f"autopar supports torch {text(TORCH)}, not {version}: it reads private parts of torch that may differ there. "
+        f"autopar supports torch {text(TORCH)}, not {number}: it reads private parts of torch that may differ there. "
         f"Smallest change that works: pip install 'torch{requirement(TORCH)}'"
     )
 

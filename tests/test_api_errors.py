@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -32,6 +33,22 @@ def test_wrong_number_of_processes() -> None:
 def test_what_is_no_mesh(mesh: Any) -> None:
     with pytest.raises(OptionsError, match="is not a mesh; give a DeviceMesh, or a shape"):
         autopar.plan(Plain(), mesh, plain()[1], cluster=CLUSTER)
+
+
+def test_options_plans_and_devices_of_another_kind() -> None:
+    model, batch = plain()
+    with pytest.raises(OptionsError, match=r"is not autopar.Options; give options=autopar.Options\("):
+        autopar.plan(model, (2,), batch, options={"zero": 1})  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"is not an autopar.Plan; read a plan file by autopar.Plan.from_json\("):
+        autopar.parallelize(model, (1,), plan="plan.json")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="device='gpu' is not a type of device"):
+        autopar.plan(model, (2,), batch, device="gpu")
+    with pytest.raises(OptionsError, match="looks like a path: give the text of the file"):
+        autopar.Plan.from_json("plan.json")
+
+
+def test_the_version_is_the_wheels() -> None:
+    assert autopar.__version__ == version("autopar")
 
 
 def test_unknown_cluster() -> None:

@@ -61,7 +61,9 @@ def fields_from_json(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, TypeError, RecursionError) as error:
-        raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error})") from error
+        path = str(text).endswith(".json") and "\n" not in str(text)
+        hint = f"; {text!r} looks like a path: give the text of the file, Path({text!r}).read_text()" if path else ""
+        raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error}){hint}") from error
     return fields_from_dict(data)
 
 

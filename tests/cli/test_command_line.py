@@ -81,6 +81,7 @@ def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> 
         ["plan", "m:f", "--mesh", "2,zero"],
         ["plan", "m:f", "--mesh", "2", "--memory-limit", "much"],
         ["plan", "m:f", "--mesh", "2", "--zero", "4"],
+        ["plan", "m:f", "--mesh", "2", "--device", "8"],  # No abbreviation of --devices.
         ["run", "--nproc", "0", "x.py"],
     ],
 )
