@@ -30,7 +30,6 @@ from unittest.mock import patch
 import torch
 import transformers
 from rich.console import Console
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.api import split_batch
 from autopar.ir.graph import Graph
@@ -46,6 +45,8 @@ from autopar.runtime.comm import nccl
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.runtime.rehearse.fake_device import fake_device
 from autopar.runtime.rehearse.rehearsal import rehearse
+from autopar.torch_internals.modes import TorchDispatchMode
+from autopar.torch_internals.trees import tree_leaves
 from tests.helpers.lowering import plain
 from tests.helpers.pipelines import Wanted, make_pipeline
 from tests.zoo.check import prices_for, programs, random_assignment
@@ -90,7 +91,7 @@ class OnProcessor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and not _draws_from(args):
                 self.names.append(str(func))
         return result

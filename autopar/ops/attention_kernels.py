@@ -60,7 +60,7 @@ Backward = Callable[
 @dataclass(frozen=True)
 class Kernel:
     """``forward(query, key, value, mask, causal, scale)`` and ``backward(grad, query, key, value, out, logsumexp, mask,
-    causal, scale)``."""
+    causal, scale)``. The last dims of operands other than the mask are contiguous."""
 
     name: str
     forward: Forward
@@ -180,8 +180,7 @@ def _first(x: Tensor, length: int) -> Tensor:
 def _whole_loads(x: Tensor) -> Tensor:
     """``x`` with zeros after the last dim up to a whole number of loads: they change no product."""
     missing = -x.shape[-1] % _WIDTH_MULTIPLE
-    padded = F.pad(x, (0, missing)) if missing else x
-    return padded if padded.stride(-1) == 1 else padded.contiguous()
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

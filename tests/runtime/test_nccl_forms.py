@@ -8,18 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.runtime.comm import gloo, nccl
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups
 from autopar.runtime.launch import run_local
-
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-)
+from tests.runtime.test_collectives import DTYPES
 
 
 def _send(dtype: torch.dtype, group: AxisGroup) -> torch.Tensor:
@@ -31,7 +20,7 @@ def _send(dtype: torch.dtype, group: AxisGroup) -> torch.Tensor:
 def _differences(rank: int, world: int) -> list[str]:
     group = mesh_groups(init_device_mesh("cpu", (world,))).over((0,))
     wrong = []
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, torch.complex64):
         send = _send(dtype, group)
         ops = ("sum",) if dtype.is_complex else ("sum", "max", "min")
         pairs = {
