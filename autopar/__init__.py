@@ -20,6 +20,7 @@ from autopar.layouts.price import Priced
 from autopar.layouts.report import LayoutReport, plan_layouts
 from autopar.plans.plan import Plan
 from autopar.plans.timeline import step_timeline
+from autopar.runtime.faults.stopping import stopping
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.search.reprice import reprice
 from autopar.verification.report import Report
@@ -67,6 +68,7 @@ __all__ = [
     "price",
     "reprice",
     "step_timeline",
+    "stopping",
     "verify",
 ]
 

@@ -191,6 +191,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """A whole number, 0 or above. Raises :class:`OptionsError`."""
+    if not text.isdecimal():
+        raise OptionsError(f"{text!r} is not a whole number, 0 or above")
+    return int(text)
+
+
 def add_mesh(parser: Any, required: bool) -> None:
     """Adds ``--mesh``."""
     text = "shape of the device mesh, outermost (slowest link) first: 2,2"

@@ -2,7 +2,8 @@
 single process would compute.
 
 At each call every rank sends 33 bytes: a hash of the *kind* of its call (shapes, dtypes, structure, non-tensor values,
-modes) and of the program that it is about to run. If they differ, the ranks exchange descriptions, and all raise the
+modes) and of the program that it is about to run, and whether it was asked to stop
+(:mod:`autopar.runtime.faults.stopping`). If they differ, the ranks exchange descriptions, and all raise the
 same error. At the 1st, 2nd, 4th, 8th, ... call of a kind (``"always"``: at each) they then compare hashes of the
 inputs' values (:mod:`autopar.runtime.inputs.content_hash`). A plain tensor is the global batch and must be equal on all
 ranks; a DTensor must be equal on ranks that have the same part of it.
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputMismatchError, OptionsError
 from autopar.ir.placements import coordinate_of, is_shard
 from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.faults.stopping import innermost
 from autopar.runtime.inputs.content_hash import SIZE, content_hash
 from autopar.runtime.torch_internals.dtensors import local_tensor
 
@@ -34,6 +36,8 @@ Key = tuple[CallKind, tuple[str, ...]]
 # The number of kinds whose calls are counted: the latest ones.
 # Chosen: far more than programs that are kept.
 REMEMBERED = 1024
+# Bits of the last byte of a record: values are to be compared at this call, and the rank was asked to stop.
+_VALUES, _STOP = 1, 2
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,22 @@ class InputChecks:
         key = (call.kind, layouts)  # A plain batch after DTensors is compared like a first one.
         count = self._counts.get(key, 0) + 1
         wanted = self._when == "always" or count & (count - 1) == 0
-        everyone = self._exchange.all_bytes(self._kind_hash(call, layouts) + bytes([wanted]))
+        stop = innermost()
+        flags = (_VALUES if wanted else 0) | (_STOP if stop is not None and stop.asked else 0)
+        everyone = self._exchange.all_bytes(self._kind_hash(call, layouts) + bytes([flags]))
         if len({record[:-1] for record in everyone}) > 1:
             self._raise_different_kinds(call)
         self._count(key, count)
-        if any(record[-1] for record in everyone):
+        if stop is not None:
+            stop.agree(any(record[-1] & _STOP for record in everyone))
+        if any(record[-1] & _VALUES for record in everyone):
             self._check_content(call)
+
+    def agree_to_stop(self) -> None:
+        """What :meth:`check` also does, for calls that are not compared. Collective if a context is open."""
+        stop = innermost()
+        if stop is not None:
+            stop.agree(any(map(any, self._exchange.all_bytes(bytes([stop.asked])))))
 
     def _count(self, key: Key, count: int) -> None:
         self._counts[key] = count

@@ -214,6 +214,7 @@ class ParallelModule(OwnSamples, Delegating):
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, call: AnyCall | None) -> None:
         """Compares this call between ranks before it runs; ``call``: its program, if there is one."""
         if not self._checks.active:
+            self._checks.agree_to_stop()
             return
         leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
 

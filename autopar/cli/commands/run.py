@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from autopar.cli.arguments import checked, positive
+from autopar.cli import die_with_parent
+from autopar.cli.arguments import checked, not_negative, positive
 from autopar.cli.output import Output
-from autopar.cli.status import FAILED, OK
+from autopar.cli.rendezvous import check_endpoint
+from autopar.cli.status import OK
 from autopar.errors import OptionsError
+from autopar.torch_internals.elastic import launch
+
+# How long the least number of hosts waits for further ones, at each start and restart; torch's default is 30. A host
+# that comes later joins by a restart.
+# Chosen: far longer than hosts that are started by one command are apart.
+_LAST_CALL_SECONDS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nnodes", default="1", help="number of hosts, or MIN:MAX")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several hosts meet")
     parser.add_argument("--rendezvous-id", default="autopar", help="the same on every host of one run")
-    parser.add_argument("--max-restarts", type=int, default=0, help="of the whole group after a failure (0)")
+    parser.add_argument(
+        "--max-restarts", type=checked(not_negative), default=0, help="of the whole group after a failure (0)"
+    )
+    parser.add_argument(
+        "--grace", metavar="SECONDS", type=checked(not_negative), default=30,
+        help="between SIGTERM and SIGKILL of a process, to save a checkpoint (30)",
+    )  # fmt: skip
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name")
     parser.add_argument("script", help="a training script that calls autopar.parallelize")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
@@ -33,14 +46,29 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
     if not arguments.module and not Path(arguments.script).is_file():
         raise OptionsError(f"there is no script {arguments.script!r} in {os.getcwd()}")
-    command = [sys.executable, "-m", "torch.distributed.run", *_launcher_options(arguments)]
-    command += [*(["--module"] if arguments.module else []), arguments.script, *arguments.arguments]
-    start = time.perf_counter()
-    status = subprocess.run(command, env=_launch_environment(), check=False).returncode
+    if arguments.rendezvous is not None:
+        check_endpoint(arguments.rendezvous)
+    options = [*_launcher_options(arguments), "--no-python", *_rank_command(arguments)]
+    before, start = dict(os.environ), time.perf_counter()
+    os.environ.update(_launch_environment())
+    try:
+        status, said = launch(options, arguments.grace)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    if said:
+        print(said, file=sys.stderr)
     if output.json:
         seconds = time.perf_counter() - start
-        output.result("", {"ok": status == 0, "returncode": status, "seconds": seconds, "command": command})
-    return OK if status == 0 else FAILED
+        output.result("", {"ok": status == OK, "returncode": status, "seconds": seconds, "command": options})
+    return status
+
+
+def _rank_command(arguments: argparse.Namespace) -> list[str]:
+    """The command of a rank, which dies with this process."""
+    through = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    module = ["-m"] if arguments.module else []
+    return [*through, sys.executable, "-u", *module, arguments.script, *arguments.arguments]
 
 
 def _launcher_options(arguments: argparse.Namespace) -> list[str]:
@@ -56,6 +84,7 @@ def _launcher_options(arguments: argparse.Namespace) -> list[str]:
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={arguments.rendezvous}",
         f"--rdzv-id={arguments.rendezvous_id}",
+        f"--rdzv-conf=last_call_timeout={_LAST_CALL_SECONDS}",
     ]
 
 

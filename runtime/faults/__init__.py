@@ -1,0 +1,1 @@
+"""Faults: who waits for whom, errors that name it, and leaving when asked to."""
