@@ -47,6 +47,10 @@ class IndexRangeError(ExecutionError, IndexError):
     """A token id, label or other index outside of the dim it indexes; names module, value and range."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint that cannot be written, is damaged, or does not fit; names the file or the parameter."""
+
+
 class WorkerError(AutoparError):
     """A local process died or did not finish in time; carries that rank's traceback."""
 

@@ -11,7 +11,8 @@ from autopar.runtime.comm.groups import AxisGroup, MeshGroups, mesh_groups, mesh
 from autopar.runtime.execute.executor import Executable
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.state.materialise import materialise
-from autopar.runtime.state.parameters import gather_whole, place_parameters, torch_placements
+from autopar.runtime.state.parameters import gather_whole, torch_placements
+from autopar.runtime.state.placing import place_parameters
 
 from .launch import run_local
 

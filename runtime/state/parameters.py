@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError
 from autopar.ir.placements import (
     Placements,
     StridedShard,
@@ -30,7 +30,6 @@ from autopar.ir.placements import (
     local_shape,
     shard_before,
     shard_dim,
-    short,
     take_local,
 )
 from autopar.ir.program import TensorSlot
@@ -38,10 +37,9 @@ from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups
 from autopar.runtime.execute.randomness import signed_seed
 from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor, strided_shard
-from autopar.torch_internals.modules import buffers_of, parameters_of
+from autopar.torch_internals.modules import parameters_of
 
 from .gradient_hooks import carry_hooks, hooks_of, set_hooks
-from .materialise import Initialiser
 from .param_groups import mark_replaced
 
 # Bytes sent in one broadcast. Chosen: latency is negligible, and a copy takes little memory.
@@ -236,107 +234,3 @@ def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
     """The ``seed`` of the mesh's first rank (default: torch's initial seed), as :func:`signed_seed`."""
     own = torch.tensor([signed_seed(torch.initial_seed() if seed is None else seed)])
     return int(next(broadcast_first([own], groups))[1])
-
-
-def place_parameters(
-    module: nn.Module, stored: Mapping[str, Stored], groups: MeshGroups, seed: int | None = None
-) -> None:
-    """Places every wrapped parameter of ``module`` as in ``stored[name]``, or replicated on the mesh of ``groups`` if
-    it is not there (the program does not use it). Moves buffers to the mesh's device, with rank 0's values. ``seed``:
-    for a meta model; default torch's initial seed on rank 0. Collective over ``groups``.
-
-    Raises :class:`PlanMismatchError` if a slot and its parameter differ in shape.
-    """
-    parameters = dict(module.named_parameters())
-    complete = {name: stored.get(name) or _replicated(name, p, groups) for name, p in parameters.items()}
-    for name, parameter in parameters.items():
-        _check_storable(name, parameter, complete[name])
-    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
-    real = [name for name, parameter in parameters.items() if not parameter.is_meta]
-    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if meta or lost:
-        with unwrapped(module):
-            initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
-        for name in meta:
-            _replace(parameters[name], _initial(initialiser, name, parameters[name], complete[name]), complete[name])
-        _fill_buffers(module, initialiser)
-    for index, whole in broadcast_first([local_of(parameters[name]) for name in real], groups):
-        _replace(parameters[real[index]], whole, complete[real[index]])
-    _place_buffers(module, groups)
-
-
-def _replicated(name: str, parameter: nn.Parameter, groups: MeshGroups) -> Stored:
-    everywhere = (Replicate(),) * len(groups.shape)
-    return TensorSlot(name, "param", name, tuple(parameter.shape), everywhere), groups
-
-
-def _check_storable(name: str, parameter: nn.Parameter, stored: Stored) -> None:
-    slot, place = stored
-    if tuple(parameter.shape) != slot.shape:
-        raise PlanMismatchError(
-            f"the parameter {name} has shape {list(parameter.shape)}, but the plan was made for {list(slot.shape)}"
-        )
-    if not torch_can_gather(slot.placements, place.shape):
-        raise PlanMismatchError(
-            f"the parameter {name} would be stored as {short(slot.placements)}, of which torch makes a wrong "
-            "full_tensor(): store the strided shard on the innermost axis of its dim"
-        )
-
-
-def _initial(initialiser: Initialiser, name: str, parameter: nn.Parameter, stored: Stored) -> torch.Tensor:
-    """The whole initial value; empty if this rank has no part of it."""
-    local = local_of(parameter)
-    if stored[1].coordinate is None:
-        return torch.empty(0, dtype=local.dtype, device=initialiser.device)
-    return initialiser.value(local, f"the parameter {name}")
-
-
-def _replace(parameter: nn.Parameter, whole: torch.Tensor, stored: Stored) -> None:
-    slot, place = stored
-    with torch.no_grad():
-        own = make_dtensor(take_own(whole, slot, place), slot, place)
-        replacement = nn.Parameter(own, parameter.requires_grad)
-        if parameter.grad is not None and not parameter.grad.is_meta:
-            gradient = take_own(local_of(parameter.grad).to(whole.device), slot, place)
-            replacement.grad = make_dtensor(gradient, slot, place)
-    swap_parameter(parameter, replacement, slot.target)
-
-
-def _fill_buffers(module: nn.Module, initialiser: Initialiser) -> None:
-    for path, part in module.named_modules():
-        for key, buffer in buffers_of(part).items():
-            if buffer is not None and buffer.is_meta:
-                buffers_of(part)[key] = initialiser.value(buffer, f"the buffer {path}.{key}")
-
-
-def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
-    buffers = [buffer for _, buffer in module.named_buffers()]
-    moved: dict[int, torch.Tensor] = {}
-    for index, value in broadcast_first(buffers, groups):
-        buffer = buffers[index]
-        if buffer.device == groups.device:
-            buffer.copy_(value)
-        else:
-            moved[id(buffer)] = value
-    for part in module.modules():
-        for key, tensor in buffers_of(part).items():
-            if tensor is not None and id(tensor) in moved:
-                buffers_of(part)[key] = moved[id(tensor)]
-
-
-def check_placed(module: nn.Module, stored: Mapping[str, Stored]) -> None:
-    """Raises :class:`PlanMismatchError` if a parameter is stored in other placements than ``stored`` says."""
-    for name, parameter in module.named_parameters():
-        if name not in stored or not isinstance(parameter, DTensor):
-            continue
-        slot, place = stored[name]
-        if tuple(parameter.placements) != torch_placements(slot.placements, place.shape):
-            raise PlanMismatchError(
-                f"the parameter {name} is stored as {tuple(map(str, parameter.placements))}, but this "
-                f"program stores it as {short(slot.placements)}; all programs of one model must agree"
-            )
-        if parameter.device_mesh != place.mesh:
-            raise PlanMismatchError(
-                f"the parameter {name} is stored on ranks {parameter.device_mesh.mesh.flatten().tolist()}, but this "
-                f"program stores it on {place.mesh.mesh.flatten().tolist()}; all programs of one model must agree"
-            )

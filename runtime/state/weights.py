@@ -19,15 +19,14 @@ from autopar.torch_internals.tensors import gradient_hooks
 from .gradient_hooks import run_hooks, run_post_hooks
 from .parameters import (
     Stored,
-    check_placed,
     local_of,
     make_dtensor,
-    place_parameters,
     swap_parameter,
     take_own,
     wrap,
     wrap_parameters,
 )
+from .placing import Values, check_placed, place_parameters
 
 _APART = (
     "parameters of this copy lie on different pipeline stages, and torch's functions over lists of tensors skip those "
@@ -48,12 +47,14 @@ class Weights:
         self._seed = seed
         self._stored: dict[str, Stored] | None = None
         self._copies: list[Weights] = []
+        self._values: Values | None = None
+        self._waiting: list[Callable[[], None]] = []
         wrap_parameters(module, groups)
 
     def copied_for(self, module: nn.Module) -> Weights:
         """The weights of ``module``, a copy of this module: placed like these, now or once these are placed."""
         copied = copy.copy(self)
-        copied.module, copied._copies = module, []
+        copied.module, copied._copies, copied._waiting = module, [], []
         # Referenced, since placing it is collective, and ranks collect garbage at different times.
         self._copies.append(copied)
         self._place_copies()
@@ -84,11 +85,26 @@ class Weights:
             raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
         by_name = {names[slot.target]: (slot, place) for slot, place in stored}
         if self._stored is None:
-            place_parameters(self.module, by_name, self.groups, self._seed)
-            self._stored = by_name
+            place_parameters(self.module, by_name, self.groups, self._seed, self._values)
+            self._stored, self._values = by_name, None
             self._place_copies()
+            waiting, self._waiting = self._waiting, []
+            for function in waiting:
+                function()
         else:
             check_placed(self.module, by_name)
+
+    def take_values(self, values: Values) -> None:
+        """Parameters and buffers on the meta device will have ``values`` where it has them, instead of their own
+        initialisation."""
+        self._values = values
+
+    def when_placed(self, function: Callable[[], None]) -> None:
+        """Calls ``function`` once the parameters are placed; now, if they are."""
+        if self.is_placed:
+            function()
+        else:
+            self._waiting.append(function)
 
     def _place_copies(self) -> None:
         if self._stored is None:

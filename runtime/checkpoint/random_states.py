@@ -1,0 +1,53 @@
+"""The states of the random generators that a training script may use: torch's, Python's and numpy's, of each rank.
+
+What the model draws is not among them: it is a function of seed, step and place (``model.random_state()``).
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.errors import CheckpointError
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this process, as JSON."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = _text(torch.cuda.get_rng_state())
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Restores what :func:`random_states` returned. Raises :class:`CheckpointError` for anything else."""
+    try:
+        version, numbers, gauss = states["python"]
+        kind, keys, *rest = states["numpy"]
+        python, numpy = (version, tuple(numbers), gauss), (kind, np.asarray(keys, dtype=np.uint32), *rest)
+        torch.set_rng_state(_tensor(states["torch"]))
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_tensor(states["cuda"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the checkpoint's states of random generators are none: {error}") from error
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
