@@ -40,7 +40,8 @@ def checkpoints(store: Store) -> list[Found]:
         try:
             found.append(Found(store.inside(name), name, read_manifest(text)))
         except CheckpointError as error:
-            warnings.warn(f"{store}/{name} is left out: {MANIFEST}: {error}", stacklevel=2)
+            if not name.startswith(WRITING):  # The manifest itself was being written.
+                warnings.warn(f"{store}/{name} is left out: {MANIFEST}: {error}", stacklevel=2)
     return sorted(found, key=lambda checkpoint: checkpoint.order)
 
 

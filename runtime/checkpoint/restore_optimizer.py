@@ -119,12 +119,13 @@ class _Slots:
         floating = entry.dtype.is_floating_point and parameter.dtype.is_floating_point
         dtype = parameter.dtype if like and floating else entry.dtype
         device = torch.device("cpu") if self._in_host else local.device
-        if not isinstance(parameter, DTensor) or (self._on_shards and (not like or not entry.shape)):
+        elsewhere = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
+        plain = self._on_shards and not (like and (entry.shape or elsewhere))
+        if not isinstance(parameter, DTensor) or plain:
             return torch.empty(entry.shape, dtype=dtype, device=device)
         if like:
             own, placements = torch.empty(local.shape, dtype=dtype, device=device), parameter.placements
         else:
-            whole = parameter.device_mesh.get_coordinate() is not None
-            own = torch.empty(entry.shape if whole else (0,), dtype=dtype, device=device)
+            own = torch.empty((0,) if elsewhere else entry.shape, dtype=dtype, device=device)
             placements = (Replicate(),) * parameter.device_mesh.ndim
         return dtensor(own, parameter.device_mesh, placements, entry.shape, contiguous_stride(entry.shape))

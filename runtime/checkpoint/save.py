@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -61,11 +62,21 @@ def step_name(step: int) -> str:
 def write_snapshot(snapshot: Snapshot, store: Store, ranks: Ranks) -> str:
     """Writes ``snapshot`` into ``store``; returns the path of the checkpoint. Collective."""
     name = ranks.from_first(lambda: _begin(store, snapshot.step))
+
+    def write() -> str:
+        try:
+            return _write(snapshot, store, name, ranks)
+        except CheckpointException as error:
+            raise _explained(error, store) from error
+        except OSError as error:
+            raise CheckpointError(f"nothing was saved in {store}: {type(error).__name__}: {error}") from error
+
     try:
-        final: str = ranks.together(lambda: _write(snapshot, store, name, ranks)) or ""
-        return ranks.from_first(lambda: final)
-    except CheckpointException as error:
-        raise _explained(error, store) from error
+        final = ranks.together(write)
+    except CheckpointError:
+        ranks.from_first(lambda: _tidy(store, name))
+        raise
+    return ranks.from_first(lambda: final)
 
 
 def _write(snapshot: Snapshot, store: Store, name: str, ranks: Ranks) -> str:
@@ -97,6 +108,13 @@ def _begin(store: Store, step: int) -> str:
     name = f"{WRITING}{step_name(step)}-{uuid.uuid4().hex[:8]}" if store.renames else _free_name(step, complete)
     store.inside(name).create()
     return name
+
+
+def _tidy(store: Store, name: str) -> None:
+    """Deletes what a save that failed has written, if that is possible: the next save tries again."""
+    with contextlib.suppress(OSError):
+        if name not in {found.name for found in checkpoints(store)}:
+            store.remove(name, MANIFEST)
 
 
 def _free_name(step: int, taken: set[str]) -> str:
