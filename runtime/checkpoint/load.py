@@ -11,7 +11,6 @@ from autopar.errors import CheckpointError
 from autopar.runtime.module.parallel_module import ParallelModule
 
 from .opened import Opened, open_checkpoint
-from .parallel import weights_of
 from .random_states import restore_random_states
 from .ranks import Ranks, ranks_of
 from .restore_model import Matched, match_model, restore_model, source_of
@@ -87,7 +86,7 @@ def _restore_optimizer(opened: Opened, model: nn.Module, optimizer: Any, ranks: 
         ranks.together(lambda: restore_state(opened, model, optimizer))
 
     if isinstance(model, ParallelModule):
-        weights_of(model).when_placed(restore)
+        model.autopar_parts.weights.when_placed(restore)
     else:
         restore()
 

@@ -17,8 +17,6 @@ from torch import nn
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.module.parallel_module import ParallelModule
 
-from .parallel import mesh_ranks
-
 Result = TypeVar("Result")
 # By purpose and ranks: the world in which a group was created, and the group.
 _GROUPS: dict[tuple[str, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
@@ -93,7 +91,7 @@ def ranks_of(model: nn.Module, purpose: str = "saving") -> Ranks:
     if not dist.is_initialized():
         return Ranks(None, 0, 1)
     everyone = tuple(range(dist.get_world_size()))
-    members = mesh_ranks(model) if isinstance(model, ParallelModule) else everyone
+    members = model.autopar_parts.ranks if isinstance(model, ParallelModule) else everyone
     if len(members) == 1:
         return Ranks(None, 0, 1)
     return Ranks(_group(purpose, members), members.index(dist.get_rank()), len(members))

@@ -15,7 +15,6 @@ from autopar.runtime.module.parallel_module import ParallelModule
 
 from .fill import Target, check_shape
 from .opened import Opened
-from .parallel import weights_of
 from .snapshot import MODEL
 from .sources import Source
 from .tree_json import from_json
@@ -96,14 +95,14 @@ def restore_model(source: Source, model: nn.Module, matched: Matched) -> None:
     if waiting:
         _check_can_wait(model, waiting)
         assert isinstance(model, ParallelModule)
-        weights_of(model).take_values(source)
+        model.autopar_parts.weights.take_values(source)
     source.fill_all((name, tensor) for name, tensor in matched.targets if not tensor.is_meta)
     if matched.others:
         model.load_state_dict(matched.others, strict=False)
 
 
 def _check_can_wait(model: nn.Module, names: Iterable[str]) -> None:
-    if not isinstance(model, ParallelModule) or weights_of(model).is_placed:
+    if not isinstance(model, ParallelModule) or model.autopar_parts.weights.is_placed:
         raise CheckpointError(
             f"{min(names)} is on the meta device: load into a parallel model, or into one with memory "
             "(model.to_empty(device='cpu'))"

@@ -18,7 +18,6 @@ from .boxes import local_part
 from .fill import Target, fill
 from .index import Entry
 from .opened import Opened
-from .parallel import rests_in_host_memory
 from .snapshot import names_of
 from .tree_json import from_json
 
@@ -77,7 +76,7 @@ def restore_state(opened: Opened, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _in_host(model: nn.Module, parameter: nn.Parameter) -> bool:
-    return isinstance(model, ParallelModule) and rests_in_host_memory(model, names_of(model)[id(parameter)])
+    return isinstance(model, ParallelModule) and model.autopar_parts.in_host(names_of(model)[id(parameter)])
 
 
 class _Slots:

@@ -15,7 +15,6 @@ from autopar.errors import CheckpointError
 from autopar.runtime.module.parallel_module import ParallelModule
 
 from .boxes import Holders, boxes_to_write, holders_of, holders_on, local_part
-from .parallel import mesh_shape, options_dict, plan_text
 from .random_states import random_states
 from .ranks import Ranks
 from .torch_storage import Part
@@ -82,9 +81,9 @@ def _state(
     }
     if isinstance(model, ParallelModule):
         state["parallel"] = {
-            "mesh": list(mesh_shape(model)),
-            "plan": plan_text(model),
-            "options": _json(options_dict(model), "options", everyone, tensors),
+            "mesh": list(model.autopar_parts.weights.groups.shape),
+            "plan": model.autopar_parts.plan_text,
+            "options": _json(model.autopar_parts.options, "options", everyone, tensors),
             "random": model.random_state(),
             "loss_scale": model.loss_scale_state(),
         }

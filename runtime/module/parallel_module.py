@@ -46,6 +46,7 @@ from .copies import compile_for, copied_module
 from .delegation import Delegating, check_plain
 from .loss_factor import step_scale
 from .own_samples import OwnSamples, check_one_form
+from .parts import Parts
 
 _NO_TAPE = (
     "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
@@ -287,6 +288,11 @@ class ParallelModule(OwnSamples, Delegating):
         """Whether the plan, if there is one, keeps the optimizer state of the parameter in host memory."""
         placements = getattr(self._plan, "parameters", {})
         return path in placements and bool(placements[path].offload)
+
+    @property
+    def autopar_parts(self) -> Parts:
+        """For autopar's own use: what checkpoints need to know."""
+        return Parts(self._weights, self._plan, self._compile, self._rests_in_host_memory)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, gradient or optimizer state of this model on every rank, also if it is on another
