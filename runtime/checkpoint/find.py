@@ -24,9 +24,9 @@ class Found:
     manifest: Manifest
 
     @property
-    def order(self) -> tuple[int, float]:
-        """By which the newest is found: the step, then the time of saving."""
-        return self.manifest.step, self.manifest.saved
+    def order(self) -> tuple[int, int]:
+        """By which the newest is found."""
+        return self.manifest.number, self.manifest.step
 
 
 def checkpoints(store: Store) -> list[Found]:

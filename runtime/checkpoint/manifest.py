@@ -31,9 +31,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``saved``: seconds since 1970 at which it was written; ``files`` by name."""
+    """``number``: greater than those of all checkpoints that were in the folder before, which says better than steps
+    (which begin again at an older checkpoint) or clocks (which may go back) what is newest. ``saved``: seconds since
+    1970 at which it was written; ``files`` by name."""
 
     step: int
+    number: int
     saved: float
     files: Mapping[str, FileRecord]
 
@@ -42,6 +45,7 @@ class Manifest:
         body = {
             "autopar_checkpoint": VERSION,
             "step": self.step,
+            "number": self.number,
             "saved": self.saved,
             "files": {file.name: [file.bytes, file.sha256] for file in self.files.values()},
         }
@@ -79,10 +83,10 @@ def _checked(body: dict[str, Any]) -> Manifest:
             raise CheckpointError(f"{file.name!r} is not the name of a file of a checkpoint")
         if type(file.bytes) is not int or file.bytes < 0 or not _DIGEST.fullmatch(file.sha256):
             raise CheckpointError(f"the manifest gives no valid size and hash of {file.name}")
-    step, saved = body["step"], body["saved"]
-    if type(step) is not int or step < 0 or not isinstance(saved, (int, float)):
-        raise CheckpointError(f"the manifest gives the step {step!r}")
-    return Manifest(step, float(saved), {file.name: file for file in files})
+    step, number, saved = body["step"], body["number"], body["saved"]
+    if type(step) is not int or type(number) is not int or step < 0 or not isinstance(saved, (int, float)):
+        raise CheckpointError(f"the manifest gives the step {step!r} and the number {number!r}")
+    return Manifest(step, number, float(saved), {file.name: file for file in files})
 
 
 def _digest(body: Mapping[str, Any]) -> str:

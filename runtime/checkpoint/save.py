@@ -134,7 +134,8 @@ def _commit(snapshot: Snapshot, store: Store, name: str, index: dict[str, Entry]
         write_text(folder, STATE, json.dumps(snapshot.state, allow_nan=False)),
     ]
     folder.flush()
-    manifest = Manifest(snapshot.step, time.time(), {file.name: file for file in records})
+    number = max((found.manifest.number for found in checkpoints(store)), default=0) + 1
+    manifest = Manifest(snapshot.step, number, time.time(), {file.name: file for file in records})
     write_text(folder, MANIFEST, manifest.to_json())
     folder.flush()
     return _renamed(store, name, snapshot.step)

@@ -80,7 +80,7 @@ def test_a_changed_or_short_file_is_named_and_the_older_one_told(tmp_path: Path,
 
 
 def test_the_newest_complete_one_is_found_whatever_the_names(tmp_path: Path) -> None:
-    saved(tmp_path, 9, 10)
+    saved(tmp_path, 12, 9, 10)  # Begun again at step 8.
     (tmp_path / "step-000009").rename(tmp_path / "zzz")
     (tmp_path / "step-000011").mkdir()
     (tmp_path / ".writing-step-000012-x").mkdir()
@@ -310,7 +310,7 @@ def test_manifests_name_files_inside_the_folder_alone(tmp_path: Path) -> None:
     from autopar.runtime.checkpoint.manifest import FileRecord, Manifest
 
     for name in ("../secret", "/etc/passwd", ".hidden", "manifest.json", ""):
-        text = Manifest(1, 0.0, {name: FileRecord(name, 1, "0" * 64)}).to_json()
+        text = Manifest(1, 1, 0.0, {name: FileRecord(name, 1, "0" * 64)}).to_json()
         with pytest.raises(CheckpointError, match="is not the name of a file"):
             read_manifest(text)
     shutil.rmtree(folder)
