@@ -29,6 +29,7 @@ from autopar.verification.verify import verify
 from .api import parallelize, plan
 from .errors import (
     AutoparError,
+    FaultError,
     GraphError,
     IndexRangeError,
     InfeasibleError,
@@ -45,6 +46,7 @@ from .options import Options
 __all__ = [
     "AutoparError",
     "Cluster",
+    "FaultError",
     "Graph",
     "GraphError",
     "IndexRangeError",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.calibration.default_cluster import default_cluster
 from autopar.cluster.description import Cluster
+from autopar.compiler.agreed_options import check_same_options
 from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
 from autopar.compiler.plan_cache import cached_plan
@@ -23,6 +24,7 @@ from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
+from autopar.runtime.faults.watch import Watch, watch_over
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.trace.loss import TARGETS
 
@@ -158,9 +160,29 @@ def parallelize(
     """
     _check_plan(plan)
     settings = _options(options)
-    devices = device_mesh(mesh)
+    _join_processes(mesh)
+    watch = watch_over(_ranks(mesh), settings.timeout)
+    with watch.call("autopar.parallelize()"):
+        parallel = _parallel_module(model, device_mesh(mesh), mesh, settings, cluster, loss_fn, plan, watch)
+        if example_inputs is not None:
+            args, kwargs = split_batch(example_inputs, targets)
+            parallel.prepare(args, kwargs, "loss")
+    return parallel
+
+
+def _parallel_module(
+    model: nn.Module,
+    devices: DeviceMesh,
+    mesh: Mesh,
+    settings: Options,
+    cluster: str | Cluster | None,
+    loss_fn: LossFunction | None,
+    plan: Plan | None,
+    watch: Watch,
+) -> ParallelModule:
     groups = mesh_groups(devices)
     ranks = groups.over(groups.axes)
+    check_same_options(settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
     settings = settings if plan is None else under_policy(settings, plan.precision)
     if dist.is_initialized() and devices.size() < dist.get_world_size():
@@ -179,11 +201,8 @@ def parallelize(
     )
     scaled = scales_loss(settings.precision)
     checked = settings.check_inputs
-    parallel = ParallelModule(model, devices, compiler, seed=settings.seed, scaled=scaled, check_inputs=checked)
-    if example_inputs is not None:
-        args, kwargs = split_batch(example_inputs, targets)
-        parallel.prepare(args, kwargs, "loss")
-    return parallel
+    seed = settings.seed
+    return ParallelModule(model, devices, compiler, seed=seed, scaled=scaled, check_inputs=checked, watch=watch)
 
 
 def _cluster(named: str | Cluster | None, devices: DeviceMesh, ranks: AxisGroup) -> Cluster:
@@ -201,6 +220,27 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         return mesh
     shape = mesh_shape(mesh)
     needed = math.prod(shape)
+    _join_processes(mesh)
+    if not dist.is_initialized():
+        return mesh_of_one("cuda" if torch.cuda.is_available() else "cpu", len(shape))
+    kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    return DeviceMesh(kind, torch.arange(needed).reshape(shape))
+
+
+def _ranks(mesh: Mesh) -> tuple[int, ...]:
+    """The ranks of the mesh, row-major."""
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(range(math.prod(mesh_shape(mesh))))
+
+
+def _join_processes(mesh: Mesh) -> None:
+    """Initialises torch.distributed if it is not, for a shape with the variables of torchrun. Raises
+    :class:`OptionsError` if the shape has another number of devices than there are processes."""
+    if isinstance(mesh, DeviceMesh):
+        return
+    shape = mesh_shape(mesh)
+    needed = math.prod(shape)
     if not dist.is_initialized() and dist.is_torchelastic_launched():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -212,7 +252,3 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
             f"start {needed} "
             f"(torchrun --nproc-per-node {needed} train.py), or give a mesh of {world}"
         )
-    if not dist.is_initialized():
-        return mesh_of_one("cuda" if torch.cuda.is_available() else "cpu", len(shape))
-    kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
-    return DeviceMesh(kind, torch.arange(needed).reshape(shape))

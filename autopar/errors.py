@@ -58,3 +58,8 @@ class WorkerError(AutoparError):
 class OperatorError(AutoparError):
     """An operation of the model that would compute something else on several devices; the message names it, where it
     is called, and what the author of the operation can do."""
+
+
+class FaultError(AutoparError):
+    """A rank ended, stopped, or does something else than those that wait for it; raised on every rank that still runs,
+    with the same message, which names it."""

@@ -85,6 +85,10 @@ class Options:
             are those of the smaller batch. :class:`AutoparError` if rows influence each other (batch norm in training,
             a loss inside the model) and from ``step``. One row, or more than planned: as under ``"replicate"``.
             ``"error"``: :class:`PlanMismatchError` (:class:`OptionsError` for microbatches).
+        timeout: seconds for which ranks wait for one that does not answer, or does not move, before every rank raises
+            :class:`FaultError`; at least four predicted steps. Ranks that died, or wait for each other in different
+            calls, are named within seconds whatever it is. While a rank plans, or computes outside of autopar, others
+            wait ten times as long. 0: no watch (docs/faults.md).
     """
 
     memory_limit: int | None = None
@@ -104,6 +108,8 @@ class Options:
     optimizer: str = "adamw"
     check_inputs: Literal["first", "always", "never"] = "first"
     last_batch: Literal["replicate", "pad", "error"] = "replicate"
+    # Chosen: far longer than ranks of a step are apart, and short beside the day that a silent job would lose.
+    timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -153,7 +159,8 @@ class Options:
             raise OptionsError(
                 f"memory_limit={self.memory_limit!r} is not a positive number of bytes; 40 * 2**30 is 40 GiB"
             )
-        for name, what in (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01")):
+        numbers = (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01"), ("timeout", "seconds"))
+        for name, what in numbers:
             if not _is_number(getattr(self, name), 0):
                 raise OptionsError(f"{name}={getattr(self, name)!r}: not {what}, 0 or more")
 

@@ -34,6 +34,8 @@ KIND = "plans"
 _plans: OrderedDict[str, Plan] = OrderedDict()
 # Chosen: as many as programs of a model are kept (runtime/calls/programs.py).
 _PLANS_LIMIT = 64
+# Options that no plan depends on.
+_NOT_PLANNED = ("check_inputs", "timeout")
 _log = logging.getLogger(__name__)
 
 
@@ -107,6 +109,8 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
         if field.name not in ("graph", "cluster", "options"):
             yield f"{field.name}={getattr(request, field.name)!r}"
     for field in fields(request.options):
+        if field.name in _NOT_PLANNED:
+            continue
         yield f"options.{field.name}={_plain(getattr(request.options, field.name))!r}"
     yield request.cluster.to_toml()
     yield request.graph.to_text()

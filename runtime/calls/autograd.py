@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class _CompiledFunction(torch.autograd.Function):
                 "retain_graph=True as well: add the losses "
                 "and call backward() once, or run the model again"
             )
+        with nullcontext() if call.watch is None else call.watch.call("backward()"):
+            return _CompiledFunction._differentiate(ctx, call, gradients)
+
+    @staticmethod
+    def _differentiate(ctx: Any, call: Call, gradients: Sequence[torch.Tensor | None]) -> Any:
         arrived = dict(zip(call.results, gradients, strict=True))
         saved, ctx.saved = ctx.saved, None
         if not call.differentiates(name for name, gradient in arrived.items() if gradient is not None):

@@ -15,6 +15,7 @@ from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.bad_indices import raise_bad_indices
 from autopar.runtime.execute.index_guards import looks_up
+from autopar.runtime.faults.watch import Watch
 from autopar.runtime.state.loss_scale import LossScale
 from autopar.runtime.state.weights import Weights
 from autopar.torch_internals.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -66,6 +67,7 @@ class CompiledCall:
         self.weights, self.groups = weights, groups
         self.loss_scale = loss_scale
         self._exchange: Exchange | None = None
+        self.watch: Watch | None = None
         self._draw_state = draw_state
         self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._bind_program(compiled.program)

@@ -1,6 +1,8 @@
 """Small messages between all ranks of a mesh, outside of programs, with which ranks agree before they compute.
 
-They are sent between CPUs also for a mesh of GPUs, so that no rank waits for pending work of its GPU.
+They are sent between CPUs also for a mesh of GPUs, so that no rank waits for pending work of its GPU; and in a group of
+their own: if a rank is in another collective meanwhile, gloo would take the one's messages for the other's, and abort
+the process where their sizes differ.
 """
 
 from __future__ import annotations
@@ -21,9 +23,7 @@ class Exchange:
         self.ranks: tuple[int, ...] = tuple(groups.mesh.mesh.flatten().tolist())
         everyone = groups.over(groups.axes)
         self.index = everyone.index
-        self._group = everyone.group
-        if self._group is not None and "gloo" not in str(dist.get_backend_config(self._group)):
-            self._group = groups.through_cpus()
+        self._group = None if everyone.group is None else groups.through_cpus()
 
     @property
     def alone(self) -> bool:

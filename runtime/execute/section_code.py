@@ -90,6 +90,16 @@ def describe_place(place: tuple[str, int] | None) -> str:
     return f"in module {instruction.module}" if instruction.module else f"in {instruction.op}"
 
 
+def instruction_at(file: str, line: int) -> str:
+    """The instruction at a line of a section's function: its name and operation, its module, and the section."""
+    code = _CODE.get(file)
+    instruction = None if code is None else code.source.instructions.get(line)
+    if code is None or instruction is None:
+        return ""
+    module = f" of module {instruction.module}" if instruction.module else ""
+    return f"the instruction %{instruction.name} ({instruction.op}){module}, {code.label}"
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{DTYPE_NAMES.get(value.dtype, value.dtype)}{list(value.shape)}"

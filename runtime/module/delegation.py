@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.faults.watch import Watch
 from autopar.runtime.state.parameters import broadcast_first
 from autopar.runtime.state.weights import Weights
 
@@ -34,6 +35,7 @@ class Delegating(nn.Module):
     _original: nn.Module
     _weights: Weights
     _is_whole: bool
+    _watch: Watch
 
     @property
     def module(self) -> nn.Module:
@@ -52,7 +54,9 @@ class Delegating(nn.Module):
                 raise AutoparError("full_params(writeback=True) inside full_params(): ask for it at the outer one")
             yield self._original
             return
-        with whole_parameters(self._weights, rank0_only=rank0_only, writeback=writeback):
+        with ExitStack() as opened:
+            with self._watch.call("model.full_params()"):
+                opened.enter_context(whole_parameters(self._weights, rank0_only=rank0_only, writeback=writeback))
             self.__dict__["_is_whole"] = True
             try:
                 yield self._original

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,23 +30,26 @@ from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups, mesh_groups
 from autopar.runtime.comm.plan_agreement import check_agreement
 from autopar.runtime.execute.randomness import RandomState
+from autopar.runtime.faults.watch import Watch
 from autopar.runtime.pipeline.stage_mesh import whole_everywhere
 from autopar.runtime.state.gradient_norm import clip, gradients_of, total_norm
 from autopar.runtime.state.loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from autopar.runtime.state.optimizer import make_optimizer
 from autopar.runtime.state.param_groups import ParamGroups
-from autopar.runtime.state.parameters import broadcast_first, shared_seed
+from autopar.runtime.state.parameters import shared_seed
 from autopar.runtime.state.weights import Weights
 from autopar.runtime.torch_internals.hooks import hook_tables
 from autopar.schedule.timeline import Timeline
 from autopar.torch_internals.modules import STATE, STATE_DICT_HOOKS
 from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
+from .carried_state import CarriedState
 from .copies import compile_for, copied_module
 from .delegation import Delegating, check_plain
 from .loss_factor import step_scale
 from .own_samples import OwnSamples, check_one_form
 from .parts import Parts
+from .watched import watched
 
 _NO_TAPE = (
     "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
@@ -55,7 +58,8 @@ _NO_TAPE = (
 )
 
 
-class ParallelModule(OwnSamples, Delegating):
+@watched
+class ParallelModule(OwnSamples, CarriedState, Delegating):
     """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
 
     ``compile`` turns a :class:`Request` into a program for each new kind of call (other shapes, training or not, with
@@ -63,7 +67,8 @@ class ParallelModule(OwnSamples, Delegating):
     global batch, of which it takes its part, or DTensors. ``seed`` (default: torch's initial seed on rank 0) determines
     the model's random numbers (dropout, noise) and the initialisation of a meta model; a real model keeps rank 0's
     weights. ``scaled``: whether gradients are computed from a scaled loss (:mod:`autopar.runtime.state.loss_scale`).
-    ``check_inputs``: when ranks compare their inputs (:mod:`autopar.runtime.calls.input_checks`).
+    ``check_inputs``: when ranks compare their inputs (:mod:`autopar.runtime.calls.input_checks`). ``watch``: names
+    faults of other ranks (:mod:`autopar.runtime.faults.watch`).
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class ParallelModule(OwnSamples, Delegating):
         seed: int | None = None,
         scaled: bool = False,
         check_inputs: Check = "first",
+        watch: Watch | None = None,
     ) -> None:
         check_plain(module)
         super().__init__()
@@ -82,7 +88,7 @@ class ParallelModule(OwnSamples, Delegating):
         check_hooks(tuple(hook for hook in hooks_inside(module) if hook.backward), set())
         weights = Weights(module, mesh_groups(mesh), seed)
         random = RandomState(shared_seed(weights.groups, seed))
-        self._set_up(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
+        self._set_up(module, weights, random, compile, LossScale() if scaled else None, check_inputs, watch)
         self._checks.compare_options()
 
     def _set_up(
@@ -93,6 +99,7 @@ class ParallelModule(OwnSamples, Delegating):
         compile: Compile,
         loss_scale: LossScale | None,
         check_inputs: Check,
+        watch: Watch | None,
     ) -> None:
         for name in (*STATE, *STATE_DICT_HOOKS):
             self.__dict__[name] = module.__dict__[name]
@@ -105,6 +112,7 @@ class ParallelModule(OwnSamples, Delegating):
         self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
         self._exchange, self._check_inputs = Exchange(self._groups), check_inputs
         self._checks = InputChecks(self._exchange, check_inputs)
+        self._watch = watch or Watch(self._exchange.ranks, self._exchange.index)
         self._plan: object | None = None
         self._outputs: OutputsWanted = "all"
         self._timelines: list[Timeline] | None = None
@@ -123,7 +131,7 @@ class ParallelModule(OwnSamples, Delegating):
         module = copied_module(self._original, memo)
         weights, compile = self._weights.copied_for(module), compile_for(self._compile, module)
         scale = None if self._loss_scale is None else self._loss_scale.copied()
-        copied._set_up(module, weights, copy.copy(self._random), compile, scale, self._check_inputs)
+        copied._set_up(module, weights, copy.copy(self._random), compile, scale, self._check_inputs, self._watch)
         copied._plan = self._plan
         return copied
 
@@ -132,8 +140,6 @@ class ParallelModule(OwnSamples, Delegating):
         """The groups of the mesh in the plan's shape."""
         return self._weights.groups
 
-    # Already compiled, so torch.compile(model) has no effect.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the original's return value, with plain global tensors. With gradients enabled, ``loss.backward()``
         sets ``.grad`` of the parameters.
@@ -234,13 +240,16 @@ class ParallelModule(OwnSamples, Delegating):
         check_hooks(kind.hooks, self._told)
         leaves = named_leaves(self._original, args, kwargs, kind)
         why, begin = self._programs.why(kind, leaves), time.perf_counter()
-        compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))
+        with self._watch.planning():
+            compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))
         check_agreement(compiled.fingerprint, self._groups)
         self._weights.groups = self._groups.regrouped(compiled.program.mesh)
         bound = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
         draw_state = partial(self._random.advance, self.training and kind.grad)
         call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale)
         call.watch_indices(self._exchange)
+        call.watch = self._watch
+        self._watch.expect(compiled.plan)
         self._plan = compiled.plan
         seconds = time.perf_counter() - begin
         guards, planned = compiled.guards, compiled.planned
@@ -330,45 +339,6 @@ class ParallelModule(OwnSamples, Delegating):
         existing = next((call for other, call in calls if replace(other, grad=False, outputs="all") == kind), None)
         self._compare(args, kwargs, kind, existing)
         return existing or self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
-
-    def random_state(self) -> dict[str, int]:
-        """The state that determines the random numbers of the model's next call: the ``seed``, the number of training
-        calls (``steps``) and of all other calls (``evaluations``), counting only calls that draw. Save it in a
-        checkpoint with the ``state_dict``, which has the keys of the original."""
-        return asdict(self._random)
-
-    def set_random_state(self, state: Mapping[str, int]) -> None:
-        """Restores a state of :meth:`random_state`; rank 0's ``state`` is used. Collective."""
-        restored = RandomState(**state)
-        values = [torch.tensor([restored.seed, restored.steps, restored.evaluations])]
-        self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
-            1
-        ].tolist()
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether gradients overflowed under fp16 in one of the passes whose gradients are accumulated, so that there
-        are none: an optimizer that steps now does nothing. The same on every rank.
-
-        It holds until the first pass after an optimizer's step, or until ``zero_grad`` is called, of the model or of an
-        optimizer made by :meth:`optimizer`. A loop that does not step the optimizer after an overflow, to retry the
-        batch or to go on to the next, must call ``zero_grad``: until then all passes count as one step, whose gradients
-        stay dropped. A warning says so after 256 passes."""
-        return self._loss_scale is not None and self._loss_scale.overflowed
-
-    def loss_scale_state(self) -> dict[str, float | int]:
-        """The scale of the loss under fp16, in the form of :meth:`torch.amp.GradScaler.state_dict`; empty under other
-        policies. Save it in a checkpoint with the ``state_dict``."""
-        return {} if self._loss_scale is None else self._loss_scale.state()
-
-    def set_loss_scale_state(self, state: Mapping[str, float | int]) -> None:
-        """Restores a state of :meth:`loss_scale_state` or of a :class:`torch.amp.GradScaler`; rank 0's ``state`` is
-        used. No effect if it is empty, or if the loss is not scaled. Collective."""
-        if self._loss_scale is None:
-            return
-        own = self._loss_scale.state()
-        values = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64)
-        self._loss_scale.load(dict(zip(own, next(broadcast_first([values], self._groups))[1].tolist(), strict=True)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As :meth:`torch.nn.Module.zero_grad`; under fp16 also forgets that gradients overflowed."""

@@ -69,7 +69,7 @@ def test_a_block_that_fails_on_one_rank_writes_nothing_back() -> None:
 
 def test_ranks_compare_at_the_same_calls() -> None:
     def work(rank: int, world: int) -> str:
-        with pytest.raises(autopar.OptionsError, match="'never' on rank 0, 'first' on rank 1") as raised:
+        with pytest.raises(autopar.OptionsError, match="check_inputs: 'never' on rank 0; 'first' on rank 1") as raised:
             autopar.parallelize(Net(), (2,), options=autopar.Options(check_inputs="first" if rank else "never"))
         return str(raised.value)
 

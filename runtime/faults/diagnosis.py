@@ -1,0 +1,173 @@
+"""Who waits for whom: one sentence about what keeps ranks waiting, from what all of them say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .record import Record
+
+# Seconds for which a rank has been still in a wait before it counts as waiting: messages of a step are faster, and
+# where they are not, nothing follows from it alone.
+# Chosen: three looks.
+STILL = 3.0
+# As STILL, for ranks outside of autopar's calls, whose communication may be with others than these ranks.
+# Chosen.
+STILL_OUTSIDE = 10.0
+# Seconds without a word after which a rank counts as silent, and no longer as waiting.
+# Chosen: three intervals and a half.
+SILENT = 3.5
+# Seconds for which the cause of a failed communication may come to light before the failure itself is reported.
+# Chosen.
+CAUSE = 4.0
+# Planning may take its time, and so may a rank outside of autopar that computes: this times the timeout.
+# Chosen: ten minutes for the default of one.
+LENIENCE = 10.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the others know of ``rank``: its last ``record``, the seconds since (``silent``), whether its connection is
+    ``open``, and for how many seconds it has been known to be ``broken``."""
+
+    rank: int
+    record: Record
+    silent: float = 0.0
+    open: bool = True
+    broken: float = 0.0
+    stopped: bool = False
+
+    @property
+    def hears(self) -> bool:
+        return self.open and self.silent < SILENT
+
+    @property
+    def waiting(self) -> bool:
+        """In a call, at the mercy of others."""
+        record = self.record
+        if not self.hears or not record.name:
+            return False
+        return record.state == "broken" or (record.waits and record.still >= STILL)
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        return self.hears and not self.record.name and self.record.waits and self.record.still >= STILL_OUTSIDE
+
+
+def diagnose(everyone: Sequence[Seen]) -> str | None:
+    """The message for all ranks, or None as long as there may be nothing wrong."""
+    waiting = [seen for seen in everyone if seen.waiting]
+    if not waiting:
+        return None
+    sentence = _gone(everyone, waiting) or _differing(everyone, waiting) or _late(everyone, waiting)
+    if sentence is None:
+        broken = [seen for seen in waiting if seen.broken >= CAUSE]
+        if not broken:
+            return None
+        sentence = f"the communication of {named(broken)} failed {broken[0].record.place}: {broken[0].record.note}"
+    return f"{sentence}\n{_details(everyone)}"
+
+
+def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
+    """A rank that has raised an error, died, or ended."""
+    failed = [seen for seen in everyone if seen.record.state == "failed"]
+    if failed:
+        return f"rank {failed[0].rank} failed: {failed[0].record.note}; {_who_wait(waiting)}"
+    gone = [seen for seen in everyone if not seen.open or seen.record.state == "ended"]
+    died = [seen for seen in gone if seen.record.state != "ended"]
+    if died:
+        record = died[0].record
+        return (
+            f"rank {died[0].rank} died without a word ({record.where}; it was killed, crashed, or left by os._exit), "
+            f"last seen {record.place}; {_who_wait(waiting)}"
+        )
+    if gone:
+        return (
+            f"the script of {named(gone)} came to its end after {gone[0].record.number} collective calls; "
+            f"{_who_wait(waiting)}: every rank must make the same calls, with as many batches"
+        )
+    return None
+
+
+def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
+    """Ranks that all wait, in different calls: none will go on."""
+    if not all(seen.waiting or seen.waits_elsewhere for seen in everyone):
+        return None
+    calls: dict[str, list[Seen]] = {}
+    for seen in everyone:
+        calls.setdefault(seen.record.call if seen.record.name else seen.record.place, []).append(seen)
+    if len(calls) == 1:
+        return None
+    groups = "; ".join(f"{named(group)} in {call}" for call, group in _smallest_first(calls))
+    return (
+        f"ranks wait for each other in different calls: {groups.replace(' in outside', ' outside')}. All ranks must "
+        "make the same collective calls in the same order: move the call out of a branch such as `if rank == 0:`"
+    )
+
+
+def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
+    """Ranks for which the others have waited longer than they may."""
+    limit = max(seen.record.timeout for seen in everyone)
+    waited = max(seen.record.still for seen in waiting)
+    silent = [seen for seen in everyone if not seen.hears]
+    late = [s for s in silent if s.silent >= limit * (LENIENCE if s.record.planning and not s.stopped else 1)]
+    if late and waited + SILENT >= limit:
+        state = "is stopped (SIGSTOP)" if late[0].stopped else "does not answer: it is stopped, or cut off"
+        return (
+            f"{named(late)} ({late[0].record.where}) {state}, last seen {late[0].record.place}; "
+            f"{_who_wait(waiting)} since {waited:.0f} s"
+        )
+    if waited < limit or silent:
+        return None
+    others = [seen for seen in everyone if not seen.waiting]
+    patient = waited < LENIENCE * limit
+    absent = [s for s in others if not patient or (s.record.still >= limit and not s.record.planning)]
+    if absent:
+        return (
+            f"{named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
+            f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows"
+        )
+    if others:
+        return None
+    return f"no message has arrived for {waited:.0f} s, longer than Options(timeout={limit:g}) allows, on any rank"
+
+
+def _who_wait(waiting: Sequence[Seen]) -> str:
+    places: dict[str, list[Seen]] = {}
+    for seen in waiting:
+        places.setdefault(seen.record.place, []).append(seen)
+    place, group = max(places.items(), key=lambda entry: len(entry[1]))
+    place = place.partition(", in the instruction")[0]
+    return f"{named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
+
+
+def _details(everyone: Sequence[Seen]) -> str:
+    """A line for each set of ranks that are at the same place."""
+    lines: dict[str, list[Seen]] = {}
+    for seen in everyone:
+        lines.setdefault(_state(seen), []).append(seen)
+    return "\n".join(f"  {named(group)}: {text}" for text, group in _smallest_first(lines))
+
+
+def _state(seen: Seen) -> str:
+    record = seen.record
+    if record.state == "failed":
+        return f"failed: {record.note}"
+    if record.state == "ended":
+        return "ended"
+    if not seen.open:
+        return f"gone, last seen {record.place}"
+    if not seen.hears:
+        return f"silent, last seen {record.place}"
+    return f"{'waiting' if record.waits else 'running'} {record.place}"
+
+
+def _smallest_first(groups: Mapping[str, list[Seen]]) -> Iterable[tuple[str, list[Seen]]]:
+    return sorted(groups.items(), key=lambda entry: (len(entry[1]), entry[1][0].rank))
+
+
+def named(group: Sequence[Seen]) -> str:
+    """``rank 2`` or ``ranks 0, 1, 3``; of many, the first eight."""
+    ranks = [str(seen.rank) for seen in group]
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}{more}"

@@ -1,0 +1,109 @@
+"""A rank's connection to the hub, and the thread that keeps it."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from .hub import INTERVAL
+from .record import Record, to_json
+
+# Seconds to try one address of the hub.
+# Chosen.
+_CONNECT_SECONDS = 5.0
+
+
+class Link(threading.Thread):
+    """Sends ``look()`` to the hub at once when asked to, else at each interval; calls ``hear(fault, silent)`` at each
+    interval: the hub's message about a fault ("" for none), and for how many seconds nothing was heard of it
+    (infinite once its connection has closed)."""
+
+    def __init__(
+        self, addresses: Sequence[str], port: int, hello: str, look: Callable[[], Record], hear: Callable[..., None]
+    ) -> None:
+        super().__init__(name="autopar watch", daemon=True)
+        self._look, self._hear = look, hear
+        self._connection = connect(addresses, port)
+        self._connection.sendall(f"{hello}\n{to_json(look())}\n".encode())
+        self._bell, self._ring = socket.socketpair()
+        self._sent = threading.Event()
+        self._unread, self._silent, self._fault = b"", 0.0, ""
+        self.start()
+
+    def send_now(self, seconds: float) -> None:
+        """Sends what ``look()`` returns now; waits until it is sent, at most ``seconds``."""
+        self._sent.clear()
+        with suppress(OSError):
+            self._ring.send(b"!")
+            self._sent.wait(seconds)
+
+    def abandon(self) -> None:
+        """Closes the sockets in a fork."""
+        for each in (self._connection, self._bell, self._ring):
+            each.close()
+
+    def run(self) -> None:
+        before, gone = time.monotonic(), False
+        while True:
+            asked = self._bell in self._wait(gone)
+            if asked:
+                self._bell.recv(1 << 10)
+            now = time.monotonic()
+            passed, before = now - before, now
+            gone = gone or not self._exchange()
+            self._sent.set()
+            # Longer than that this thread did not run: the process was stopped, or its GIL taken.
+            self._silent = float("inf") if gone else self._silent + min(passed, 2 * INTERVAL)
+            self._hear(self._fault, self._silent)
+
+    def _wait(self, gone: bool) -> list[socket.socket]:
+        """Waits for an interval, for the bell, or for a message about a fault."""
+        deadline = time.monotonic() + INTERVAL
+        while (left := deadline - time.monotonic()) > 0:
+            ready = select.select([self._bell] if gone else [self._bell, self._connection], [], [], left)[0]
+            if self._connection in ready and (not self._read() or self._fault):
+                return ready
+            if self._bell in ready:
+                return ready
+        return []
+
+    def _exchange(self) -> bool:
+        """Sends a record; False once the hub is gone."""
+        try:
+            self._connection.sendall(to_json(self._look()).encode() + b"\n")
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return self._connection not in select.select([self._connection], [], [], 0)[0] or self._read()
+
+    def _read(self) -> bool:
+        """Reads what the hub sent; False at the end of the connection."""
+        try:
+            received = self._connection.recv(1 << 16)
+        except OSError:
+            received = b""
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            self._silent = 0.0
+            with suppress(ValueError, AttributeError):
+                self._fault = self._fault or str(json.loads(line).get("fault", ""))
+        return bool(received)
+
+
+def connect(addresses: Sequence[str], port: int) -> socket.socket:
+    """A connection to the first of ``addresses`` that can be reached. Raises :class:`OSError` if none can."""
+    failure: OSError = OSError("no address")
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), _CONNECT_SECONDS)
+            connection.settimeout(INTERVAL)
+            return connection
+        except OSError as error:
+            failure = error
+    raise failure

@@ -1,0 +1,61 @@
+"""What a rank says of itself to the others, about once a second."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
+
+State = Literal["running", "broken", "failed", "ended"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """``number`` of the collective call that the rank is in (or was in last), its ``name`` ("" outside of calls),
+    whether it is ``planning``, whether it ``waits`` for others, the seconds for which it has been ``still``, its
+    ``instruction`` and the user's ``line``. ``state``: ``broken`` if a communication failed, ``failed`` if it raised an
+    error of its own, ``ended`` if its script came to its end; ``note`` says which error. ``timeout``: the seconds for
+    which others may wait for it. ``where``: its process and host."""
+
+    number: int = 0
+    name: str = ""
+    planning: bool = False
+    waits: bool = False
+    still: float = 0.0
+    instruction: str = ""
+    line: str = ""
+    state: State = "running"
+    note: str = ""
+    timeout: float = 60.0
+    where: str = ""
+
+    @property
+    def place(self) -> str:
+        """In words: the call, or the line of the user's code."""
+        at = self.line and f" at {self.line}"
+        if not self.name:
+            return f"outside of autopar{at}" if at else "outside of autopar"
+        inside = f", in {self.instruction}" if self.instruction else " while it plans" if self.planning else ""
+        return f"in {self.call}{at}{inside}"
+
+    @property
+    def call(self) -> str:
+        return f"{self.name} (collective call {self.number})"
+
+
+def to_json(record: Record) -> str:
+    return json.dumps(asdict(record))
+
+
+def from_json(text: bytes) -> Record | None:
+    """The record that another rank sent; None for anything else."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    kinds = {field.name: (float, int) if field.type == "float" else type(field.default) for field in fields(Record)}
+    if not isinstance(data, dict) or not data.keys() <= kinds.keys() or data.get("state") not in get_args(State):
+        return None
+    if not all(isinstance(value, kinds[name]) for name, value in data.items()):
+        return None
+    return Record(**data)

@@ -1,0 +1,123 @@
+"""Where a thread is, read from its stack by another thread: it costs the thread nothing until somebody asks."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType, TracebackType
+
+import torch
+
+from autopar.ops.index_range import PROGRAM_FILE
+from autopar.runtime.execute.section_code import instruction_at
+
+_RUNTIME = Path(__file__).parent.parent
+_COMMUNICATION = (
+    str(_RUNTIME / "comm"),
+    str(_RUNTIME / "pipeline" / "point_to_point.py"),
+    str(Path(torch.__file__).parent / "distributed"),
+)
+_PACKAGE = Path(sys.modules["autopar"].__file__ or "").parent
+_NOT_THE_USERS = (
+    *(str(_PACKAGE.parent / name) for name in ("autopar", "passes", "cost")),
+    str(_RUNTIME),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(torch.__file__).parent.parent),
+    "<",
+)
+# How many of the innermost frames may lie between a communication and what it calls.
+# Chosen: torch's own wrappers are four deep.
+_NEAR = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """``instruction``: of a program, "" if none runs; ``line``: the innermost of the user's; ``waits``: whether the
+    thread communicates; ``key``: equal for two looks if the thread has not moved in between, as far as one can
+    tell."""
+
+    instruction: str
+    line: str
+    waits: bool
+    key: int
+
+
+NOWHERE = Place("", "", False, 0)
+
+
+def place_of(thread: int) -> Place:
+    """Where ``thread`` (its ``get_ident()``) is now; :data:`NOWHERE` if it has ended."""
+    frame = sys._current_frames().get(thread)
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return _place([(each, each.f_lineno) for each in frames])
+
+
+def place_in(trace: TracebackType | None) -> Place:
+    """Where an error was raised, and who called that."""
+    lines = [] if trace is None else [(frame, line) for frame, line in walk_stack(trace.tb_frame.f_back)]
+    while trace is not None:
+        lines.insert(0, (trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return _place(lines)
+
+
+def _place(lines: Sequence[tuple[FrameType, int]]) -> Place:
+    """``lines``: the innermost first."""
+    if not lines:
+        return NOWHERE
+    instruction = next((text for frame, at in lines if (text := _instruction(frame, at))), "")
+    users = [(frame, at) for frame, at in lines if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)]
+    line = f"{Path(users[0][0].f_code.co_filename).name}:{users[0][1]}" if users else ""
+    waits = any(is_communication_file(frame.f_code.co_filename) for frame, _ in lines[:_NEAR])
+    return Place(instruction, line, waits, hash(tuple((id(frame), frame.f_lasti) for frame, _ in lines)))
+
+
+def is_communication_file(file: str) -> bool:
+    """Whether code of this ``file`` communicates."""
+    return file.startswith(_COMMUNICATION)
+
+
+def _instruction(frame: FrameType, line: int) -> str:
+    file = frame.f_code.co_filename
+    return instruction_at(file, line) if file.startswith(PROGRAM_FILE) else ""
+
+
+class Stillness:
+    """For how long a thread has been where it is."""
+
+    # A thread that computes this share of the time moves, even if every look finds it at the same place.
+    # Chosen: a wait takes none.
+    _BUSY = 0.05
+    # Seconds between two looks that count, at most: if the whole process was stopped, the thread had no chance to move.
+    # Chosen: twice the usual interval.
+    _MOST = 2.0
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._key: tuple[int, int] = (0, 0)
+        self._looked = self._computed = 0.0
+
+    def look(self, thread: int, call: int, place: Place) -> None:
+        """Looks at the ``thread``, which is at ``place`` in its collective call number ``call``."""
+        now, computed, key = time.monotonic(), _seconds_computed(thread), (call, place.key)
+        passed = now - self._looked
+        moves = not place.waits and computed - self._computed > self._BUSY * passed
+        self.seconds = 0.0 if key != self._key or moves else self.seconds + min(passed, self._MOST)
+        self._key, self._looked, self._computed = key, now, computed
+
+
+def _seconds_computed(thread: int) -> float:
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    except OSError:
+        return 0.0

@@ -1,0 +1,310 @@
+"""Watches over the collective calls of this process, so that a fault on any rank ends on every rank with one message.
+
+A call says that it begins and ends (:meth:`Watch.call`), which costs a microsecond. A thread looks once a second where
+the process is, and tells the first rank (:mod:`.hub`), which says whether something is wrong. Then all communication of
+this process is interrupted, and the call that waits raises :class:`FaultError`. A process that does not get that far,
+since it is elsewhere or cannot be interrupted, prints the message and ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.errors import AutoparError, ExecutionError, FaultError
+from autopar.runtime.torch_internals.interrupt import interrupt_communication, ranks_store
+
+from .diagnosis import CAUSE, STILL
+from .hub import INTERVAL, Hub
+from .link import Link
+from .record import Record, State
+from .stack import NOWHERE, Stillness, is_communication_file, place_in, place_of
+
+# Seconds that a process may take to raise the error, or to leave, once all know of a fault.
+# Chosen: enough to unwind a step.
+_LEAVE_SECONDS = 10.0
+# Seconds to wait for the hub's word on a communication that failed.
+# Chosen: longer than the hub takes.
+_VERDICT_SECONDS = CAUSE + STILL * INTERVAL
+# How many predicted steps a rank may take for one.
+# Chosen: predictions are not off by more (docs/cost-model.md).
+_STEPS = 4.0
+# The longest note about an error.
+# Chosen: a line.
+_NOTE = 300
+
+
+class Watch:
+    """The watch over the calls that ``ranks`` make together; see :func:`watch_over`."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.fault = ""
+        self._record = Record(where=f"process {os.getpid()} on {socket.gethostname()}")
+        self._thread = threading.get_ident()
+        self._inside = False
+        self._still = Stillness()
+        self._known = threading.Event()
+        self._left = False
+        self._faulty_since: float | None = None
+        self._link: Link | None = None
+        self._hub: Hub | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether others hear of this rank."""
+        return self._link is not None
+
+    def allow(self, seconds: float) -> None:
+        """Lets others wait for this rank for that many seconds."""
+        self._record = replace(self._record, timeout=seconds)
+
+    def expect(self, plan: object) -> None:
+        """Lets others wait for at least a few steps of ``plan``, as it predicts them."""
+        seconds = getattr(getattr(plan, "predicted", None), "step_seconds", 0.0)
+        if self._record.timeout:
+            self.allow(max(self._record.timeout, _STEPS * seconds))
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """A collective call, which may contain others. Raises :class:`FaultError` instead of what a fault made it
+        raise."""
+        return nullcontext() if self._link is None or self._inside else _Call(self, name)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """A part of a call for which the others wait patiently."""
+        self._record = replace(self._record, planning=True)
+        try:
+            yield
+        finally:
+            self._record = replace(self._record, planning=False)
+
+    def begin(self, name: str) -> None:
+        """The beginning of a call."""
+        if self.fault:
+            self._raise()
+        self._inside, self._thread = True, threading.get_ident()
+        record = self._record
+        self._record = replace(record, number=record.number + 1, name=name, state="running", note="")
+
+    def finish(self, error: BaseException | None) -> None:
+        """The end of a call, by ``error`` if there is one, which :class:`FaultError` replaces where that is the
+        cause."""
+        try:
+            if error is not None:
+                self._failed(error)
+        finally:
+            self._inside = False
+            self._record = replace(self._record, name="", planning=False)
+
+    def _failed(self, error: BaseException) -> None:
+        """Tells the others, or learns from them what the cause was."""
+        if self.fault and isinstance(error, Exception):
+            self._raise()
+        if isinstance(error, AutoparError) and not isinstance(error, ExecutionError) and not _is_communication(error):
+            return  # Raised on every rank.
+        broken = isinstance(error, Exception) and _is_communication(error)
+        self.report("broken" if broken else "failed", error)
+        if broken:
+            self._known.wait(_VERDICT_SECONDS)
+            place = self._record.place
+            self.fault = self.fault or f"the communication of rank {self.rank} failed {place}: {self._record.note}"
+            self._raise()
+
+    def _raise(self) -> None:
+        self._left = True
+        raise FaultError(self.fault) from None
+
+    def report(self, state: State, error: BaseException | None = None) -> None:
+        """Tells the others at once in what state this process is."""
+        note = "" if error is None else _note(error)
+        place = NOWHERE if error is None else place_in(error.__traceback__)
+        line, instruction = place.line, place.instruction
+        self._record = replace(self._record, state=state, note=note, waits=True, line=line, instruction=instruction)
+        if self._link is not None:
+            self._link.send_now(INTERVAL)
+
+    def _look(self) -> Record:
+        """What the thread sends."""
+        record = self._record
+        if record.state != "running":
+            return record
+        place = place_of(self._thread)
+        self._still.look(self._thread, record.number, place)
+        still, line, instruction = self._still.seconds, place.line, place.instruction
+        return replace(record, waits=place.waits, still=still, line=line, instruction=instruction)
+
+    def _hear(self, fault: str, hub_silent: float) -> None:
+        """What the thread heard."""
+        record = self._look()
+        if not fault and self._hub is None and record.name and (record.state == "broken" or record.still >= STILL):
+            fault = self._about_hub(hub_silent, record)
+        if fault and self._faulty_since is None:
+            self.fault, self._faulty_since = fault, time.monotonic()
+            self._known.set()
+            if not self._left:
+                with suppress(Exception):
+                    interrupt_communication()
+        if self._faulty_since is None or self._left:
+            return
+        if time.monotonic() - self._faulty_since > _LEAVE_SECONDS:
+            print(f"autopar: {self.fault}\nautopar: rank {self.rank} ends", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _about_hub(self, silent: float, record: Record) -> str:
+        """The fault if the first rank, which would say what is wrong, is silent itself."""
+        first, waits = self.ranks[0], f"others wait for it, rank {self.rank} {record.place}"
+        if silent == float("inf"):
+            return f"rank {first} ended, killed or by an error of its own; {waits}"
+        if silent >= record.timeout:
+            return f"rank {first} does not answer: it is stopped, or cut off; {waits} since {record.still:.0f} s"
+        return ""
+
+    def start(self) -> None:
+        """Meets the other ranks through their store. Raises :class:`FaultError` if some do not come in time."""
+        store = ranks_store(f"autopar/watch/{'-'.join(map(str, self.ranks))}/{_count(self.ranks)}")
+        if self.rank == self.ranks[0]:
+            token = secrets.token_hex()
+            self._hub = Hub(self.ranks, token, socket.gethostname())
+            store.set("hub", "\n".join([str(self._hub.port), token, *_addresses()]))
+        store.set(f"came{self.rank}", "")
+        self._await_all(store)
+        port, token, *addresses = store.get("hub").decode().split("\n")
+        hello = f'{{"rank": {self.rank}, "token": "{token}"}}'
+        try:
+            self._link = Link(addresses, int(port), hello, self._look, self._hear)
+        except OSError as error:
+            print(
+                f"autopar: rank {self.rank} cannot reach rank {self.ranks[0]} at {', '.join(addresses)} port {port} "
+                f"({error}): faults of other ranks will not be named, and may take the process group's timeout",
+                file=sys.stderr,
+            )
+            return
+        _at_the_end(self)
+
+    def _await_all(self, store: Any) -> None:
+        keys = {rank: f"came{rank}" for rank in self.ranks}
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=self._record.timeout))
+        except RuntimeError:
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            listed = ", ".join(map(str, missing))
+            raise FaultError(
+                f"rank{'s' if len(missing) > 1 else ''} {listed} did not come to autopar.parallelize within "
+                f"{self._record.timeout:g} s; the others wait there. Every rank of the mesh must call it; "
+                "Options(timeout=...) lets them wait longer"
+            ) from None
+
+    def abandon(self) -> None:
+        """Drops the connections in a fork of this process."""
+        link, hub, self._link, self._hub = self._link, self._hub, None, None
+        for each in (link, hub):
+            if each is not None:
+                each.abandon()
+
+    def end(self) -> None:
+        """Called when the interpreter ends."""
+        if self._link is not None and self._record.state == "running":
+            self.report("ended")
+
+
+class _Call:
+    """One call of ``watch``."""
+
+    def __init__(self, watch: Watch, name: str) -> None:
+        self._watch, self._name = watch, name
+
+    def __enter__(self) -> None:
+        self._watch.begin(self._name)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._watch.finish(error)
+
+
+# By ranks: how many watches there have been, and the one of the present world.
+_COUNTS: dict[tuple[int, ...], int] = {}
+_WATCHES: dict[tuple[int, ...], tuple[Any, Watch]] = {}
+
+
+def _count(ranks: tuple[int, ...]) -> int:
+    _COUNTS[ranks] = _COUNTS.get(ranks, -1) + 1
+    return _COUNTS[ranks]
+
+
+def watch_over(ranks: tuple[int, ...], timeout: float) -> Watch:
+    """The watch over the calls of ``ranks`` in this world, created collectively at first. ``timeout``: the seconds
+    for which ranks may wait for each other; 0: no watch. Raises :class:`FaultError` if ranks do not come in time."""
+    world, watch = _WATCHES.get(ranks, (None, None))
+    if watch is None or world is not dist.group.WORLD:
+        watch = Watch(ranks, dist.get_rank() if dist.is_initialized() else 0)
+        watch.allow(timeout)
+        if timeout and len(ranks) > 1:
+            watch.start()
+            _WATCHES[ranks] = dist.group.WORLD, watch
+    watch.allow(max(timeout, 0.0))
+    return watch
+
+
+def _addresses() -> list[str]:
+    """Names and addresses of this host, the likeliest first."""
+    host = socket.gethostname()
+    found = [host]
+    with suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    master = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect(master)  # Sends nothing; chooses the interface by which the ranks' store is reached.
+        found.insert(0, towards.getsockname()[0])
+    return list(dict.fromkeys(found))
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether ``error``, or what caused it, was raised while communicating."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and not isinstance(cause, AutoparError):
+            trace = cause.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            if trace is not None and is_communication_file(trace.tb_frame.f_code.co_filename):
+                return True
+        cause = cause.__cause__
+    return False
+
+
+def _note(error: BaseException) -> str:
+    """The error in a line."""
+    while isinstance(error, AutoparError) and error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}{text and f': {text}'}"[:_NOTE]
+
+
+def _at_the_end(watch: Watch) -> None:
+    """Lets ``watch`` tell the others how this process ends."""
+    atexit.register(watch.end)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=watch.abandon)
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        before(kind, error, trace)
+        if watch.fault and not isinstance(error, FaultError):
+            print(f"autopar: {watch.fault}", file=sys.stderr)
+        elif not isinstance(error, FaultError):
+            watch.report("failed", error)
+
+    sys.excepthook = hook

@@ -1,0 +1,87 @@
+"""Faults of real ranks: every rank ends in time, with one message that names the cause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from tests.helpers.planning import on
+
+TIMEOUT = 4.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.b(self.a(x).relu()), y)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    return torch.randn(8, 6, generator=source), torch.randint(0, 4, (8,), generator=source)
+
+
+def messages(fault: Callable[[Any], Any]) -> list[str]:
+    """The messages of two ranks, the second of which has the ``fault`` instead of a third step, and then goes on."""
+
+    def work(rank: int, world: int) -> tuple[str, float]:
+        model = autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=TIMEOUT, zero=3))
+        for _ in range(2):
+            model.step(*batch())
+        begin = time.monotonic()
+        with pytest.raises(autopar.FaultError) as raised:
+            if rank == 1:
+                fault(model)
+            for _ in range(2):
+                model.step(*batch())
+        return str(raised.value), time.monotonic() - begin
+
+    results = on(2, work)
+    assert all(seconds < TIMEOUT + 15 for _, seconds in results)
+    return [text for text, _ in results]
+
+
+def test_a_call_on_one_rank_only_is_named() -> None:
+    first, second = messages(lambda model: model.full_tensor(model.get_parameter("a.weight")))
+    assert first == second
+    assert "rank 1 in model.full_tensor() (collective call 4)" in first and "rank 0 in model.step()" in first
+    assert "test_faults.py:" in first
+
+
+def test_a_rank_that_sleeps_is_named() -> None:
+    first, second = messages(lambda model: time.sleep(TIMEOUT + 4))
+    assert first == second
+    assert first.startswith("rank 1 is outside of autopar at test_faults.py:")
+    assert "rank 0 waits for it in model.step() (collective call 4)" in first
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    def work(rank: int, world: int) -> str:
+        if rank == 1:
+            time.sleep(3)
+            return ""
+        with pytest.raises(autopar.FaultError) as raised:
+            autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=1))
+        return str(raised.value)
+
+    assert on(2, work)[0].startswith("rank 1 did not come to autopar.parallelize within 1 s")
+
+
+def test_options_that_differ_are_named() -> None:
+    def work(rank: int, world: int) -> str:
+        with pytest.raises(autopar.OptionsError) as raised:
+            autopar.parallelize(Net(), (3,), options=autopar.Options(zero=rank // 2, pins={"a": "R"} if rank else {}))
+        return str(raised.value)
+
+    texts = on(3, work)
+    assert texts == texts[:1] * 3
+    assert "zero: 1 on rank 2; 0 on ranks 0, 1" in texts[0] and "pins: {} on rank 0; {'a': 'R'} on" in texts[0]
