@@ -24,6 +24,7 @@ from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
+from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.watch import Watch, watch_over
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.trace.loss import TARGETS
@@ -200,9 +201,22 @@ def _parallel_module(
         plan=plan,
     )
     scaled = scales_loss(settings.precision)
-    checked = settings.check_inputs
-    seed = settings.seed
-    return ParallelModule(model, devices, compiler, seed=seed, scaled=scaled, check_inputs=checked, watch=watch)
+    return ParallelModule(
+        model,
+        devices,
+        compiler,
+        seed=settings.seed,
+        scaled=scaled,
+        check_inputs=settings.check_inputs,
+        watch=watch,
+        compilation=_compilation(settings, groups.device, watch),
+    )
+
+
+def _compilation(options: Options, device: torch.device, watch: Watch) -> Compilation | None:
+    """Given if pieces of programs are compiled on ``device``."""
+    wanted = device.type == "cuda" if options.compile == "auto" else options.compile
+    return Compilation.on(device, watch.planning) if wanted else None
 
 
 def _cluster(named: str | Cluster | None, devices: DeviceMesh, ranks: AxisGroup) -> Cluster:

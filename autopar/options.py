@@ -89,6 +89,8 @@ class Options:
             :class:`FaultError`; at least four predicted steps. Ranks that died, or wait for each other in different
             calls, are named within seconds whatever it is. While a rank plans, or computes outside of autopar, others
             wait ten times as long. 0: no watch (docs/faults.md).
+        compile: whether the operations between collectives are compiled by Inductor, torch's compiler, at the first
+            step; ``"auto"``: on GPUs, and not on CPUs. Plans do not depend on it (docs/compile.md).
     """
 
     memory_limit: int | None = None
@@ -110,6 +112,7 @@ class Options:
     last_batch: Literal["replicate", "pad", "error"] = "replicate"
     # Chosen: far longer than ranks of a step are apart, and short beside the day that a silent job would lose.
     timeout: float = 60.0
+    compile: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -134,6 +137,8 @@ class Options:
             raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")
         if self.offload not in (None, True, False):
             raise OptionsError(f"offload={self.offload!r} is not True, False, or None to search")
+        if self.compile != "auto" and not isinstance(self.compile, bool):
+            raise OptionsError(f"compile={self.compile!r} is not 'auto', True or False")
         pins: object = self.pins
         if not isinstance(pins, Mapping) or not all(isinstance(text, str) for pair in pins.items() for text in pair):
             raise OptionsError(

@@ -139,7 +139,8 @@ def _caches() -> list[Finding]:
 
 def _contents_of(folder: Path) -> Finding:
     sizes = []
-    for file in folder.glob("*"):
+    for file in folder.rglob("*"):
         with contextlib.suppress(OSError):  # Another process deleted it meanwhile.
-            sizes.append(file.stat().st_size)
+            if file.is_file():
+                sizes.append(file.stat().st_size)
     return Finding(folder.name, f"{len(sizes)} kept, {size(sum(sizes))}")

@@ -1,4 +1,4 @@
-"""The folder in which autopar stores calibrations and caches traces, plans and rules on this machine."""
+"""The folder in which autopar stores calibrations and caches traces, plans, rules and compiled code on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 OFF = "off"
 # What is cached, one folder for each kind.
-KINDS = ("traces", "plans", "rules")
+KINDS = ("traces", "plans", "rules", "compiled")
 
 
 def cache_folder() -> Path:

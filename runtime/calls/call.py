@@ -41,7 +41,7 @@ class Call(CompiledCall):
 
     def _bind_program(self, program: Program) -> None:
         self.program = program
-        self.executable = Executable(program, self.groups.mesh)
+        self.executable = Executable(program, self.groups.mesh, self.compilation)
         self.weights.settle([(slot, self.groups) for slot in program.parameters])
         self.parameters = self.weights.parameters(program.parameters)
         self._parameter_index = {slot.target: i for i, slot in enumerate(program.parameters)}

@@ -37,7 +37,9 @@ class PipelineCall(CompiledCall):
     def _bind_program(self, program: PipelineProgram) -> None:
         self.program = program
         self.stages = stage_meshes(self.groups)
-        self.chunks = {index: ChunkExecutable(chunk, self.stages.own) for index, chunk in program.chunks.items()}
+        self.chunks = {
+            index: ChunkExecutable(chunk, self.stages.own, self.compilation) for index, chunk in program.chunks.items()
+        }
         self.weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
         self.parameters = self.weights.parameters([p.slot for p in program.parameters])
         self.results = {r.slot.target: r for r in program.results if r.slot.kind == "output"}

@@ -14,6 +14,7 @@ from autopar.ir.program import Section
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.bad_indices import raise_bad_indices
+from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.execute.index_guards import looks_up
 from autopar.runtime.faults.watch import Watch
 from autopar.runtime.state.loss_scale import LossScale
@@ -52,7 +53,7 @@ class CompiledCall:
     of the parameters).
 
     ``draw_state``: returns the state that a run's random numbers are a function of, and counts the run; ``loss_scale``:
-    the scale of the loss under fp16, else None.
+    the scale of the loss under fp16, else None; ``compilation``: given if sections are compiled.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class CompiledCall:
         groups: MeshGroups,
         draw_state: Callable[[], torch.Tensor],
         loss_scale: LossScale | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         self.signature, self.padding = compiled.signature, compiled.padding
         self.weights, self.groups = weights, groups
-        self.loss_scale = loss_scale
+        self.loss_scale, self.compilation = loss_scale, compilation
         self._exchange: Exchange | None = None
         self.watch: Watch | None = None
         self._draw_state = draw_state

@@ -20,6 +20,7 @@ from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, mesh_groups
 
+from .compiled_pieces import Compilation, with_pieces
 from .index_guards import GUARDED
 from .randomness import draws, shared_random
 from .section_code import Run, compile_section
@@ -74,11 +75,19 @@ def _outside_autograd(run: Run, device: torch.device) -> Run:
     return outside
 
 
-def runner(section: Section, groups: MeshGroups, where: str) -> Run:
+def runner(section: Section, groups: MeshGroups, where: str, compilation: Compilation | None = None) -> Run:
     """Compiles ``section`` with its collectives on ``groups`` (:func:`compile_section`), to run outside of autograd and
-    autocast."""
-    compiled = compile_section(section, operations_of(Collectives(groups)), groups.device, where)
-    return _outside_autograd(_with_shared_random(section, compiled, groups), groups.device)
+    autocast. With a ``compilation`` its pieces are compiled by Inductor."""
+    operations, device = operations_of(Collectives(groups)), groups.device
+    in_pieces = section
+    if compilation is not None:
+
+        def as_it_is(piece: Section) -> Run:
+            return compile_section(piece, operations, device, where)
+
+        in_pieces, operations = with_pieces(section, operations, as_it_is, compilation)
+    compiled = compile_section(in_pieces, operations, device, where)
+    return _outside_autograd(_with_shared_random(section, compiled, groups), device)
 
 
 def own_constants(
@@ -103,10 +112,10 @@ class Executable:
     """A program ready to run on this rank of ``mesh``; each call is under ``no_grad`` and without autocast.
 
     Creating one is collective, since it creates process groups. Raises :class:`ExecutionError` if the program is for
-    another rank.
+    another rank. With a ``compilation`` pieces of the program are compiled (:mod:`.compiled_pieces`).
     """
 
-    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+    def __init__(self, program: Program, mesh: DeviceMesh, compilation: Compilation | None = None) -> None:
         groups = mesh_groups(mesh)
         if groups.shape != program.mesh or groups.coordinate != program.coordinate:
             raise ExecutionError(
@@ -118,7 +127,8 @@ class Executable:
         self.device = groups.device
         where = f"the rank at {program.coordinate} of mesh {program.mesh}"
         self._refresh, self._forward, self._backward = (
-            runner(section, groups, where) for section in (program.refresh, program.forward, program.backward)
+            runner(section, groups, where, compilation)
+            for section in (program.refresh, program.forward, program.backward)
         )
         self.constants = own_constants(program.placeholders, program.constants, groups)
 

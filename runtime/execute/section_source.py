@@ -36,6 +36,8 @@ Operation = Callable[..., Any]
 # A view of the traced tensor may be impossible for a shard's memory layout, so reshapes, which may copy, replace views.
 _TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 WAIT = "collective.wait"
+# How operations that run a piece (`pieces.py`) begin: they take one list, which they empty, and return a list.
+COMPILED = "compiled."
 
 
 def resolve_aten(op: str) -> OpOverload:
@@ -72,7 +74,7 @@ class Source:
         self.names: dict[Value, str] = {}
         self._operations = operations
         self._device = device
-        self._taken: set[str] = {"inputs", "float", "_"}
+        self._taken: set[str] = {"inputs", "float", "piece", "_"}
         self._called: dict[str, str] = {}
         self._bucketed: set[Value] = set()
         last = self._last_uses(section)
@@ -83,11 +85,14 @@ class Source:
         for index, instruction in enumerate(section.instructions):
             if pauses and instruction.op == WAIT:
                 lines.append("    yield")
+            dead = dict.fromkeys(self.names[value] for value in operands_of(instruction) if last[value] == index)
+            drop = [f"    del {', '.join(dead)}"] if dead else []
+            if instruction.op.startswith(COMPILED):
+                lines += [f"    piece = {self._arg(instruction.args[0])}", *drop]
+                drop = []
             lines.append(f"    {self._line(instruction, last)}")
             self.instructions[len(lines)] = instruction
-            dead = dict.fromkeys(self.names[value] for value in operands_of(instruction) if last[value] == index)
-            if dead:
-                lines.append(f"    del {', '.join(dead)}")
+            lines += drop
         outputs = ", ".join("None" if value is None else self._name(value) for value in section.outputs)
         self.text = "\n".join([*lines, f"    return [{outputs}]"])
 
@@ -150,6 +155,7 @@ class Source:
         return self._constant(arg, str(arg).replace("torch.", ""))
 
     def _operation(self, op: str) -> tuple[str, Operation]:
+        """The name in the namespace, and the function, of an operation, or of the piece of that name."""
         operation = self._operations.get(op)
         if operation is None:
             if op.startswith(("autopar.", "collective.")):
@@ -160,8 +166,9 @@ class Source:
         return self._called[op], operation
 
     def _line(self, instruction: Instruction, last: Mapping[Value, int]) -> str:
-        function, operation = self._operation(instruction.op)
-        args = [self._arg(arg) for arg in instruction.args]
+        runs_piece = instruction.op.startswith(COMPILED)
+        function, operation = self._operation(instruction.name if runs_piece else instruction.op)
+        args = ["piece"] if runs_piece else [self._arg(arg) for arg in instruction.args]
         args += [f"{k}={self._arg(v)}" for k, v in instruction.kwargs if not keyword.iskeyword(k)]
         args += [f"**{{{k!r}: {self._arg(v)}}}" for k, v in instruction.kwargs if keyword.iskeyword(k)]
         call = f"{function}({', '.join(args)})"
@@ -169,7 +176,7 @@ class Source:
         names = [self._define(value) if value in last else "_" for value in results]
         if instruction.op.endswith("_bucket"):
             self._bucketed.update(results)
-        unpack = len(names) > 1 or returns_sequence(operation) or self._awaits_bucket(instruction)
+        unpack = len(names) > 1 or runs_piece or returns_sequence(operation) or self._awaits_bucket(instruction)
         if not any(value in last for value in results):
             return call
         if not unpack:

@@ -29,6 +29,7 @@ from autopar.runtime.calls.programs import AnyCall, ProgramLine, Programs
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups, mesh_groups
 from autopar.runtime.comm.plan_agreement import check_agreement
+from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.execute.randomness import RandomState
 from autopar.runtime.faults.watch import Watch
 from autopar.runtime.pipeline.stage_mesh import whole_everywhere
@@ -68,7 +69,8 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
     the model's random numbers (dropout, noise) and the initialisation of a meta model; a real model keeps rank 0's
     weights. ``scaled``: whether gradients are computed from a scaled loss (:mod:`autopar.runtime.state.loss_scale`).
     ``check_inputs``: when ranks compare their inputs (:mod:`autopar.runtime.calls.input_checks`). ``watch``: names
-    faults of other ranks (:mod:`autopar.runtime.faults.watch`).
+    faults of other ranks (:mod:`autopar.runtime.faults.watch`). ``compilation``: given if pieces of programs are
+    compiled (:mod:`autopar.runtime.execute.compiled_pieces`).
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         scaled: bool = False,
         check_inputs: Check = "first",
         watch: Watch | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         check_plain(module)
         super().__init__()
@@ -88,7 +91,8 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         check_hooks(tuple(hook for hook in hooks_inside(module) if hook.backward), set())
         weights = Weights(module, mesh_groups(mesh), seed)
         random = RandomState(shared_seed(weights.groups, seed))
-        self._set_up(module, weights, random, compile, LossScale() if scaled else None, check_inputs, watch)
+        scale = LossScale() if scaled else None
+        self._set_up(module, weights, random, compile, scale, check_inputs, watch, compilation)
         self._checks.compare_options()
 
     def _set_up(
@@ -100,6 +104,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         loss_scale: LossScale | None,
         check_inputs: Check,
         watch: Watch | None,
+        compilation: Compilation | None,
     ) -> None:
         for name in (*STATE, *STATE_DICT_HOOKS):
             self.__dict__[name] = module.__dict__[name]
@@ -111,6 +116,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         self._compile = compile
         self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
         self._exchange, self._check_inputs = Exchange(self._groups), check_inputs
+        self._compilation = compilation
         self._checks = InputChecks(self._exchange, check_inputs)
         self._watch = watch or Watch(self._exchange.ranks, self._exchange.index)
         self._plan: object | None = None
@@ -131,7 +137,8 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         module = copied_module(self._original, memo)
         weights, compile = self._weights.copied_for(module), compile_for(self._compile, module)
         scale = None if self._loss_scale is None else self._loss_scale.copied()
-        copied._set_up(module, weights, copy.copy(self._random), compile, scale, self._check_inputs, self._watch)
+        checked, random = self._check_inputs, copy.copy(self._random)
+        copied._set_up(module, weights, random, compile, scale, checked, self._watch, self._compilation)
         copied._plan = self._plan
         return copied
 
@@ -246,7 +253,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         self._weights.groups = self._groups.regrouped(compiled.program.mesh)
         bound = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
         draw_state = partial(self._random.advance, self.training and kind.grad)
-        call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale)
+        call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale, self._compilation)
         call.watch_indices(self._exchange)
         call.watch = self._watch
         self._watch.expect(compiled.plan)
@@ -269,13 +276,14 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
 
     @property
     def plan(self) -> Any:
-        """The plan of the latest compiled call. Raises :class:`AutoparError` before there is one."""
+        """The plan of the latest compiled call, with a warning for each part of this rank's programs that Inductor
+        could not compile. Raises :class:`AutoparError` before there is one."""
         if self._plan is None:
             raise AutoparError(
                 "there is no plan yet: the model is planned at its first batch; run one, or pass "
                 "example_inputs to parallelize"
             )
-        return self._plan
+        return self._plan if self._compilation is None else self._compilation.noted_in(self._plan)
 
     def optimizer(
         self, cls: Callable[..., torch.optim.Optimizer], params: Any = None, **kwargs: Any

@@ -12,9 +12,12 @@ import torch
 from autopar.errors import ExecutionError
 from autopar.ir.chunk_program import ChunkProgram, Port
 from autopar.ir.placements import local_shape
+from autopar.ir.program import Section
 from autopar.runtime.comm.groups import MeshGroups
+from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.execute.executor import instruction_axes, own_constants, runner
 from autopar.runtime.execute.gradient_reducer import Reducer, Reduction
+from autopar.runtime.execute.section_code import Run
 
 # The messages to or from other chunks: (chunk, local shape and dtype of each tensor of the message).
 Exchange = tuple[tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]], ...]
@@ -36,9 +39,10 @@ def exchanges(program: ChunkProgram, ports: Iterable[Port], *, sends: bool) -> E
 
 class ChunkExecutable:
     """The sections of ``program`` on ``groups`` of the mesh inside its stage. Creating one is collective there. Raises
-    :class:`ExecutionError` if the program is for another rank."""
+    :class:`ExecutionError` if the program is for another rank. With a ``compilation`` pieces of the sections are
+    compiled."""
 
-    def __init__(self, program: ChunkProgram, groups: MeshGroups) -> None:
+    def __init__(self, program: ChunkProgram, groups: MeshGroups, compilation: Compilation | None = None) -> None:
         if groups.shape != program.mesh or groups.coordinate != program.coordinate:
             raise ExecutionError(
                 f"chunk {program.chunk} is lowered for coordinate {program.coordinate} of a mesh {program.mesh}, but "
@@ -47,16 +51,15 @@ class ChunkExecutable:
         groups.prepare(instruction_axes(program.sections))
         where = f"the rank at {program.coordinate} of mesh {program.mesh} for chunk {program.chunk}"
         self.program = program
-        self._refresh, self._forward, self._input_gradient = (
-            runner(section, groups, where) for section in (program.refresh, program.forward, program.input_gradient)
-        )
-        self._weight_gradient, self._more_weight_gradient = (
-            runner(section, groups, where) for section in (program.weight_gradient, program.more_weight_gradient)
-        )
-        self._backward, self._more_backward = (
-            runner(section, groups, where) for section in (program.backward, program.more_backward)
-        )
-        self._last = runner(program.last, groups, where)
+
+        def run(section: Section) -> Run:
+            return runner(section, groups, where, compilation)
+
+        self._refresh, self._forward = run(program.refresh), run(program.forward)
+        self._input_gradient, self._backward = run(program.input_gradient), run(program.backward)
+        self._weight_gradient = run(program.weight_gradient)
+        self._more_weight_gradient = run(program.more_weight_gradient)
+        self._more_backward, self._last = run(program.more_backward), run(program.last)
         self._reducer = Reducer(program.reduce, groups, where)
         self.constants = own_constants(program.placeholders, program.constants, groups)
         self.receives = exchanges(program, program.receives, sends=False)

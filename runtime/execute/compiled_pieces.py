@@ -1,0 +1,220 @@
+"""Pieces of sections compiled by Inductor, when they first run.
+
+Code is specialised to the sizes and strides of a piece's inputs. Equal pieces share it in this process, all ranks and
+runs of this machine through Inductor's cache; of several ranks that need the same code at once, one compiles it and
+the others wait for it. A piece that cannot be compiled runs as it is, and is reported once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from autopar.content.cache_folder import cache_folder, caching_enabled
+from autopar.ir.program import Section
+from autopar.ops.masked import LOCAL_OPS
+from autopar.runtime.torch_internals.inductor import (
+    Compiled,
+    Metadata,
+    assert_size_stride,
+    caching_in,
+    compile_function,
+    missing_compiler,
+)
+
+from .index_guards import GUARDED
+from .pieces import Piece, kind_of, split
+from .section_code import Run, SectionCode
+from .section_source import Operation, Source
+
+# The folder of compiled code in autopar's cache folder.
+KIND = "compiled"
+# Sizes and strides that a piece is compiled for; with others it runs as it is.
+# Chosen: the layers of a model differ in the strides of a few values; not measured.
+_MOST_VARIANTS = 8
+# Files that ranks lock while they compile; pieces with the same lock only wait for each other.
+# Chosen: many more than ranks of a host compile at once.
+_LOCKS = 256
+
+_log = logging.getLogger("autopar.compile")
+# Inductor is not made for several threads.
+_COMPILING = threading.RLock()
+
+
+@dataclass
+class Compilation:
+    """Given if a model's sections are compiled: for which device, what has to be open ``meanwhile``, and what could not
+    be compiled, one line each."""
+
+    device: torch.device
+    meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+    problems: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def on(device: torch.device, meanwhile: Callable[[], AbstractContextManager[None]]) -> Compilation | None:
+        """None, with a warning, where nothing can be compiled."""
+        why = missing_compiler(device)
+        if why is None:
+            return Compilation(device, meanwhile)
+        warnings.warn(
+            f"Options(compile=...): {why}, so the program runs uncompiled; install one, or set compile=False to run "
+            "without this warning",
+            stacklevel=2,
+        )
+        return None
+
+    def noted_in(self, plan: Any) -> Any:
+        """``plan`` with a warning for each problem."""
+        return replace(plan, warnings=(*plan.warnings, *self.problems)) if self.problems else plan
+
+    def report(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+            _log.warning("%s", problem)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Code for inputs of these sizes and strides."""
+
+    sizes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    run: Compiled
+
+    def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
+        try:
+            for value, (size, stride) in zip(inputs, self.sizes, strict=True):
+                assert_size_stride(value, size, stride)
+        except AssertionError:
+            return False
+        return True
+
+
+class PieceCode:
+    """The compiled code of a canonical section, by metadata of its inputs."""
+
+    def __init__(self, canonical: Section, device: torch.device) -> None:
+        self._canonical, self._device = canonical, device
+        self._variants: dict[tuple[Metadata, ...], Variant | Exception] = {}
+
+    def variant(self, inputs: Sequence[torch.Tensor]) -> Variant | Exception:
+        """The code for such inputs, or why there is none."""
+        key = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in inputs)
+        with _COMPILING:
+            if key not in self._variants:
+                self._variants[key] = self._compiled(key)
+            return self._variants[key]
+
+    def _compiled(self, key: tuple[Metadata, ...]) -> Variant | Exception:
+        if len(self._variants) >= _MOST_VARIANTS:
+            return RuntimeError(f"it is compiled for {_MOST_VARIANTS} sizes of inputs already")
+        function = SectionCode(self._canonical, Source(self._canonical, LOCAL_OPS, self._device), "").function
+        try:
+            with _alone(f"{self._canonical}{key}"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Advice of Inductor, which is nobody's to follow.
+                run = compile_function(function, key)
+        except Exception as error:
+            return error
+        return Variant(tuple((size, stride) for size, stride, _, _ in key), run)
+
+
+# The code of this process.
+_CODE: WeakValueDictionary[tuple[str, torch.device], PieceCode] = WeakValueDictionary()
+
+
+def code_of(canonical: Section, device: torch.device) -> PieceCode:
+    """The code of a canonical section, shared in this process."""
+    key = (str(canonical), device)
+    code = _CODE.get(key)
+    if code is None:
+        code = _CODE[key] = PieceCode(canonical, device)
+    return code
+
+
+class PieceCall:
+    """Runs ``piece``, from a list of inputs, which it empties, to the list of its outputs: compiled, or ``as_it_is``
+    where that fails, which is reported."""
+
+    def __init__(
+        self, piece: Piece, device: torch.device, as_it_is: Callable[[Section], Run], compilation: Compilation
+    ) -> None:
+        self._code, self._section = code_of(piece.canonical, device), piece.section
+        self._make_as_it_is, self._compilation = as_it_is, compilation
+        self._as_it_is: Run | None = None
+        self._variants: list[Variant] = []
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
+        for variant in self._variants:
+            if variant.fits(inputs):
+                return variant.run(inputs)
+        with self._compilation.meanwhile():
+            found = self._code.variant(inputs)
+        if isinstance(found, Variant):
+            self._variants.append(found)
+            return found.run(inputs)
+        return self._uncompiled(inputs, found)
+
+    def _uncompiled(self, inputs: list[torch.Tensor], why: Exception) -> list[Any]:
+        if self._as_it_is is None:
+            self._as_it_is = self._make_as_it_is(self._section)
+        outputs = self._as_it_is(inputs)  # First, since an error of an operation is not one of compiling it.
+        first = self._section.instructions[0]
+        lines = str(why).strip().splitlines()
+        self._compilation.report(
+            f"{len(self._section.instructions)} operations from {first.op}"
+            f"{first.module and f' of module {first.module}'} on run uncompiled: "
+            f"{type(why).__name__}: {lines[0] if lines else ''}"
+        )
+        return outputs
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """Inductor's cache is autopar's, and no other process of this machine compiles the same code meanwhile."""
+    if not caching_enabled():
+        yield
+        return
+    folder, lock = cache_folder() / KIND, int(hashlib.sha256(key.encode()).hexdigest(), 16) % _LOCKS
+    try:
+        (folder / "locks").mkdir(parents=True, exist_ok=True)
+    except OSError:  # A folder that cannot be written to: Inductor has one of its own.
+        yield
+        return
+    with caching_in(folder), _locked(folder / "locks" / str(lock)):
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        import fcntl
+
+        file = path.open("w")
+    except (ImportError, OSError):  # Without locks, or in a folder that cannot be written, each rank compiles.
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def with_pieces(
+    section: Section,
+    operations: Mapping[str, Operation],
+    as_it_is: Callable[[Section], Run],
+    compilation: Compilation,
+) -> tuple[Section, dict[str, Operation]]:
+    """``section`` in compiled pieces, and the operations that it then calls."""
+    host = set(GUARDED) & set(operations)
+    pieces = split(section, lambda instruction: kind_of(instruction, host))
+    calls = {name: PieceCall(piece, compilation.device, as_it_is, compilation) for name, piece in pieces.pieces.items()}
+    return pieces.section, {**operations, **calls}

@@ -1,0 +1,261 @@
+"""Splits a section into pieces that a compiler of graphs can fuse, and all that runs as it is.
+
+A piece is a run of operations on this rank's tensors inside one repeated block of the model. Collectives begin and end
+where they did, since overlap was priced so. What reads values on the host (draws, look-ups that check their indices)
+moves in front of the piece if it takes nothing from it, and ends the piece otherwise. Gradients added in place to those
+of earlier microbatches, which no operation reads, move behind the piece. Equal pieces, such as those of a model's
+layers, get one canonical form, so that they are compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Literal
+
+import torch
+
+from autopar.ir.module_paths import layers_among
+from autopar.ir.node import Arg, Value, map_arg
+from autopar.ir.program import Instruction, Section
+from autopar.torch_internals.operators import OpOverload, is_mutable
+
+from .section_source import COMPILED, operands_of, resolve_aten
+
+# "fused": part of a piece, and cheaper fused. "kernel": part of a piece, but run by a kernel of its own.
+# "view": part of a piece, costs nothing. "early": runs in front of the piece. "late": runs behind the piece.
+# "fixed": ends a piece.
+Kind = Literal["fused", "kernel", "view", "early", "late", "fixed"]
+
+# A piece with fewer fused operations runs as it is: there is nothing to fuse.
+_LEAST_FUSED = 2
+# In-place additions to the gradients of earlier microbatches (passes/lower/accumulate_gradients.py).
+_SUMS = ("aten.add_.Tensor", "aten.addmm_.default")
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "reshape.default", "view.default", "_unsafe_view.default", "permute.default", "expand.default", "slice.Tensor",
+        "select.int", "split_with_sizes.default", "split.Tensor", "unsqueeze.default", "squeeze.dim", "squeeze.dims",
+        "t.default", "transpose.int", "alias.default", "detach.default", "unbind.int", "diagonal.default",
+    )
+)  # fmt: skip
+# Operations that Inductor gives to torch's own kernels.
+_KERNELS = frozenset(
+    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+)
+# Operations of autopar that are functions of tensors alone, with kernels of their own.
+_TRACED = (
+    "autopar.attention.default",
+    "autopar.attention_backward.default",
+    "autopar.causal_attention",
+    "autopar.causal_attention_backward",
+)
+# Copies, if the layout of a tensor needs one.
+_DENSE = ("autopar.dense", "autopar.dense_rows")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``section``: the operations of a piece, with the names and modules of the program; ``canonical``: the same for
+    all equal pieces."""
+
+    section: Section
+    canonical: Section
+
+
+@dataclass(frozen=True)
+class Split:
+    """``section``, in which an instruction ``compiled.n`` calls the piece of its name."""
+
+    section: Section
+    pieces: Mapping[str, Piece]
+
+    def __str__(self) -> str:
+        unique = {i.op: self.pieces[i.name].canonical for i in self.section.instructions if i.name in self.pieces}
+        return "\n".join([str(self.section), *map(str, unique.values())]) + "\n"
+
+
+def kind_of(instruction: Instruction, guarded: Iterable[str] = ()) -> Kind:
+    """How ``instruction`` may be compiled; ``guarded``: operations that check their indices on the host."""
+    op = instruction.op
+    if op.startswith("collective."):
+        return "fixed"
+    if op in _TRACED:
+        return "kernel"
+    if op in _DENSE:
+        return "view"
+    if op in _SUMS:
+        return "late"
+    if not op.startswith(("aten.", "prims.")) or op in guarded:
+        return "early"
+    return _aten_kind(resolve_aten(op), op)
+
+
+def _aten_kind(operation: OpOverload, op: str) -> Kind:
+    if is_mutable(operation):
+        return "fixed"
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    if any(tag in operation.tags for tag in tags):
+        return "early"
+    return "view" if op in _VIEWS else "kernel" if op in _KERNELS else "fused"
+
+
+def split(section: Section, kind: Callable[[Instruction], Kind] = kind_of) -> Split:
+    """Splits ``section``; see the module docstring."""
+    splitter = _Splitter(section, kind)
+    for instruction in section.instructions:
+        splitter.add(instruction)
+    splitter.flush()
+    outputs = tuple(None if value is None else splitter.renamed.get(value, value) for value in section.outputs)
+    return Split(replace(section, instructions=tuple(splitter.done), outputs=outputs), splitter.pieces)
+
+
+class _Splitter:
+    """``done``: the instructions so far; ``current`` and ``late``: the piece being collected, and what runs behind
+    it."""
+
+    def __init__(self, section: Section, kind: Callable[[Instruction], Kind]) -> None:
+        self.done: list[Instruction] = []
+        self.pieces: dict[str, Piece] = {}
+        self.renamed: dict[Value, Value] = {}
+        self._current: list[Instruction] = []
+        self._late: list[Instruction] = []
+        self._fused = 0
+        self._block = ""
+        self._kind = kind
+        self._prefix = _fresh_prefix(section)
+        self._layers = layers_among({i.module for i in section.instructions})
+        self._readers = _readers(section)
+        self._numbers: dict[Section, int] = {}
+
+    def add(self, instruction: Instruction) -> None:
+        kind = self._kind(instruction)
+        if kind == "fixed" or self._reads(instruction, self._late):
+            self.flush()
+        if kind == "fixed" or (kind == "late" and not self._current):
+            self._emit(instruction)
+        elif kind == "late":
+            self._late.append(instruction)
+        elif kind == "early":
+            if self._reads(instruction, self._current):
+                self.flush()
+            self._emit(instruction)
+        else:
+            self._collect(instruction, kind)
+
+    def _collect(self, instruction: Instruction, kind: Kind) -> None:
+        block = self._block_of(instruction.module) if instruction.module else self._block
+        if block != self._block:
+            self.flush()
+        self._block = block
+        self._current.append(instruction)
+        self._fused += kind == "fused"
+
+    def _block_of(self, path: str) -> str:
+        """The outermost layer that the module is in, or is."""
+        parts = path.split(".")
+        prefixes = (".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
+        return next((prefix for prefix in prefixes if prefix in self._layers), "")
+
+    @staticmethod
+    def _reads(instruction: Instruction, others: Sequence[Instruction]) -> bool:
+        """Whether ``instruction`` reads a result of ``others``."""
+        names = {value.node for value in operands_of(instruction)}
+        return any(other.name in names for other in others)
+
+    def _emit(self, instruction: Instruction) -> None:
+        self.done.append(_with_values(instruction, self.renamed))
+
+    def flush(self) -> None:
+        """Ends the current piece."""
+        if self._fused >= _LEAST_FUSED:
+            self._emit_piece()
+        else:
+            for instruction in self._current:
+                self._emit(instruction)
+        for instruction in self._late:
+            self._emit(instruction)
+        self._current, self._late, self._fused = [], [], 0
+
+    def _emit_piece(self) -> None:
+        name = f"{self._prefix}{len(self.pieces)}"
+        operands, outputs = self._ends()
+        if not outputs:
+            return
+        section = _piece_section(name, self._current, operands, outputs)
+        canonical = _canonical(section)
+        number = self._numbers.setdefault(canonical, len(self._numbers))
+        self.pieces[name] = Piece(section, canonical)
+        module = _common_module(self._current)
+        self._emit(Instruction(name, f"{COMPILED}{number}", (operands,), (), len(outputs), module))
+        self.renamed.update({value: Value(name, index) for index, value in enumerate(outputs)})
+
+    def _ends(self) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """The values that the current piece takes, by first use, and those that others take from it."""
+        names = {i.name for i in self._current}
+        read = (value for i in self._current for value in operands_of(i) if value.node not in names)
+        results = (Value(i.name, index) for i in self._current for index in range(i.results))
+        return tuple(dict.fromkeys(read)), tuple(v for v in results if self._readers.get(v, set()) - names)
+
+
+def _common_module(instructions: Iterable[Instruction]) -> str:
+    """The innermost module that all ``instructions`` with a module are in."""
+    paths = [i.module.split(".") for i in instructions if i.module]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared)
+
+
+def _readers(section: Section) -> dict[Value, set[str]]:
+    """The names of the instructions that read a value; "" for the end of the section."""
+    readers: dict[Value, set[str]] = {value: {""} for value in section.outputs if value is not None}
+    for instruction in section.instructions:
+        for value in operands_of(instruction):
+            readers.setdefault(value, set()).add(instruction.name)
+    return readers
+
+
+def _fresh_prefix(section: Section) -> str:
+    taken = {*section.inputs, *(i.name for i in section.instructions)}
+    prefix = f"{section.name}_piece_"
+    while any(name.startswith(prefix) for name in taken):
+        prefix += "_"
+    return prefix
+
+
+def _with_values(instruction: Instruction, renamed: Mapping[Value, Value]) -> Instruction:
+    def rename(arg: Arg) -> Arg:
+        return renamed.get(arg, arg) if isinstance(arg, Value) else arg
+
+    kwargs = tuple((key, map_arg(arg, rename)) for key, arg in instruction.kwargs)
+    return replace(instruction, args=map_arg(instruction.args, rename), kwargs=kwargs)
+
+
+def _piece_section(
+    name: str, instructions: Sequence[Instruction], operands: tuple[Value, ...], outputs: tuple[Value, ...]
+) -> Section:
+    taken = {i.name for i in instructions} | {value.node for value in operands}
+    inputs: dict[Value, Value] = {}
+    for value in operands:
+        own = value.node if value.index == 0 else f"{value.node}_result{value.index}"
+        while value.index and own in taken:
+            own += "_"
+        taken.add(own)
+        inputs[value] = Value(own)
+    body = tuple(_with_values(i, inputs) for i in instructions)
+    return Section(name, tuple(value.node for value in inputs.values()), body, outputs)
+
+
+def _canonical(section: Section) -> Section:
+    """``section`` with numbered names and without modules."""
+    names = {name: f"a{position}" for position, name in enumerate(section.inputs)}
+    names |= {i.name: f"v{position}" for position, i in enumerate(section.instructions)}
+    values = {value: replace(value, node=names[value.node]) for value in _values(section)}
+    body = (_with_values(replace(i, name=names[i.name], module=""), values) for i in section.instructions)
+    outputs = tuple(None if value is None else values[value] for value in section.outputs)
+    return Section("piece", tuple(names[name] for name in section.inputs), tuple(body), outputs)
+
+
+def _values(section: Section) -> set[Value]:
+    read = {value for i in section.instructions for value in operands_of(i)}
+    return read | {value for value in section.outputs if value is not None}
