@@ -85,16 +85,24 @@ class Source:
         for index, instruction in enumerate(section.instructions):
             if pauses and instruction.op == WAIT:
                 lines.append("    yield")
-            dead = dict.fromkeys(self.names[value] for value in operands_of(instruction) if last[value] == index)
-            drop = [f"    del {', '.join(dead)}"] if dead else []
-            if instruction.op.startswith(COMPILED):
-                lines += [f"    piece = {self._arg(instruction.args[0])}", *drop]
-                drop = []
+            lines += self._operands_of_piece(instruction, last, index)
             lines.append(f"    {self._line(instruction, last)}")
             self.instructions[len(lines)] = instruction
-            lines += drop
+            if not instruction.op.startswith(COMPILED):
+                lines += self._drop(instruction, last, index)
         outputs = ", ".join("None" if value is None else self._name(value) for value in section.outputs)
         self.text = "\n".join([*lines, f"    return [{outputs}]"])
+
+    def _operands_of_piece(self, instruction: Instruction, last: Mapping[Value, int], index: int) -> list[str]:
+        """Moves the operands of a piece to a list, which has the only references to those that nothing else reads."""
+        if not instruction.op.startswith(COMPILED):
+            return []
+        return [f"    piece = {self._arg(instruction.args[0])}", *self._drop(instruction, last, index)]
+
+    def _drop(self, instruction: Instruction, last: Mapping[Value, int], index: int) -> list[str]:
+        """Drops the operands whose last use is the instruction at ``index``."""
+        dead = dict.fromkeys(self.names[value] for value in operands_of(instruction) if last[value] == index)
+        return [f"    del {', '.join(dead)}"] if dead else []
 
     @staticmethod
     def _last_uses(section: Section) -> dict[Value, int]:
