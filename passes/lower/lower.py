@@ -21,6 +21,7 @@ from autopar.ir.placements import Placements, Strategy
 from autopar.ir.program import Program, Section, TensorSlot
 from autopar.ir.reshard import Hop, make_hop
 from autopar.ops.masked import layout_for
+from autopar.passes.native.restore import restore
 from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import LocalCall, LocalContext, Operand, local_call
 
@@ -154,10 +155,18 @@ class NodeLowerer:
         return op, map_arg(args, leaf), tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
 
 
+def with_native_operations(job: Lowering) -> Lowering:
+    """``job`` with torch's own operations where nothing that they need whole is sharded."""
+    graph, assignment = restore(job.graph, job.assignment)
+    return replace(job, graph=graph, assignment=assignment)
+
+
 def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
     """The program of one rank that computes ``outputs`` (those without a value are skipped)."""
-    wanted = [output for output in outputs if output.value is not None]
+    graph = replace(job.graph, outputs=tuple(outputs))
+    job = with_native_operations(replace(job, graph=graph))
     graph = job.graph
+    wanted = [output for output in graph.outputs if output.value is not None]
     needed = graph.needed_for(output.value for output in wanted if output.value is not None)
     results = [o for o in wanted if o.kind in ("output", "mutation")]
     gradients = [o for o in wanted if o.kind in ("gradient", "input_gradient")]

@@ -8,7 +8,7 @@ the wire. Backward is two sections: the part that other stages wait for, and the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import GraphError
 from autopar.ir.chunk_program import ChunkProgram, Port
@@ -27,6 +27,7 @@ from .lower import (
     refresh_section,
     saved_values,
     stored_slot,
+    with_native_operations,
     without_aliases,
 )
 from .overlap import overlap_section
@@ -102,6 +103,7 @@ class _Crossings:
 
 def lower_chunk(work: ChunkLowering) -> ChunkProgram:
     """The program of one rank for one chunk, with communication overlapped."""
+    work = replace(work, job=with_native_operations(work.job))
     job, graph, crossings = work.job, work.job.graph, _Crossings.of(work)
     everywhere = job.assignment.replicated
     return ChunkProgram(

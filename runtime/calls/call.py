@@ -47,6 +47,7 @@ class Call(CompiledCall):
         self._parameter_index = {slot.target: i for i, slot in enumerate(program.parameters)}
         self._partial = Collectives(self.groups).partial
         self.results = {slot.target: slot for slot in program.results if slot.kind == "output"}
+        self._mutated = {slot.target for slot in program.results if slot.kind == "mutation"}
         self.input_gradients = {s.target: s for s in program.gradients if s.kind == "input_gradient"}
 
     def sections(self) -> Iterator[Section]:
@@ -98,21 +99,27 @@ class Call(CompiledCall):
         with torch.no_grad():
             # Recomputed each time, since a DTensor's version counter misses some writes (``.data``, fused optimizers).
             working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
-            module = self.weights.module
+            buffers = dict(self.weights.module.named_buffers(remove_duplicate=False))
             results, saved = self.executable.forward(
-                [self._bind(s, leaves, working, past, again) for s in self.program.placeholders]
+                [self._bind(s, leaves, working, buffers, past, again) for s in self.program.placeholders]
             )
             outputs: dict[str, torch.Tensor | Handle] = {}
             for slot, value in zip(self.program.results, results, strict=True):
                 if slot.kind == "mutation":
                     if not again:
-                        module.get_buffer(slot.target).copy_(gather_whole(value, slot, self.groups))
+                        buffers[slot.target].copy_(gather_whole(value, slot, self.groups))
                 else:
                     outputs[slot.target] = value
         return outputs, saved
 
     def _bind(
-        self, slot: TensorSlot, leaves: Sequence[Any], working: list[torch.Tensor], past: Past, again: bool
+        self,
+        slot: TensorSlot,
+        leaves: Sequence[Any],
+        working: list[torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        past: Past,
+        again: bool,
     ) -> torch.Tensor:
         match slot.kind:
             case "param":
@@ -120,7 +127,7 @@ class Call(CompiledCall):
             case "input":
                 return self.own_input(slot, leaves[self._leaf_index[slot.target]])
             case "buffer":
-                return self._own_buffer(slot, past)
+                return self._own_buffer(slot, buffers[slot.target], past)
             case "constant":
                 return self.executable.constants[slot.target]
             case "random":
@@ -131,19 +138,15 @@ class Call(CompiledCall):
             f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}), which no call has"
         )
 
-    def _own_buffer(self, slot: TensorSlot, past: Past) -> torch.Tensor:
+    def _own_buffer(self, slot: TensorSlot, buffer: torch.Tensor, past: Past) -> torch.Tensor:
         """This rank's part of the buffer; its value before the run in ``past``, if that is known."""
         if slot.target in past.buffers:
             return past.buffers[slot.target]
-        buffer = self.weights.module.get_buffer(slot.target)
         local = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
-        if self._is_mutated(slot.target):
+        if slot.target in self._mutated:
             # The program's saved values may be views of its inputs; a buffer is overwritten in place.
             local = past.buffers[slot.target] = local.clone()
         return local
-
-    def _is_mutated(self, buffer: str) -> bool:
-        return any(slot.kind == "mutation" and slot.target == buffer for slot in self.program.results)
 
     def present(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Output ``name`` for the user: a plain tensor if replicated, else a DTensor."""

@@ -1,0 +1,124 @@
+"""Batch norm in training, where a device has the whole batch: torch's kernel, with three passes over the activations
+instead of one for each operation."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.ir.node import Arg, TensorType, Value
+from autopar.ir.placements import REPLICATE, Placements, shard, shard_dim
+
+from .pattern import Pattern
+from .site import Replacement, Rewrite, Site
+
+_STATISTICS = """
+  %sum = aten.sum.dim_IntList(%x, "?dims", True)
+  %mean = aten.div.Tensor(%sum, "?count")
+  %centred = aten.sub.Tensor(%x, %mean)
+  %squares = aten.mul.Tensor(%centred, %centred)
+  %spread = aten.sum.dim_IntList(%squares, "?dims", True)
+  %variance = aten.div.Tensor(%spread, "?count")
+  %shifted = aten.add.Tensor(%variance, "?eps")
+  %scale = aten.rsqrt.default(%shifted)
+  %normal = aten.mul.Tensor(%centred, %scale)
+"""
+_TRACKING = """
+  %mean_row = aten.reshape.default(%mean, "?row")
+  %mean_part = aten.mul.Tensor(%mean_row, "?momentum")
+  %mean_rest = aten.mul.Tensor(%running_mean, "?remainder")
+  %new_mean = aten.add.Tensor(%mean_part, %mean_rest)
+  %variance_row = aten.reshape.default(%variance, "?row")
+  %unbiased = aten.mul.Tensor(%variance_row, "?correction")
+  %variance_part = aten.mul.Tensor(%unbiased, "?momentum")
+  %variance_rest = aten.mul.Tensor(%running_variance, "?remainder")
+  %new_variance = aten.add.Tensor(%variance_part, %variance_rest)
+"""
+# A batch without further dims needs no column of weights.
+_AFFINE = """
+  %weight_column = aten.reshape.default(%weight, "?column")
+  %weighted = aten.mul.Tensor(%normal, %weight_column)
+  %bias_column = aten.reshape.default(%bias, "?column")
+  %result = aten.add.Tensor(%weighted, %bias_column)
+"""
+_AFFINE_ROWS = """
+  %weighted = aten.mul.Tensor(%normal, %weight)
+  %result = aten.add.Tensor(%weighted, %bias)
+"""
+# What others may use too: it is then computed as before, from torch's statistics.
+_KEPT = frozenset(("centred", "weight_column", "bias_column", "mean_row"))
+
+
+def _pattern(affine: str, tracking: bool) -> Pattern:
+    given = ["x", *(("weight", "bias") if affine else ()), *(("running_mean", "running_variance") if tracking else ())]
+    results = ["result" if affine else "normal", "mean", "scale", *(("new_mean", "new_variance") if tracking else ())]
+    inputs, outputs = (", ".join(f"%{name}" for name in each) for each in (given, results))
+    body = _STATISTICS + _TRACKING * tracking + affine
+    return Pattern.from_text(f"batch_norm({inputs}):{body}  return {outputs}")
+
+
+def row_placements(column: Placements) -> Placements:
+    """The placements of a row of channels, from those of a column [1, channels, 1, ...]."""
+    return tuple(REPLICATE if shard_dim(place) is None else shard(0) for place in column)
+
+
+def _is_batch_norm(site: Site) -> bool:
+    """Whether the numbers are those of a batch norm: of all dims but the second, over their whole length, and averages
+    that weigh old and new together as one."""
+    shape, argument = site.shape("x"), site.match.arguments
+    others = [dim for dim in range(len(shape)) if dim != 1]
+    count = math.prod(shape[dim] for dim in others)
+    if len(shape) < 2 or list(argument["dims"]) != others or argument["count"] != count:
+        return False
+    if len({site.type(name).dtype for name in site.pattern.section.inputs}) > 1:
+        return False
+    if "momentum" not in argument:
+        return True
+    weighs = math.isclose(argument["momentum"] + argument["remainder"], 1.0)
+    return weighs and count > 1 and math.isclose(argument["correction"], count / (count - 1), rel_tol=1e-9)
+
+
+def build(site: Site) -> Replacement | None:
+    """The kernel, and its statistics in the shape in which others use them."""
+    if not _is_batch_norm(site):
+        return None
+    given = site.pattern.section.inputs
+    result = "result" if "weight" in given else "normal"
+    kept = ("new_mean", "new_variance") if "running_mean" in given else ()
+    row = row_placements(site.home(site["mean"]))
+    statistics = TensorType((site.shape("x")[1],), site.type("mean").dtype)
+    types = (site.type(result), statistics, statistics, *map(site.type, kept))
+    places = (site.home(site[result]), row, row, *(site.home(site[name]) for name in kept))
+    node, strategy = site.make(site.node(result), *_call(site), types, places)
+    nodes, strategies = [node], {node.name: strategy}
+    for index, name in ((1, "mean"), (2, "scale")):
+        value, shape = Value(node.name, index), site.shape(name)
+        column, reshaping = site.make(
+            site.node(name),
+            "aten.reshape.default",
+            (value, shape),
+            (site.type(name),),
+            (site.home(site[name]),),
+            {value: row},
+        )
+        nodes.append(column)
+        strategies[column.name] = reshaping
+    values = {site[name]: Value(node.name, index) for index, name in ((0, result), *enumerate(kept, 3))}
+    return Replacement(tuple(nodes), strategies, values)
+
+
+def _call(site: Site) -> tuple[str, tuple[Arg, ...]]:
+    given, eps = site.pattern.section.inputs, site.argument("eps")
+    weights = (site["weight"], site["bias"]) if "weight" in given else (None, None)
+    if "running_mean" not in given:
+        return "aten._native_batch_norm_legit.no_stats", (site["x"], *weights, True, 0.0, eps)
+    averages = (site["running_mean"], site["running_variance"])
+    args = (site["x"], *weights, *averages, True, site.argument("momentum"), eps)
+    return "aten._native_batch_norm_legit_functional.default", args
+
+
+# The largest first: those without averages would match a part of those with.
+REWRITES = tuple(
+    Rewrite(_pattern(affine, tracking), build, _KEPT)
+    for tracking in (True, False)
+    for affine in (_AFFINE, _AFFINE_ROWS, "")
+)
