@@ -37,6 +37,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import check_offered
 from autopar.planner.fixed_parameters import fixed_assignment
+from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, circumstances, make_request, prepare
 from autopar.planner.refit import refit
 from autopar.planner.request import PlanRequest
@@ -123,7 +124,7 @@ class Compiler:
             _check_devices(self.plan, self.mesh)
             if not request.grad and self._may_be_for_training(base):
                 return
-            _check(self.plan, base)
+            check_same_graph(self.plan, base)
             if self.plan.pipeline is None:
                 check_offered(self.plan, self._annotate(base, self.plan.batch))
         self._base = base
@@ -384,16 +385,4 @@ def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
         stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
         raise PlanMismatchError(
             f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
-        )
-
-
-def _check(plan: Plan, base: Prepared) -> None:
-    """Raises :class:`PlanMismatchError` if the user's plan is for another model."""
-    actual = graph_hash(step_graph(base.graph, base.loss, plan.batch))
-    if actual != plan.graph_hash:
-        raise PlanMismatchError(
-            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
-            f"has graph {actual}. Same configuration, inputs (those given, their shapes and dtypes, values of flags), "
-            "loss_fn, mode (train or eval) and versions of torch and autopar give the same graph: make the plan with "
-            "the inputs of the first training call, or leave plan= out"
         )

@@ -27,10 +27,11 @@ from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.request import PlanRequest
-from autopar.planner.step_graphs import graph_hash, pipelined_graph, step_graph
+from autopar.planner.step_graphs import pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
@@ -56,11 +57,7 @@ def reprice(
             size does not divide as the planned one does.
         OptionsError: the batch does not divide into the plan's microbatches; names the numbers that do.
     """
-    planned = step_graph(prepared.graph, prepared.loss, plan.batch)
-    if graph_hash(planned) != plan.graph_hash:
-        raise PlanMismatchError(
-            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}), not for graph {graph_hash(planned)}"
-        )
+    planned = check_same_graph(plan, prepared)
     if batch != plan.batch and not (prepared.graph.symbols and prepared.traced.holds_for(batch)):
         raise PlanMismatchError(
             f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"

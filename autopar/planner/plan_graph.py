@@ -1,0 +1,59 @@
+"""Whether a plan was made for a graph, and where the two part if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.graph import Graph
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
+from autopar.ir.plan_record import PlanNode
+from autopar.placement.alternatives import plan_nodes
+from autopar.plans.plan import Plan
+
+from .prepare import Prepared
+from .step_graphs import graph_hash, step_graph
+
+
+def check_same_graph(plan: Plan, base: Prepared) -> Graph:
+    """The graph of the model's step at the plan's batch size. Raises :class:`PlanMismatchError`, naming the first
+    module and operation that differ, if the plan was made for another."""
+    graph = step_graph(base.graph, base.loss, plan.batch)
+    actual = graph_hash(graph)
+    if actual == plan.graph_hash:
+        return graph
+    raise PlanMismatchError(
+        f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
+        f"has graph {actual}. {first_difference(plan, graph)}. Same configuration, inputs (those given, their shapes "
+        "and dtypes, values of flags), loss_fn, mode (train or eval) and operations of torch give the same graph: make "
+        "the plan with the inputs of the first training call, or leave plan= out"
+    )
+
+
+def first_difference(plan: Plan, graph: Graph) -> str:
+    """A sentence on the first node of ``graph`` that is not the plan's."""
+    for theirs, ours in zip_longest(_own(plan.nodes), _own(plan_nodes(graph))):
+        if theirs is None or ours is None or _what(theirs) != _what(ours):
+            return f"The first difference: the plan has {_describe(theirs)}, this model {_describe(ours)}"
+    return (
+        "Both have the same operations on the same shapes in the same modules: a number differs, such as a dropout "
+        "probability, a scale or an epsilon"
+    )
+
+
+def _own(nodes: Mapping[str, PlanNode]) -> list[PlanNode]:
+    """The nodes that the model has, without those that the plan's choices add or leave out."""
+    return [n for name, n in nodes.items() if n.op != SAVED_ACTIVATION and not name.endswith(RECOMPUTED)]
+
+
+def _what(node: PlanNode) -> tuple[str, str, str, str]:
+    return node.op, node.type, node.module, node.target
+
+
+def _describe(node: PlanNode | None) -> str:
+    if node is None:
+        return "nothing more"
+    if node.target:
+        return f"the {node.op} {node.target!r} of {node.type}"
+    return f"{node.op} of {node.type}{f' in module {node.module}' if node.module else ''}"
