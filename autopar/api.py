@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.calibration.default_cluster import default_cluster
 from autopar.cluster.description import Cluster
-from autopar.compiler.agreed_options import check_same_options
+from autopar.compiler.agreed_arguments import check_same_arguments
 from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
 from autopar.compiler.plan_cache import cached_plan
@@ -183,7 +183,7 @@ def _parallel_module(
 ) -> ParallelModule:
     groups = mesh_groups(devices)
     ranks = groups.over(groups.axes)
-    check_same_options(settings, groups.mesh.mesh.flatten().tolist(), ranks)
+    check_same_arguments(model, settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
     settings = settings if plan is None else under_policy(settings, plan.precision)
     if dist.is_initialized() and devices.size() < dist.get_world_size():

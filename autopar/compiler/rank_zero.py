@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import PlanMismatchError
 from autopar.runtime.comm.groups import AxisGroup
+from autopar.runtime.comm.minority import minority, named
 
 Result = TypeVar("Result")
 
@@ -58,11 +59,10 @@ def same_on_all_ranks(ranks: AxisGroup, make: Callable[[], Result], text_of: Cal
     failed = [(index, text) for index, (wrong, text) in enumerate(everyone) if wrong]
     if failed:
         raise PlanMismatchError(f"the model could not be traced on rank {failed[0][0]} of the mesh: {failed[0][1]}")
-    others = [index for index, each in enumerate(everyone) if each != everyone[0]]
-    if others:
+    odd, others = minority(everyone)
+    if odd:
         raise PlanMismatchError(
-            f"the model runs other operations on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} of "
-            "the mesh than on its rank 0: something that its forward reads (an attribute, a flag) differs between "
-            "ranks. Set it to the same value on every rank"
+            f"the model runs other operations on {named(odd)} of the mesh than on its {named(others)}: something that "
+            "its forward reads (an attribute, a flag) differs between ranks. Set it to the same value on every rank"
         )
     return result

@@ -28,6 +28,9 @@ from autopar.ops.index_range import PROGRAM_FILE
 from .section_source import Operation, Source, operands_of
 
 Run = Callable[[list[torch.Tensor]], list[Any]]
+# How many operands, and characters of an instruction, an error shows: a bucket has dozens.
+# Chosen: a few lines.
+_LISTED, _LONGEST = 8, 400
 _serial = itertools.count()
 _CODE: WeakValueDictionary[str, SectionCode] = WeakValueDictionary()
 
@@ -119,9 +122,13 @@ def _explain(error: Exception, trace: TracebackType, source: Source, where: str)
         return ExecutionError(f"{where}: {type(error).__name__}: {error}")
     values = trace.tb_frame.f_locals
     operands = {v: _describe(values[source.names[v]]) for v in operands_of(instruction) if source.names[v] in values}
-    shapes = ", ".join(f"{value}: {text}" for value, text in operands.items())
+    listed = [f"{value}: {text}" for value, text in operands.items()]
+    shapes = ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+    text = str(instruction)
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    first, _, rest = str(error).strip().partition("\n")
     module = f" of module {instruction.module}" if instruction.module else ""
     return ExecutionError(
-        f"{where}, in the instruction{module}\n  {instruction}\n  with {shapes or 'no tensors'}\n"
-        f"{type(error).__name__}: {error}"
+        f"{type(error).__name__}: {first}\n  {where}, in the instruction{module}\n  {text}\n  with "
+        f"{shapes or 'no tensors'}{rest and chr(10)}{rest}"
     )

@@ -85,3 +85,46 @@ def test_options_that_differ_are_named() -> None:
     texts = on(3, work)
     assert texts == texts[:1] * 3
     assert "zero: 1 on rank 2; 0 on ranks 0, 1" in texts[0] and "pins: {} on rank 0; {'a': 'R'} on" in texts[0]
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+        self.head = nn.Linear(6, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x).square().mean()
+
+
+def test_models_that_differ_are_named() -> None:
+    def work(rank: int, world: int) -> list[str]:
+        texts = []
+        for depth, width in ((3 if rank == 0 else 2, 4), (2, 5 if rank == 2 else 4)):
+            with pytest.raises(autopar.PlanMismatchError) as raised:
+                autopar.parallelize(Deep(depth, width), (3,), options=autopar.Options(check_inputs="never"))
+            texts.append(str(raised.value))
+        return texts
+
+    results = on(3, work)
+    assert results == results[:1] * 3
+    deeper, wider = results[0]
+    assert deeper.startswith("rank 0 has another model than ranks 1, 2:")
+    assert "layers.2.weight: f32[6, 6] on rank 0; none on ranks 1, 2" in deeper
+    assert "rank 2 has another model" in wider and "head.bias: f32[5] on rank 2; f32[4] on ranks 0, 1" in wider
+
+
+def test_the_fewer_ranks_are_the_odd_ones() -> None:
+    def work(rank: int, world: int) -> str:
+        model = autopar.parallelize(Net(), (3,), options=autopar.Options(check_inputs="never"))
+        if rank == 0:
+            model.module.a.forward = lambda x: x @ model.module.a.weight.T  # type: ignore[method-assign]
+        with pytest.raises(autopar.PlanMismatchError) as raised:
+            model.step(*batch())
+        return str(raised.value)
+
+    texts = on(3, work)
+    assert texts == texts[:1] * 3
+    assert "other operations on rank 0 of the mesh than on its ranks 1, 2" in texts[0]
