@@ -38,6 +38,7 @@ from .errors import (
     OptionsError,
     PlanMismatchError,
     TraceError,
+    ValueFaultError,
     WorkerError,
 )
 from .layout import Layout
@@ -63,6 +64,7 @@ __all__ = [
     "Priced",
     "Report",
     "TraceError",
+    "ValueFaultError",
     "WorkerError",
     "parallelize",
     "plan",

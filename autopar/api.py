@@ -27,6 +27,7 @@ from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.watch import Watch, watch_over
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.value_checks import ValueChecks
 from autopar.trace.loss import TARGETS
 
 from .errors import OptionsError
@@ -210,6 +211,7 @@ def _parallel_module(
         check_inputs=settings.check_inputs,
         watch=watch,
         compilation=_compilation(settings, groups.device, watch),
+        values=ValueChecks(settings.check_every, settings.nonfinite),
     )
 
 

@@ -63,3 +63,7 @@ class OperatorError(AutoparError):
 class FaultError(AutoparError):
     """A rank ended, stopped, or does something else than those that wait for it; raised on every rank that still runs,
     with the same message, which names it."""
+
+
+class ValueFaultError(AutoparError):
+    """Replicas of a parameter differ, or a step computes NaN or infinities; names where. Raised on every rank."""

@@ -32,7 +32,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("pp", "pipeline", "pipeline_stages", "num_stages"), ("stages",)),
     **dict.fromkeys(("num_microbatches", "accumulation_steps", "chunks"), ("microbatches",)),
     **dict.fromkeys(("checkpointing", "activation_checkpointing", "gradient_checkpointing"), ("recompute",)),
-    **dict.fromkeys(("timeout", "time"), ("time_limit",)),
+    **dict.fromkeys(("time",), ("time_limit", "timeout")),
     **dict.fromkeys(("drop_last",), ("last_batch",)),
     **dict.fromkeys(("rtol", "atol", "tol"), ("tolerance",)),
 }

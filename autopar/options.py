@@ -24,6 +24,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "check_inputs": ("first", "always", "never"),
     "last_batch": ("replicate", "pad", "error"),
+    "nonfinite": ("raise", "skip"),
 }
 
 
@@ -89,6 +90,11 @@ class Options:
             :class:`FaultError`; at least four predicted steps. Ranks that died, or wait for each other in different
             calls, are named within seconds whatever it is. While a rank plans, or computes outside of autopar, others
             wait ten times as long. 0: no watch (docs/faults.md).
+        check_every: at every so many-th ``model.step``, ranks compare hashes of the parameters that they hold in
+            common, and look for NaN and infinities in the loss and the gradients; :class:`ValueFaultError` names the
+            ranks and the parameter, or the module in which they begin. None: never.
+        nonfinite: what a checked step with NaN or infinities does: ``"raise"``; ``"skip"``: it leaves no gradients, so
+            that the optimizer does nothing, and the buffers of before.
         compile: whether the operations between collectives are compiled by Inductor, torch's compiler, at the first
             step; ``"auto"``: on GPUs, and not on CPUs. Plans do not depend on it (docs/compile.md).
     """
@@ -112,6 +118,8 @@ class Options:
     last_batch: Literal["replicate", "pad", "error"] = "replicate"
     # Chosen: far longer than ranks of a step are apart, and short beside the day that a silent job would lose.
     timeout: float = 60.0
+    check_every: int | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
     compile: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
@@ -122,13 +130,11 @@ class Options:
             )
         if self.zero not in (None, *CHOICES["zero"]) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
-        if self.last_batch not in CHOICES["last_batch"]:
-            words = ", ".join(map(repr, CHOICES["last_batch"]))
-            raise OptionsError(f"last_batch={self.last_batch!r} is not known; one of {words}")
         self._check_numbers()
-        if self.check_inputs not in CHOICES["check_inputs"]:
-            words = ", ".join(map(repr, CHOICES["check_inputs"]))
-            raise OptionsError(f"check_inputs={self.check_inputs!r} is not known; one of {words}")
+        for name in ("last_batch", "check_inputs", "nonfinite"):
+            if getattr(self, name) not in CHOICES[name]:
+                words = ", ".join(map(repr, CHOICES[name]))
+                raise OptionsError(f"{name}={getattr(self, name)!r} is not known; one of {words}")
         for name in ("schedule", "recompute"):
             if getattr(self, name) not in (None, *CHOICES[name]):
                 words = ", ".join(map(repr, CHOICES[name]))
@@ -157,9 +163,9 @@ class Options:
                 f"seed={self.seed!r} is not a seed: a whole number from -2**63 to 2**64 - 1, as for "
                 "torch.manual_seed, or None for torch's own seed"
             )
-        for name in ("microbatches", "stages"):
+        for name, none in (("microbatches", "to search"), ("stages", "to search"), ("check_every", "for never")):
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
-                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
+                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")
         if self.memory_limit is not None and not _is_number(self.memory_limit, 1):
             raise OptionsError(
                 f"memory_limit={self.memory_limit!r} is not a positive number of bytes; 40 * 2**30 is 40 GiB"

@@ -50,6 +50,7 @@ from .delegation import Delegating, check_plain
 from .loss_factor import step_scale
 from .own_samples import OwnSamples, check_one_form
 from .parts import Parts
+from .value_checks import ValueChecks, checked_step
 from .watched import watched
 
 _NO_TAPE = (
@@ -70,8 +71,10 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
     weights. ``scaled``: whether gradients are computed from a scaled loss (:mod:`autopar.runtime.state.loss_scale`).
     ``check_inputs``: when ranks compare their inputs (:mod:`autopar.runtime.calls.input_checks`). ``watch``: names
     faults of other ranks (:mod:`autopar.runtime.faults.watch`). ``compilation``: given if pieces of programs are
-    compiled (:mod:`autopar.runtime.execute.compiled_pieces`).
+    compiled (:mod:`autopar.runtime.execute.compiled_pieces`). ``values``: the checks of :mod:`.value_checks`.
     """
+
+    _values: ValueChecks
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         check_inputs: Check = "first",
         watch: Watch | None = None,
         compilation: Compilation | None = None,
+        values: ValueChecks | None = None,
     ) -> None:
         check_plain(module)
         super().__init__()
@@ -93,6 +97,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         random = RandomState(shared_seed(weights.groups, seed))
         scale = LossScale() if scaled else None
         self._set_up(module, weights, random, compile, scale, check_inputs, watch, compilation)
+        self.__dict__["_values"] = values or ValueChecks()
         self._checks.compare_options()
 
     def _set_up(
@@ -139,6 +144,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         scale = None if self._loss_scale is None else self._loss_scale.copied()
         checked, random = self._check_inputs, copy.copy(self._random)
         copied._set_up(module, weights, random, compile, scale, checked, self._watch, self._compilation)
+        copied.__dict__["_values"] = replace(self._values)
         copied._plan = self._plan
         return copied
 
@@ -186,7 +192,10 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         args, kwargs = before_step(self, args, kwargs)
         kwargs, factor = step_scale(self._original, kwargs, scale)
         call = self.prepare(args, kwargs, "loss", grad=True)
-        return call.step(call.leaves(args, kwargs), factor)
+        leaves = call.leaves(args, kwargs)
+        if not self._values.due():
+            return call.step(leaves, factor)
+        return checked_step(self._values, call, leaves, factor, self._original, self._random, self._exchange)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: CallKind) -> Call:
         """The program that differentiates every output of a call of the kind ``before``. Later calls use it too."""
