@@ -28,7 +28,9 @@ def launch(options: Sequence[str], grace: int) -> tuple[int, str]:
         try:
             torch_run.run(torch_run.parse_args(list(options)))
         except ChildFailedError as error:
-            return 1, str(error)
+            rank, failure = error.get_first_failure()
+            how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed ({failure.exitcode})"
+            return 1, f"autopar: rank {rank} (process {failure.pid}) {how} first, and the others were ended\n{error}"
         except SignalException as error:
             return 128 + int(error.sigval), f"ended by {signal.Signals(error.sigval).name}"
     return 0, ""
