@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.node import TensorType
+from autopar.runtime.comm.minority import minority
 
 from .kind import CallKind
 
@@ -72,7 +73,8 @@ def explain_kind(ranks: Sequence[int], descriptions: Sequence[Description]) -> s
     if not lines:
         lines, advice = _programs(ranks, descriptions), _SAME_ATTRIBUTES
     listed = "".join(f"\n  {line}" for line in lines)
-    return f"ranks make different calls of the model:{listed}\n{advice}"
+    odd, others = ([ranks[at] for at in places] for places in minority([repr(call) for call in descriptions]))
+    return f"ranks make different calls of the model, {_named(odd)} another than {_named(others)}:{listed}\n{advice}"
 
 
 def _input_lines(ranks: Sequence[int], descriptions: Sequence[Description]) -> list[str]:
@@ -127,7 +129,7 @@ def _programs(ranks: Sequence[int], descriptions: Sequence[Description]) -> list
 
 
 def explain_content(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> str:
-    """The message about an input whose values differ: on all ``ranks`` but the first."""
+    """The message about an input whose values differ: on all ``ranks`` but the first, which stands for the others."""
     kind = TensorType(tuple(tensor.shape), tensor.dtype)
     others = f"{_named(ranks[1:])} {'has' if len(ranks) == 2 else 'have'}"
     if isinstance(tensor, DTensor):

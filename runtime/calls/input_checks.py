@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputMismatchError, OptionsError
 from autopar.ir.placements import coordinate_of, is_shard
 from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.comm.minority import minority
 from autopar.runtime.faults.stopping import innermost
 from autopar.runtime.inputs.content_hash import SIZE, content_hash
 from autopar.runtime.torch_internals.dtensors import local_tensor
@@ -121,9 +122,9 @@ class InputChecks:
         for index, (place, tensor) in enumerate(tensors.items()):
             hashes = [table[index * SIZE : (index + 1) * SIZE] for table in everyone]
             for ranks in _holding_the_same(tensor, self._exchange.ranks):
-                others = [rank for rank in ranks if hashes[rank] != hashes[ranks[0]]]
-                if others:
-                    named = [self._exchange.ranks[rank] for rank in (ranks[0], *others)]
+                odd, usual = minority([hashes[rank] for rank in ranks])
+                if odd:
+                    named = [self._exchange.ranks[ranks[at]] for at in (usual[0], *odd)]
                     raise InputMismatchError(explain_content(call.names()[place], tensor, named))
 
 

@@ -187,7 +187,10 @@ def _explain(ranks: Sequence[int], everyone: Sequence[str], step: int) -> str:
         if place:
             places.setdefault(place, []).append(rank)
     if not places:
-        return f"step {step} has a loss or gradients that are not finite, and running it again found no cause"
+        return (
+            f"step {step} has a loss or gradients that are not finite, and running it again did not find where they "
+            "begin: with Options(compile=False) every operation can be looked at"
+        )
     lines = [f"{place} on {named(own)}" for place, own in places.items()]
     first = f"step {step} computes values that are not finite (NaN or infinite); they begin {lines[0]}"
     return first + "".join(f"\n  and {line}" for line in lines[1:])
