@@ -23,6 +23,8 @@ from autopar.compiler.rank_zero import on_first_rank
 from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
+from autopar.runtime.checkpoint.hugging_face import load_weights
+from autopar.runtime.checkpoint.stores import Folder
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.watch import Watch, watch_over
@@ -143,18 +145,21 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     plan: Plan | None = None,
     targets: Any = None,
+    weights: Folder | None = None,
 ) -> ParallelModule:
     """Makes ``model`` train on all devices of ``mesh``: with the same inputs, outputs, parameter names and
     ``state_dict`` keys; its parameters become DTensors. Called by every rank (``torchrun``), or by the only process for
     a mesh of one.
 
     The model is traced and planned at its first batch, or now if ``example_inputs`` (and ``targets``, where ``loss_fn``
-    takes them) are given. A real model keeps its weights (rank 0's); a meta model is materialised shard by shard. A
-    ``plan`` may be given on every rank, or on rank 0 alone: rank 0's is used. What the model draws (dropout, noise)
-    depends on ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model,
-    and not on the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``,
-    CPUs are priced as calibrated (``"local"``), GPUs as calibrated or by their name
-    (:mod:`autopar.calibration.default_cluster`). See :class:`~autopar.runtime.ParallelModule` for what it can do.
+    takes them) are given. A real model keeps its weights (rank 0's); a meta model is materialised shard by shard, by
+    its own initialisation or from ``weights``: a folder of safetensors (``save_pretrained``, the Hugging Face Hub) or
+    of checkpoints, of which each rank reads its own parts. A ``plan`` may be given on every rank, or on rank 0 alone:
+    rank 0's is used. What the model draws (dropout, noise) depends on ``options.seed`` (without one, on
+    ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on the plan; ``torch.manual_seed``
+    later changes nothing, ``set_random_state`` does. Without ``cluster``, CPUs are priced as calibrated (``"local"``),
+    GPUs as calibrated or by their name (:mod:`autopar.calibration.default_cluster`). See
+    :class:`~autopar.runtime.ParallelModule` for what it can do.
 
     Raises:
         OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
@@ -166,6 +171,8 @@ def parallelize(
     watch = watch_over(_ranks(mesh), settings.timeout)
     with watch.call("autopar.parallelize()"):
         parallel = _parallel_module(model, device_mesh(mesh), mesh, settings, cluster, loss_fn, plan, watch)
+        if weights is not None:
+            load_weights(weights, parallel)
         if example_inputs is not None:
             args, kwargs = split_batch(example_inputs, targets)
             parallel.prepare(args, kwargs, "loss")

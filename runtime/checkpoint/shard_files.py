@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,13 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Sheet:
-    """A tensor of a file: its name, dtype and shape; ``value()`` gives it on any device, when it is written."""
+    """A tensor of a file: its name, dtype and shape, and its values on any device, some slices of the first dim after
+    the others."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    value: Callable[[], torch.Tensor]
+    values: Iterable[torch.Tensor]
 
     @property
     def bytes(self) -> int:
@@ -66,7 +67,7 @@ def write_file(
     with store.writing(name) as file:
         file.write(header)
         for sheet in sheets:
-            for block in _blocks(sheet.value()):
+            for block in (block for value in sheet.values for block in _blocks(value)):
                 file.write(block)
                 digest.update(block)
                 size += len(block)

@@ -166,13 +166,14 @@ def _sheet(item: WriteItem, planner: SavePlanner) -> Sheet:
     data = _tensor_data(item)
     whole = data.chunk.sizes == data.size
     name = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
-    return Sheet(name, data.properties.dtype, tuple(data.chunk.sizes), lambda: _value(item, planner))
+    return Sheet(name, data.properties.dtype, tuple(data.chunk.sizes), _values_of(item, planner))
 
 
-def _value(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+def _values_of(item: WriteItem, planner: SavePlanner) -> Iterator[torch.Tensor]:
+    """The value of ``item``, once it is asked for."""
     value = planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
-    return value
+    yield value
 
 
 def _index(metadata: Metadata, written: Sequence[WriteResult]) -> dict[str, Entry]:
