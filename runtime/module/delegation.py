@@ -150,7 +150,7 @@ class Delegating(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise AutoparError(
             "a parallel model holds process groups and compiled programs, which cannot be pickled. Save its state: "
-            "torch.distributed.checkpoint takes model.state_dict() as it is, and inside `with model.full_params():` "
+            "autopar.checkpoint.save(folder, model, optimizer, step=...); inside `with model.full_params():` "
             "model.state_dict() has whole plain tensors for torch.save"
         )
 
