@@ -84,7 +84,12 @@ def work(rank: int, world: int, folder: str, width: int, rounds: int) -> dict[st
         note("load, not verified", load_fast)
         note("steps", steps)
         with checkpoint.Checkpointer(Path(folder, f"beside{number}"), model, optimizer, every=1) as kept:
-            note("steps and a save beside them", lambda k=kept: (k.step(1), steps()))  # type: ignore[misc]
+
+            def beside(kept: checkpoint.Checkpointer = kept) -> None:
+                kept.step(1)
+                steps()
+
+            note("steps and a save beside them", beside)
         dist.barrier()
         if rank == 0:
             shutil.rmtree(folder)
