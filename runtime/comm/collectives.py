@@ -24,6 +24,7 @@ from . import gloo
 from . import nccl as native
 from .gloo import Finish
 from .groups import AxisGroup, MeshGroups
+from .waiting import WAITING
 
 Axes = Sequence[int]
 
@@ -37,7 +38,7 @@ class Handle:
         self._finish = finish
 
     def wait(self) -> Any:
-        return self._finish()
+        return WAITING.during(self._finish)
 
 
 def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> torch.Tensor:

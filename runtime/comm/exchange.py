@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import MeshGroups
+from .waiting import WAITING
 
 
 class Exchange:
@@ -36,7 +37,7 @@ class Exchange:
             return [own]
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in self.ranks]
-        dist.all_gather(received, sent, group=self._group)
+        WAITING.during(lambda: dist.all_gather(received, sent, group=self._group))
         return [bytes(piece.numpy()) for piece in received]
 
     def all_objects(self, own: Any) -> list[Any]:
@@ -44,5 +45,5 @@ class Exchange:
         if self.alone:
             return [own]
         received: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(received, own, group=self._group)
+        WAITING.during(lambda: dist.all_gather_object(received, own, group=self._group))
         return received

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.comm.waiting import WAITING
+
 from .stage_mesh import StageGroups
 
 # How many messages to one stage may be in flight. Waiting for an older one cannot deadlock, since the schedule would
@@ -35,7 +37,7 @@ class Arrival:
 
     def wait(self) -> list[torch.Tensor]:
         for work in self.works:
-            work.wait()
+            WAITING.during(work.wait)
         return self.tensors
 
 

@@ -1,0 +1,112 @@
+"""Training that loses hosts, and gains some: with the launcher, the checkpoints and the example that users have."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import ROOT
+
+SCRIPT = "examples/train_elastic.py"
+STEPS, EVERY = 46, 4
+
+
+def lines_of(log: Path) -> list[dict[str, float]]:
+    """What rank 0 has logged, without a line that is being written."""
+    lines = []
+    for line in log.read_text().splitlines() if log.exists() else ():
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts hosts of two processes that meet at one port, and stops those that are left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "autopar", "run", "--nnodes", "1:4", "--nproc", "2"]
+        command += ["--rendezvous", f"127.0.0.1:{port}", "--max-restarts", "10", SCRIPT]
+        command += ["--folder", str(tmp_path / "checkpoints"), "--log", str(tmp_path / "log")]
+        command += ["--steps", str(STEPS), "--every", str(EVERY)]
+        with open(tmp_path / f"host{len(running)}.txt", "wb") as output:
+            running.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def one_process(folder: Path) -> list[float]:
+    """The losses of a run that nothing disturbs."""
+    log = folder / "alone"
+    command = [sys.executable, "-m", "autopar", "run", "--nproc", "1", SCRIPT, "--folder", str(folder / "apart")]
+    subprocess.run([*command, "--log", str(log), "--steps", str(STEPS)], cwd=ROOT, check=True, timeout=240)
+    return [line["loss"] for line in lines_of(log)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_eight_six_four_and_eight_processes_train_as_one_does(
+    hosts: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Three kills: a host of eight processes, a host of six, and, once two hosts have joined, one rank."""
+    log = tmp_path / "log"
+
+    def trains_on(processes: int, steps: int = 5) -> Callable[[], bool]:
+        """Whether that many processes have done so many steps in a row."""
+
+        def look() -> bool:
+            latest = [line["processes"] for line in lines_of(log)[-steps:]]
+            return latest == [processes] * steps
+
+        return look
+
+    first = hosts()
+    time.sleep(3)  # The host that others meet at.
+    others = [hosts() for _ in range(3)]
+    wait_until(trains_on(8), 240, "eight processes train")
+    for left, host in ((6, others[0]), (4, others[1])):
+        host.send_signal(signal.SIGKILL)
+        wait_until(trains_on(left), 240, f"{left} processes train")
+    hosts()
+    hosts()
+    wait_until(trains_on(8), 240, "eight processes train again")
+    kill_one_rank(first)
+    assert first.wait(300) == 0
+    lines = lines_of(log)
+    expected = one_process(tmp_path)
+    for line in lines:
+        assert line["loss"] == pytest.approx(expected[int(line["step"])], rel=1e-4), line
+    assert {int(line["step"]) for line in lines} == set(range(STEPS))
+    repeated = len(lines) - STEPS
+    assert repeated <= 5 * (EVERY + 2)
+
+
+def kill_one_rank(launcher: subprocess.Popen[bytes]) -> None:
+    """Kills one of the launcher's ranks."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert children
+    subprocess.run(["kill", "-KILL", children[0]], check=True)
