@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +23,8 @@ from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
 Replacement = Callable[..., Any]
-
-recurrent_layers = torch_decompositions._rnn_helper
-"""The function that torch's decompositions of recurrent layers run: ``_decomp.decompositions._rnn_helper`` (2.11)."""
+# Kept from before it is replaced.
+_rnn_helper = torch_decompositions._rnn_helper
 
 
 @contextmanager
@@ -47,6 +47,20 @@ def is_registered_derivative(cls: type) -> bool:
 
 
 @contextmanager
+def autograd_functions_replaced(call: Replacement) -> Iterator[None]:
+    """Runs ``call(apply, cls, *args, **kwargs)`` for ``cls.apply`` of every ``autograd.Function`` that has no ``apply``
+    of its own; ``apply(*args, **kwargs)`` is what it replaces. Relies on what ``Function`` holds as ``apply`` being a
+    descriptor: a ``classmethod`` (2.11), one in C++ without ``__func__`` since 2.15."""
+    replaced = inspect.getattr_static(torch.autograd.Function, "apply")
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return call(replaced.__get__(None, cls), cls, *args, **kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextmanager
 def module_conversion_replaced(convert: Replacement) -> Iterator[None]:
     """Runs ``convert`` for ``Module.to`` and the like. Relies on ``nn.Module._apply``, which they call (2.11)."""
     with patch.object(nn.Module, "_apply", convert):
@@ -65,6 +79,20 @@ def causal_mask_detection_replaced(detect: Replacement) -> Iterator[None]:
     (2.11)."""
     with patch.object(transformer, "_detect_is_causal_mask", detect):
         yield
+
+
+def recurrent_layers(x: torch.Tensor, hidden: Sequence[Any], *options: Any) -> tuple[torch.Tensor, list[Any]]:
+    """The output and the final states of recurrent layers, by torch's decompositions; final states have the shapes of
+    those in ``hidden``. Relies on ``_decomp.decompositions._rnn_helper`` (2.11), which in 2.11 leaves a dim of 1 in
+    those of an LSTM: it removes the dim of the batch instead, if that is 1."""
+    output, final = _rnn_helper(x, hidden, *options)
+    return output, [_of_rank(last, first) for last, first in zip(final, hidden, strict=True)]
+
+
+def _of_rank(last: Any, first: Any) -> Any:
+    if not isinstance(last, torch.Tensor):
+        return tuple(map(_of_rank, last, first))
+    return last.squeeze(0) if last.dim() > first.dim() else last
 
 
 @contextmanager

@@ -27,6 +27,8 @@ _SAME: Mapping[str, tuple[int, ...]] = {
     "aten.index_put.default": (0, 2),
     **dict.fromkeys(("aten.index_add.default", "aten.index_copy.default"), (0, 3)),
 }
+# Operations -> the position of the operand that must hold integers; torch 2.11 does not check it either.
+_INDICES: Mapping[str, int] = {"aten.embedding.default": 1}
 # Operations that only reshape their operand.
 _MOVES = re.compile(r"aten\.(t|permute|transpose|reshape|view|_unsafe_view|expand|clone|alias|unsqueeze|squeeze)\.")
 _INPUT_WORDS = re.compile(r"dtype|scalar type|[Ii]nput type|data type|'indices'")
@@ -36,8 +38,11 @@ _SHOWN = 4
 
 
 def check_dtypes(graph: Graph, model: nn.Module) -> None:
-    """Raises :class:`TraceError` for an operation that does not take operands of these dtypes together."""
+    """Raises :class:`TraceError` for an operation that does not take operands of these dtypes, or not together."""
     for node in graph.nodes:
+        index = node.args[_INDICES[node.op]] if node.op in _INDICES else None
+        if isinstance(index, Value) and _type(graph, index).dtype not in (torch.int64, torch.int32):
+            raise TraceError(_no_indices(graph, model, node, index))
         places = [node.args[place] for place in _SAME.get(node.op, ()) if place < len(node.args)]
         values = [value for value in places if isinstance(value, Value)]
         types = [_type(graph, value) for value in values]
@@ -72,12 +77,24 @@ def _mixed(graph: Graph, model: nn.Module, node: Node, values: list[Value], type
     advice = "convert one of them with .to(...)"
     if inputs and others:
         advice = f"pass {_input_name(inputs[0][0], model)}.to({others[0]})"
-    where = f"module {node.module!r} ({type(model.get_submodule(node.module)).__name__})"
     name = node.op.removeprefix("aten.").partition(".")[0]
+    return f"{_cannot_run(node, model)}\n{name} takes operands of one dtype, but has {described}; {advice}"
+
+
+def _no_indices(graph: Graph, model: nn.Module, node: Node, index: Value) -> str:
+    origin = _origin(graph, index)
+    name = type(model.get_submodule(node.module)).__name__
+    return (
+        f"{_cannot_run(node, model)}\n{name} was given input {_type(graph, index)} ({_describe(origin, model)}), but "
+        f"indices are integers; convert it with .long(){_ADVICE}"
+    )
+
+
+def _cannot_run(node: Node, model: nn.Module) -> str:
+    where = f"module {node.module!r} ({type(model.get_submodule(node.module)).__name__})"
     return (
         f"{type(model).__name__} cannot run on inputs of these dtypes: in "
-        f"{where if node.module else type(model).__name__}{node.source and f' at {node.source}'}\n"
-        f"{name} takes operands of one dtype, but has {described}; {advice}"
+        f"{where if node.module else type(model).__name__}{node.source and f' at {node.source}'}"
     )
 
 

@@ -80,11 +80,14 @@ _CHANGED = (
     "a tensor that backward needs is changed in place, or is a buffer that forward gives a new value (self.state = "
     "...); use a copy of it (self.state.clone()) where it is used, or change it out of place"
 )
+_GENERATOR = "a Generator is used here; draw random numbers from torch's own generator (torch.manual_seed)"
 # Part of torch's message -> what it means for the author of the model.
 _KNOWN = {
     "unsupported format string passed to": _FORMAT,
     "Cannot backprop through mirrored meta": _BACKWARD,
     "has been modified by an inplace operation": _CHANGED,
+    # Until 2.13, where the graph holds it, and converting the graph fails.
+    "torch._C.Generator": _GENERATOR,
     "at dispatch key DispatchKey.Sparse": f"a tensor is sparse, but {SPARSE}",
 }
 

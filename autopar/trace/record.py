@@ -22,7 +22,7 @@ from autopar.torch_internals.fake_tensors import FakeTensor
 from autopar.torch_internals.joint_graphs import notes
 from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.operators import OpOverload, is_mutable
-from autopar.torch_internals.replacements import is_registered_derivative
+from autopar.torch_internals.replacements import autograd_functions_replaced, is_registered_derivative
 
 from .loops import LoopWatch
 from .patches import every_module
@@ -221,24 +221,23 @@ def _named(path: str | None) -> str:
 def _plain_autograd(recorder: Recorder) -> Iterator[None]:
     """Makes everything that would compute a gradient other than that of the recorded operations raise
     :class:`UnrecordedError`."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
         recorder.refused.append("the model changes what autograd does")
         raise UnrecordedError(recorder.refused[0])
 
-    def apply_own(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply_own(apply: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         # A Function that torch.library makes from an operator's derivative belongs to that operator, which runs inside.
         if not is_registered_derivative(cls):
             refuse()
         before, recorder.grad_mode = recorder.grad_mode, torch.is_grad_enabled()
         try:
-            return apply(cls, *args, **kwargs)
+            return apply(*args, **kwargs)
         finally:
             recorder.grad_mode = before
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply_own)))
+        stack.enter_context(autograd_functions_replaced(apply_own))
         for owner, name in (
             (torch.Tensor, "register_hook"),
             (torch.Tensor, "register_post_accumulate_grad_hook"),

@@ -66,6 +66,18 @@ class OperatorProbe:
             return False
         return True
 
+    def runs_within(self, shapes: Sequence[Shape]) -> bool:
+        """Whether it accepts operands of these shapes and reads nothing beyond their ends, as an operation may that
+        does not compare the sizes of its operands: its results are the same whatever follows them in memory."""
+        if sum(map(prod, shapes)) > MOST_ELEMENTS or not self._has_shape(shapes):
+            return False
+        operands = self.operands(shapes, Values(0))
+        try:
+            first, second = (self.run(_followed(operands, self.operands(shapes, Values(seed)))) for seed in (1, 2))
+        except Exception:
+            return False
+        return _same(first, second)
+
     def _has_shape(self, shapes: Sequence[Shape]) -> bool:
         try:
             results = self.run(meta_operands(self.call, shapes))
@@ -94,6 +106,14 @@ class OperatorProbe:
             elif self.shrinks:
                 sizes.update(dict.fromkeys(family, pool.pop(0) if pool else 3))
         return self.resized(sizes)
+
+
+def _followed(operands: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands, each in the first half of memory that ends with the values of another tensor of its shape."""
+    return [
+        torch.cat([x.flatten(), other.flatten()])[: x.numel()].view(x.shape)
+        for x, other in zip(operands, others, strict=True)
+    ]
 
 
 def meta_operands(call: OpCall, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -242,7 +262,7 @@ def _together(operator: OperatorProbe, slot: Slot, tied: Family) -> Family | Non
     cannot change. ``tied``: the dims of its size."""
 
     def may_change(slots: Family) -> bool:
-        return operator.runs(_changed(operator, slots, 2)) and operator.runs(_changed(operator, slots, 0))
+        return all(operator.runs_within(_changed(operator, slots, factor)) for factor in (2, 0))
 
     others = sorted(tied - {slot})
     sets = (frozenset([slot, *more]) for n in range(len(others)) for more in combinations(others, n))

@@ -132,7 +132,7 @@ def test_a_decision_in_backward_names_its_line() -> None:
 
 def test_a_generator_of_its_own_names_module_and_line() -> None:
     model = nn.Sequential(nn.Identity(), OwnGenerator())
-    with pytest.raises(TraceError, match=r"(?s)Generator.*'1'.*test_explain_errors.py:\d+.*manual_seed"):
+    with pytest.raises(TraceError, match=r"(?s)(?=.*a Generator)(?=.*'1').*test_explain_errors.py:\d+.*manual_seed"):
         trace(model, (torch.randn(6, 4),), device="cpu")
 
 
@@ -311,7 +311,10 @@ class Words(nn.Module):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"ids": torch.rand(2, 3)}, r"'table' \(Embedding\).*given input f32\[2, 3\] \(the input 'ids'\).*\.long\(\)"),
+        (
+            {"ids": torch.rand(2, 3)},
+            r"'table' \(Embedding\).*given input f32\[[2b], 3\] \(the input 'ids'\).*\.long\(\)",
+        ),
         (
             {"rows": torch.ones(2, 3, 4, dtype=torch.int64)},
             r"'body.0' \(Linear\).*i64\[.*\(the input 'rows'\).*'body.0.weight'.*rows\.to\(torch\.float32\)",
