@@ -27,6 +27,13 @@ def layers_among(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(layers)
 
 
+def outermost_layer(path: str, layers: Set[str]) -> str:
+    """The outermost of ``layers`` (:func:`layers_among`) that a module path is in, or is; "" if none."""
+    parts = path.split(".")
+    prefixes = (".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
+    return next((prefix for prefix in prefixes if prefix in layers), "")
+
+
 def block_of(path: str) -> str:
     """The outermost element of a numbered container that a module path is in: ``h.3`` of ``h.3.attn``; "" if none."""
     parts = path.split(".")

@@ -48,11 +48,24 @@ def any_outside(index: torch.Tensor, low: int, high: int | None) -> bool:
         return False
     if index.device.type != "cpu":
         return False
-    least, most = (int(value) for value in torch.aminmax(index))
+    least, most = _extremes(index)
     if low <= least and most < high:
         return False
     _NOTED.append(OutOfRange(most if most >= high else least, low, high, _place()))
     return True
+
+
+def is_outside(index: torch.Tensor, low: int, high: int) -> bool:
+    """:func:`any_outside` of an index on a CPU, without a record."""
+    if index.numel() == 0 or index.dtype == torch.bool:
+        return False
+    least, most = _extremes(index)
+    return least < low or most >= high
+
+
+def _extremes(index: torch.Tensor) -> tuple[int, int]:
+    least, most = torch.aminmax(index)
+    return int(least), int(most)
 
 
 def poisoned(result: torch.Tensor, bad: bool) -> torch.Tensor:

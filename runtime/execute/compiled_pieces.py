@@ -33,6 +33,7 @@ from autopar.runtime.torch_internals.inductor import (
 )
 
 from .index_guards import GUARDED
+from .piece_lookups import LOOKUPS, Lookups, Range
 from .pieces import Piece, kind_of, split
 from .section_code import Run, SectionCode
 from .section_source import Operation, Source
@@ -85,9 +86,10 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Variant:
-    """Code for inputs of these sizes and strides."""
+    """Code for inputs of these sizes and strides, and with indices in these ``ranges``."""
 
     sizes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    ranges: tuple[Range, ...]
     run: Compiled
 
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
@@ -117,14 +119,16 @@ class PieceCode:
     def _compiled(self, key: tuple[Metadata, ...]) -> Variant | Exception:
         if len(self._variants) >= _MOST_VARIANTS:
             return RuntimeError(f"it is compiled for {_MOST_VARIANTS} sizes of inputs already")
-        function = SectionCode(self._canonical, Source(self._canonical, LOCAL_OPS, self._device), "").function
+        lookups = Lookups(self._canonical)
+        operations = {**LOCAL_OPS, **(lookups.operations if self._device.type == "cpu" else {})}
+        function = SectionCode(self._canonical, Source(self._canonical, operations, self._device), "").function
         try:
             with _alone(f"{self._canonical}{key}"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Advice of Inductor, which is nobody's to follow.
                 run = compile_function(function, key)
         except Exception as error:
             return error
-        return Variant(tuple((size, stride) for size, stride, _, _ in key), run)
+        return Variant(tuple((size, stride) for size, stride, _, _ in key), tuple(lookups.ranges), run)
 
 
 # The code of this process.
@@ -155,18 +159,28 @@ class PieceCall:
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
         for variant in self._variants:
             if variant.fits(inputs):
-                return variant.run(inputs)
+                return self._checked(variant, inputs)
         with self._compilation.meanwhile():
             found = self._code.variant(inputs)
         if isinstance(found, Variant):
             self._variants.append(found)
-            return found.run(inputs)
-        return self._uncompiled(inputs, found)
+            return self._checked(found, inputs)
+        outputs = self._uncompiled(inputs)  # First, since an error of an operation is not one of compiling it.
+        self._report(found)
+        return outputs
 
-    def _uncompiled(self, inputs: list[torch.Tensor], why: Exception) -> list[Any]:
+    def _checked(self, variant: Variant, inputs: list[torch.Tensor]) -> Sequence[Any]:
+        for each in variant.ranges:
+            if not each.holds_for(inputs):
+                return self._uncompiled(inputs)
+        return variant.run(inputs)
+
+    def _uncompiled(self, inputs: list[torch.Tensor]) -> list[Any]:
         if self._as_it_is is None:
             self._as_it_is = self._make_as_it_is(self._section)
-        outputs = self._as_it_is(inputs)  # First, since an error of an operation is not one of compiling it.
+        return self._as_it_is(inputs)
+
+    def _report(self, why: Exception) -> None:
         first = self._section.instructions[0]
         lines = str(why).strip().splitlines()
         self._compilation.report(
@@ -174,7 +188,6 @@ class PieceCall:
             f"{first.module and f' of module {first.module}'} on run uncompiled: "
             f"{type(why).__name__}: {lines[0] if lines else ''}"
         )
-        return outputs
 
 
 @contextmanager
@@ -214,7 +227,7 @@ def with_pieces(
     compilation: Compilation,
 ) -> tuple[Section, dict[str, Operation]]:
     """``section`` in compiled pieces, and the operations that it then calls."""
-    host = set(GUARDED) & set(operations)
+    host = {*GUARDED, *LOOKUPS} & set(operations) if compilation.device.type == "cpu" else ()
     pieces = split(section, lambda instruction: kind_of(instruction, host))
     calls = {name: PieceCall(piece, compilation.device, as_it_is, compilation) for name, piece in pieces.pieces.items()}
     return pieces.section, {**operations, **calls}

@@ -21,6 +21,7 @@ from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, mesh_groups
 
 from .compiled_pieces import Compilation, with_pieces
+from .fused_recomputation import recomputed_in_backward
 from .index_guards import GUARDED
 from .randomness import draws, shared_random
 from .section_code import Run, compile_section
@@ -128,7 +129,7 @@ class Executable:
         where = f"the rank at {program.coordinate} of mesh {program.mesh}"
         self._refresh, self._forward, self._backward = (
             runner(section, groups, where, compilation)
-            for section in (program.refresh, program.forward, program.backward)
+            for section in (program if compilation is None else recomputed_in_backward(program)).sections
         )
         self.constants = own_constants(program.placeholders, program.constants, groups)
 

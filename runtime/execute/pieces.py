@@ -1,32 +1,34 @@
 """Splits a section into pieces that a compiler of graphs can fuse, and all that runs as it is.
 
 A piece is a run of operations on this rank's tensors inside one repeated block of the model. Collectives begin and end
-where they did, since overlap was priced so. What reads values on the host (draws, look-ups that check their indices)
-moves in front of the piece if it takes nothing from it, and ends the piece otherwise. Gradients added in place to those
-of earlier microbatches, which no operation reads, move behind the piece. Equal pieces, such as those of a model's
+where they did, since overlap was priced so. What reads values on the host (draws, operations of other libraries) moves
+in front of the piece if it takes nothing from it, and ends the piece otherwise. A look-up that checks its indices on
+the host is part of a piece, and what its indices are computed by moves in front of it. Gradients added in place to
+those of earlier microbatches, which no operation reads, move behind the piece. Equal pieces, such as those of a model's
 layers, get one canonical form, so that they are compiled once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
 import torch
 
-from autopar.ir.module_paths import layers_among
+from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.ir.node import Arg, Value, map_arg
 from autopar.ir.program import Instruction, Section
 from autopar.torch_internals.operators import OpOverload, is_mutable
 
+from .piece_lookups import LOOKUPS, indices_of
 from .section_source import COMPILED, operands_of, resolve_aten
 
 # "fused": part of a piece, and cheaper fused. "kernel": part of a piece, but run by a kernel of its own.
 # "view": part of a piece, costs nothing. "early": runs in front of the piece. "late": runs behind the piece.
-# "fixed": ends a piece.
-Kind = Literal["fused", "kernel", "view", "early", "late", "fixed"]
+# "lookup": fused, if its indices are inputs of the piece. "fixed": ends a piece.
+Kind = Literal["fused", "kernel", "view", "lookup", "early", "late", "fixed"]
 
 # A piece with fewer fused operations runs as it is: there is nothing to fuse.
 _LEAST_FUSED = 2
@@ -51,6 +53,8 @@ _TRACED = (
     "autopar.causal_attention",
     "autopar.causal_attention_backward",
 )
+# Writes of a rank's part of an indexed dim, without checks of the indices (autopar/ops/masked.py).
+_MASKED = ("autopar.masked_scatter", "autopar.masked_scatter_value")
 # Copies, if the layout of a tensor needs one.
 _DENSE = ("autopar.dense", "autopar.dense_rows")
 
@@ -76,9 +80,13 @@ class Split:
         return "\n".join([str(self.section), *map(str, unique.values())]) + "\n"
 
 
-def kind_of(instruction: Instruction, guarded: Iterable[str] = ()) -> Kind:
+def kind_of(instruction: Instruction, guarded: Container[str] = ()) -> Kind:
     """How ``instruction`` may be compiled; ``guarded``: operations that check their indices on the host."""
     op = instruction.op
+    if op in guarded:
+        return "lookup" if op in LOOKUPS else "early"
+    if op in _MASKED:
+        return "fused"
     if op.startswith("collective."):
         return "fixed"
     if op in _TRACED:
@@ -87,7 +95,7 @@ def kind_of(instruction: Instruction, guarded: Iterable[str] = ()) -> Kind:
         return "view"
     if op in _SUMS:
         return "late"
-    if not op.startswith(("aten.", "prims.")) or op in guarded:
+    if not op.startswith(("aten.", "prims.")):
         return "early"
     return _aten_kind(resolve_aten(op), op)
 
@@ -96,7 +104,8 @@ def _aten_kind(operation: OpOverload, op: str) -> Kind:
     if is_mutable(operation):
         return "fixed"
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    if any(tag in operation.tags for tag in tags):
+    # Indices of a program are numbers, not truth values, so shapes are known.
+    if op not in LOOKUPS and any(tag in operation.tags for tag in tags):
         return "early"
     return "view" if op in _VIEWS else "kernel" if op in _KERNELS else "fused"
 
@@ -121,7 +130,6 @@ class _Splitter:
         self.renamed: dict[Value, Value] = {}
         self._current: list[Instruction] = []
         self._late: list[Instruction] = []
-        self._fused = 0
         self._block = ""
         self._kind = kind
         self._prefix = _fresh_prefix(section)
@@ -145,18 +153,26 @@ class _Splitter:
             self._collect(instruction, kind)
 
     def _collect(self, instruction: Instruction, kind: Kind) -> None:
-        block = self._block_of(instruction.module) if instruction.module else self._block
+        block = outermost_layer(instruction.module, self._layers) if instruction.module else self._block
         if block != self._block:
             self.flush()
         self._block = block
+        if kind == "lookup":
+            self._split_off({value.node for value in indices_of(instruction)})
         self._current.append(instruction)
-        self._fused += kind == "fused"
 
-    def _block_of(self, path: str) -> str:
-        """The outermost layer that the module is in, or is."""
-        parts = path.split(".")
-        prefixes = (".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
-        return next((prefix for prefix in prefixes if prefix in self._layers), "")
+    def _split_off(self, names: set[str]) -> None:
+        """Moves the instructions of these ``names``, and those they read, in front of the current piece."""
+        needed = []
+        for instruction in reversed(self._current):
+            if instruction.name in names:
+                needed.append(instruction)
+                names |= {value.node for value in operands_of(instruction)}
+        if needed:
+            rest = [i for i in self._current if i.name not in names]
+            self._current = needed[::-1]
+            self._emit_current()
+            self._current = rest
 
     @staticmethod
     def _reads(instruction: Instruction, others: Sequence[Instruction]) -> bool:
@@ -165,18 +181,21 @@ class _Splitter:
         return any(other.name in names for other in others)
 
     def _emit(self, instruction: Instruction) -> None:
-        self.done.append(_with_values(instruction, self.renamed))
+        self.done.append(with_values(instruction, self.renamed))
 
     def flush(self) -> None:
         """Ends the current piece."""
-        if self._fused >= _LEAST_FUSED:
+        self._emit_current()
+        for instruction in self._late:
+            self._emit(instruction)
+        self._current, self._late = [], []
+
+    def _emit_current(self) -> None:
+        if sum(self._kind(i) in ("fused", "lookup") for i in self._current) >= _LEAST_FUSED:
             self._emit_piece()
         else:
             for instruction in self._current:
                 self._emit(instruction)
-        for instruction in self._late:
-            self._emit(instruction)
-        self._current, self._late, self._fused = [], [], 0
 
     def _emit_piece(self) -> None:
         name = f"{self._prefix}{len(self.pieces)}"
@@ -223,7 +242,9 @@ def _fresh_prefix(section: Section) -> str:
     return prefix
 
 
-def _with_values(instruction: Instruction, renamed: Mapping[Value, Value]) -> Instruction:
+def with_values(instruction: Instruction, renamed: Mapping[Value, Value]) -> Instruction:
+    """``instruction`` with other names for the values it reads."""
+
     def rename(arg: Arg) -> Arg:
         return renamed.get(arg, arg) if isinstance(arg, Value) else arg
 
@@ -242,7 +263,7 @@ def _piece_section(
             own += "_"
         taken.add(own)
         inputs[value] = Value(own)
-    body = tuple(_with_values(i, inputs) for i in instructions)
+    body = tuple(with_values(i, inputs) for i in instructions)
     return Section(name, tuple(value.node for value in inputs.values()), body, outputs)
 
 
@@ -251,7 +272,7 @@ def _canonical(section: Section) -> Section:
     names = {name: f"a{position}" for position, name in enumerate(section.inputs)}
     names |= {i.name: f"v{position}" for position, i in enumerate(section.instructions)}
     values = {value: replace(value, node=names[value.node]) for value in _values(section)}
-    body = (_with_values(replace(i, name=names[i.name], module=""), values) for i in section.instructions)
+    body = (with_values(replace(i, name=names[i.name], module=""), values) for i in section.instructions)
     outputs = tuple(None if value is None else values[value] for value in section.outputs)
     return Section("piece", tuple(names[name] for name in section.inputs), tuple(body), outputs)
 

@@ -65,9 +65,9 @@ def compile_function(function: Callable[[list[Tensor]], list[Any]], inputs: Sequ
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # One thread: no worker processes, which would outlive the call. Sizes are checked by the caller. A value is rounded
-    # to 16 bits wherever the uncompiled program rounds it.
-    options = {"compile_threads": 1, "size_asserts": False, "emulate_precision_casts": True}
+    # One thread: no worker processes, which would outlive the call. A value is rounded to 16 bits wherever the
+    # uncompiled program rounds it.
+    options = {"compile_threads": 1, "emulate_precision_casts": True}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         examples = [torch.empty_strided(s, t, dtype=d, device=device) for s, t, d, device in inputs]

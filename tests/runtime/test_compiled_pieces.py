@@ -14,10 +14,12 @@ from torch import nn
 import autopar
 from autopar import Options
 from autopar.ir.program import Section
+from autopar.ops.index_range import take_out_of_range
 from autopar.runtime.execute import compiled_pieces
-from autopar.runtime.execute.compiled_pieces import Compilation, PieceCall, code_of
+from autopar.runtime.execute.compiled_pieces import Compilation, PieceCall, code_of, with_pieces
+from autopar.runtime.execute.index_guards import GUARDED
 from autopar.runtime.execute.pieces import split
-from autopar.runtime.execute.section_code import compile_section
+from autopar.runtime.execute.section_code import Run, compile_section
 from autopar.runtime.torch_internals.inductor import Metadata
 from tests.helpers.planning import CLUSTER, on, slow_devices
 from tests.passes.test_cut import _make
@@ -70,6 +72,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Metadata, ...]]:
     return seen
 
 
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs pieces as functions of ATen operations, after a first run on tensors without numbers, as in a trace."""
+
+    def compile_function(function: Any, inputs: tuple[Metadata, ...]) -> Any:
+        function([torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype, _ in inputs])
+        # The code just traced is the last one.
+        return compile_section(list(compiled_pieces._CODE.values())[-1]._canonical, {}, CPU)
+
+    monkeypatch.setattr(compiled_pieces, "compile_function", compile_function)
+
+
 def test_code_for_each_size_and_layout_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = counted(monkeypatch)
     call, compilation = call_of(SECTION)
@@ -117,6 +130,31 @@ def test_an_error_names_the_module() -> None:
     with pytest.raises(autopar.AutoparError, match=r"module net\n.*aten.add.Tensor") as raised:
         call([torch.randn(4), torch.randn(3)])
     assert "f32[3]" in str(raised.value) and "compiled" not in str(raised.value)
+    assert not compilation.problems
+
+
+def test_an_index_out_of_range_is_noted_and_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced(monkeypatch)
+    section = Section.from_text(
+        """
+        forward(%x, %index):
+          %sin = aten.sin.default(%x)
+          %gather = aten.gather.default(%sin, 1, %index)
+          return %gather
+        """
+    )
+    compilation = Compilation(CPU)
+
+    def as_it_is(piece: Section) -> Run:
+        return compile_section(piece, GUARDED, CPU)
+
+    _, operations = with_pieces(section, GUARDED, as_it_is, compilation)
+    x, call = torch.randn(2, 3), operations["forward_piece_0"]
+    inside, outside = torch.tensor([[0], [2]]), torch.tensor([[0], [3]])
+    torch.testing.assert_close(list(call([x, inside])), [x.sin().gather(1, inside)])
+    assert not take_out_of_range()
+    assert bool(call([x, outside])[0].isnan().all())
+    assert [(each.value, each.high) for each in take_out_of_range()] == [(3, 3)]
     assert not compilation.problems
 
 

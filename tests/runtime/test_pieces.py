@@ -6,11 +6,12 @@ import pytest
 
 from autopar.ir.program import Section
 from autopar.runtime.execute.index_guards import GUARDED
+from autopar.runtime.execute.piece_lookups import LOOKUPS
 from autopar.runtime.execute.pieces import kind_of, split
 
 
 def check(before: str, after: str) -> None:
-    found = split(Section.from_text(before), lambda instruction: kind_of(instruction, GUARDED))
+    found = split(Section.from_text(before), lambda instruction: kind_of(instruction, {*GUARDED, *LOOKUPS}))
     assert str(found).strip() == after.strip()
 
 
@@ -143,6 +144,35 @@ piece(%a0):
   %v0 = aten.sin.default(%a0)
   %v1 = aten.cos.default(%v0)
   return %v1
+        """,
+    )
+
+
+def test_what_an_index_is_computed_by_moves_in_front() -> None:
+    check(
+        """
+        forward(%x, %labels):
+          %sin = aten.sin.default(%x)
+          %ne = aten.ne.Scalar(%labels, -100)
+          %where = aten.where.self(%ne, %labels, 0)
+          %gather = aten.gather.default(%sin, 1, %where)
+          %cos = aten.cos.default(%gather)
+          return %cos
+        """,
+        """
+forward(%x, %labels):
+  %forward_piece_0 = compiled.0([%labels])
+  %forward_piece_1 = compiled.1([%x, %forward_piece_0])
+  return %forward_piece_1
+piece(%a0):
+  %v0 = aten.ne.Scalar(%a0, -100)
+  %v1 = aten.where.self(%v0, %a0, 0)
+  return %v1
+piece(%a0, %a1):
+  %v0 = aten.sin.default(%a0)
+  %v1 = aten.gather.default(%v0, 1, %a1)
+  %v2 = aten.cos.default(%v1)
+  return %v2
         """,
     )
 

@@ -1,0 +1,89 @@
+"""Saved values that backward computes again, since compiled code does not store them otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autopar.ir.placements import parse_placements
+from autopar.ir.program import Program, TensorSlot
+from autopar.ops.masked import LOCAL_OPS
+from autopar.runtime.execute.fused_recomputation import recomputed_in_backward
+from autopar.runtime.execute.section_code import compile_section
+
+CPU = torch.device("cpu")
+BEFORE = """
+# rank at (0,) of mesh (1,)
+refresh():
+  return
+forward(%x, %w):
+  %mm = aten.mm.default(%x, %w)  @h.0.fc
+  %tanh = aten.tanh.default(%mm)  @h.0
+  %add = aten.add.Tensor(%tanh, 1.0)  @h.0
+  %mul = aten.mul.Tensor(%add, %mm)  @h.0
+  %mm_1 = aten.mm.default(%mul, %w)  @h.0.fc
+  return %mm_1, %add, %tanh, %mul, %w
+backward(%add_rest, %tanh_rest, %mul_rest, %w, %tangent):
+  %view = aten.reshape.default(%tanh_rest, [4, 4])  @h.0
+  %a = aten.mul.Tensor(%add_rest, %tangent)  @h.0
+  %b = aten.mul.Tensor(%a, %view)  @h.0
+  %c = aten.mm.default(%mul_rest, %b)  @h.0
+  return %c, %w
+"""
+AFTER = """
+forward(%x, %w):
+  %mm = aten.mm.default(%x, %w)
+  %tanh = aten.tanh.default(%mm)
+  %add = aten.add.Tensor(%tanh, 1.0)
+  %mul = aten.mul.Tensor(%add, %mm)
+  %mm_1 = aten.mm.default(%mul, %w)
+  return %mm_1, %mul, %w, %mm
+backward(%mul_rest, %w, %mm_kept, %tangent):
+  %tanh_fused = aten.tanh.default(%mm_kept)
+  %add_fused = aten.add.Tensor(%tanh_fused, 1.0)
+  %a = aten.mul.Tensor(%add_fused, %tangent)
+  %view = aten.reshape.default(%tanh_fused, [4, 4])
+  %b = aten.mul.Tensor(%a, %view)
+  %c = aten.mm.default(%mul_rest, %b)
+  return %c, %w
+"""
+
+
+def program() -> Program:
+    result = TensorSlot("y", "output", "0", (4, 4), parse_placements("R"))
+    return replace(Program.from_text(BEFORE.strip()), results=(result,))
+
+
+def test_only_what_is_stored_anyway_is_saved() -> None:
+    after = recomputed_in_backward(program())
+    assert f"\n{after.forward}\n{after.backward}\n" == AFTER
+
+
+def test_the_numbers_are_bit_equal() -> None:
+    x, w, tangent = (torch.randn(4, 4) for _ in range(3))
+    found = []
+    for each in (program(), recomputed_in_backward(program())):
+        forward, backward = (compile_section(s, LOCAL_OPS, CPU) for s in (each.forward, each.backward))
+        y, *saved = forward([x, w])
+        found.append([y, *backward([*saved, tangent])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_small_values_stay_saved() -> None:
+    """The scale of a norm is computed from a sum alone."""
+    text = """
+    # rank at (0,) of mesh (1,)
+    refresh():
+      return
+    forward(%x):
+      %sum = aten.sum.dim_IntList(%x, [1], True)
+      %rsqrt = aten.rsqrt.default(%sum)
+      %mul = aten.mul.Tensor(%x, %rsqrt)
+      return %rsqrt
+    backward(%rsqrt_rest):
+      %neg = aten.neg.default(%rsqrt_rest)
+      return %neg
+    """
+    before = Program.from_text(text)
+    assert recomputed_in_backward(before) is before
