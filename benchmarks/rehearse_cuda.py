@@ -11,6 +11,9 @@ but no data (:mod:`autopar.runtime.rehearse.fake_device`). That shows
 - that every collective is one that NCCL has (operation, dtype, contiguous operand), and that all ranks of a stage start
   the same ones in the same order;
 - the peak of memory, beside the one that was predicted on meta tensors.
+
+A plan that takes more than ``--limit`` seconds of the processor (random ones of large models do: every operation reshards its operands)
+is left, and its row says so. With ``--output`` the rows of other models that the file has are kept.
 """
 
 from __future__ import annotations
@@ -53,12 +56,16 @@ from tests.zoo.check import prices_for, programs, random_assignment
 from tests.zoo.models import ZOO
 
 from .report import describe_machine, make_table
+from .time_limit import OutOfTime, time_limit
 from .zoo import configurations, solved
 
 MESH = (2, 2)
 STAGES = Wanted((2, 2), "1f1b", microbatches=2)
 PRECISIONS: tuple[Precision | None, ...] = (None, "bf16")
 CUDA = torch.device("cuda", 0)
+# Seconds of the processor for one plan. Chosen: those of most models take less than 10, the random one of T5 more
+# than 600.
+LIMIT = 60.0
 # What torch.distributed sends by NCCL; truth values go as bytes, complex numbers as pairs (`runtime.comm.nccl`).
 NCCL_DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -201,7 +208,7 @@ def _staged(graph: Graph) -> Row:
     return rehearse_ranks(make_pipeline(plain(graph), STAGES).programs())
 
 
-def measure(name: str, precision: Precision | None) -> list[Row]:
+def measure(name: str, precision: Precision | None, limit: float = LIMIT) -> list[Row]:
     """A row for each plan of one model under one precision."""
     model, batch = ZOO[name]()
     args, kwargs = split_batch(batch)
@@ -211,22 +218,26 @@ def measure(name: str, precision: Precision | None) -> list[Row]:
         start = time.process_time()
         row: Row = {"model": name, "precision": precision or "fp32", "plan": kind}
         try:
-            row |= run()
-        except Exception as error:
-            row |= {"collectives": 0, "not_planned": f"{type(error).__name__}: {str(error)[:300]}"}
+            with time_limit(limit, processor=True):
+                row |= run()
+        except (Exception, OutOfTime) as error:
+            row["left" if isinstance(error, OutOfTime) else "not_planned"] = _said(error)
         rows.append({**row, "seconds": round(time.process_time() - start, 2)})
     return rows
 
 
-def all_rows(names: Sequence[str]) -> Iterator[Row]:
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def all_rows(names: Sequence[str], limit: float) -> Iterator[Row]:
     """Every model under every precision; a model that cannot be traced is a row too."""
     for name in names:
         for precision in PRECISIONS:
             try:
-                yield from measure(name, precision)
+                yield from measure(name, precision, limit)
             except Exception as error:
-                said = f"{type(error).__name__}: {str(error)[:300]}"
-                yield {"model": name, "precision": precision or "fp32", "plan": "", "not_planned": said}
+                yield {"model": name, "precision": precision or "fp32", "plan": "", "not_planned": _said(error)}
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -235,16 +246,17 @@ def summary(rows: Sequence[Row]) -> str:
     fine = [row for row in ran if not row["wrong"]]
     off = [abs(row["peak_bytes"] / row["predicted_bytes"] - 1) for row in fine if row["predicted_bytes"]]
     equal = sum(row["peak_bytes"] == row["predicted_bytes"] for row in fine)
+    left = sum("left" in row for row in rows)
     return (
         f"{len(ran)} plans of {len({row['model'] for row in ran})} models rehearsed on fake tensors of CUDA, "
         f"{len(fine)} without a complaint, {sum(row['collectives'] for row in ran)} collectives; the peak is the "
         f"predicted one in {equal}, and at most {max(off, default=0.0):.1%} off in the others; "
-        f"{len(rows) - len(ran)} plans could not be made"
+        f"{len(rows) - len(ran) - left} plans could not be made, {left} were left at the time limit"
     )
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    said = row.get("not_planned") or "; ".join(row.get("wrong", ())) or "fine"
+    said = row.get("not_planned") or row.get("left") or "; ".join(row.get("wrong", ())) or "fine"
     peak = f"{row['peak_bytes']} / {row['predicted_bytes']}" if "peak_bytes" in row else ""
     return [row["model"], row["precision"], row["plan"], str(row.get("collectives", "")), peak, said[:150]]
 
@@ -253,18 +265,28 @@ def main(arguments: list[str] | None = None) -> None:
     """Rehearses, prints a table, and writes JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(ZOO), metavar="NAME", help="these models")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for one plan (default: %(default)s)")
     parser.add_argument("--output", help="a JSON file to write the figures to")
     chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    rows = []
-    for row in all_rows(sorted(ZOO) if chosen.only is None else chosen.only):
+    names = sorted(ZOO) if chosen.only is None else chosen.only
+    rows = [row for row in _known(chosen.output) if row["model"] not in names]
+    for row in all_rows(names, chosen.limit):
         rows.append(row)
+        rows.sort(key=lambda row: (row["model"], row["precision"]))
         if chosen.output:
             figures = {"machine": describe_machine(), "summary": summary(rows), "plans": rows}
             Path(chosen.output).write_text(json.dumps(figures, indent=1) + "\n")
     header = ("model", "precision", "plan", "collectives", "peak / predicted", "")
     Console().print(make_table("rehearsed on fake CUDA", header, list(map(_cells, rows)), summary(rows)))
+
+
+def _known(path: str | None) -> list[Row]:
+    if path is None or not Path(path).is_file():
+        return []
+    found: list[Row] = json.loads(Path(path).read_text())["plans"]
+    return found
 
 
 if __name__ == "__main__":
