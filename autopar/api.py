@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +18,13 @@ from autopar.compiler.agreed_arguments import check_same_arguments
 from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
 from autopar.compiler.plan_cache import cached_plan
-from autopar.compiler.rank_zero import on_first_rank
+from autopar.compiler.rank_zero import gather_objects, on_first_rank
 from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.checkpoint.hugging_face import load_weights
 from autopar.runtime.checkpoint.stores import Folder
+from autopar.runtime.comm.devices import Gpu, check_gpus, own_gpu, require_nccl
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.watch import Watch, watch_over
@@ -194,6 +194,9 @@ def _parallel_module(
     check_same_arguments(model, settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
     settings = settings if plan is None else under_policy(settings, plan.precision)
+    if devices.device_type == "cuda":
+        gpus, peak = gather_objects(ranks, Gpu.of(groups.device)), None if plan is None else plan.predicted.peak_bytes
+        check_gpus(gpus, groups.mesh.mesh.flatten().tolist(), settings.precision, peak)
     if dist.is_initialized() and devices.size() < dist.get_world_size():
         # Rearranging devices is collective over all ranks, and those outside this mesh do not take part.
         settings = replace(settings, mesh_search=False)
@@ -245,9 +248,11 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     needed = math.prod(shape)
     _join_processes(mesh)
     if not dist.is_initialized():
+        if torch.cuda.is_available():
+            require_nccl()
         return mesh_of_one("cuda" if torch.cuda.is_available() else "cpu", len(shape))
     kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
-    return DeviceMesh(kind, torch.arange(needed).reshape(shape))
+    return DeviceMesh(kind, torch.arange(needed, device="cpu").reshape(shape))
 
 
 def _ranks(mesh: Mesh) -> tuple[int, ...]:
@@ -266,7 +271,8 @@ def _join_processes(mesh: Mesh) -> None:
     needed = math.prod(shape)
     if not dist.is_initialized() and dist.is_torchelastic_launched():
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            require_nccl()
+            torch.cuda.set_device(own_gpu())
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != needed:

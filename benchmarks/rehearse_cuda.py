@@ -12,8 +12,9 @@ but no data (:mod:`autopar.runtime.rehearse.fake_device`). That shows
   the same ones in the same order;
 - the peak of memory, beside the one that was predicted on meta tensors.
 
-A plan that takes more than ``--limit`` seconds of the processor (random ones of large models do: every operation reshards its operands)
-is left, and its row says so. With ``--output`` the rows of other models that the file has are kept.
+A plan that takes more than ``--limit`` seconds of the processor (random ones of large models do, since every operation
+reshards its operands) is left, and its row says so. With ``--output`` the rows of other models that the file has are
+kept.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Rehearses, prints a table, and writes JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(ZOO), metavar="NAME", help="these models")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for one plan (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for a plan (%(default)s)")
     parser.add_argument("--output", help="a JSON file to write the figures to")
     chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")

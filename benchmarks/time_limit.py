@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class OutOfTime(BaseException):
-    """Raised where a time limit is over; no ``Exception``, so that nothing on the way takes it for a fault of its own."""
+    """A time limit is over. No ``Exception``, so that nothing on the way takes it for a fault of its own."""
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
     """A mesh of only this process; starts torch.distributed without a network if it is not running."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    shape = torch.tensor(dist.get_rank()).reshape((1,) * dims)
+    shape = torch.tensor(dist.get_rank(), device="cpu").reshape((1,) * dims)
     return DeviceMesh(device_type, shape)
 
 

@@ -52,7 +52,7 @@ class RandomState:
             self.steps += 1
         else:
             self.evaluations += 1
-        return torch.tensor([self.seed, TRAINING if trains else EVALUATION, count, 0])
+        return torch.tensor([self.seed, TRAINING if trains else EVALUATION, count, 0], device="cpu")
 
 
 def draws(section: Section) -> bool:
@@ -64,26 +64,29 @@ def draws(section: Section) -> bool:
 def shared_random(groups: MeshGroups) -> Iterator[None]:
     """Sets every rank's generator to the state of rank 0's while the context is open. Collective."""
     everyone = groups.over(groups.axes)
-    own = _state(groups.device)
+    own = state_of_generator(groups.device)
     if everyone.group is not None:
-        shared = own.to(groups.device) if everyone.backend == "nccl" else own.clone()
-        dist.broadcast(shared, group=everyone.group, group_src=0)
-        _set_state(shared.cpu(), groups.device)
+        # Between CPUs, where the state of a GPU's generator is too: nothing waits for the GPU.
+        shared = own.clone()
+        dist.broadcast(shared, group=groups.through_cpus(), group_src=0)
+        set_state_of_generator(shared, groups.device)
     try:
         yield
     finally:
         if everyone.index != 0:
-            _set_state(own, groups.device)
+            set_state_of_generator(own, groups.device)
 
 
-def _state(device: torch.device) -> torch.Tensor:
+def state_of_generator(device: torch.device) -> torch.Tensor:
+    """The state of the default generator of ``device``, on the processor."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def _set_state(state: torch.Tensor, device: torch.device) -> None:
+def set_state_of_generator(state: torch.Tensor, device: torch.device) -> None:
+    """The inverse of :func:`state_of_generator`."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

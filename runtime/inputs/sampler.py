@@ -73,9 +73,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self._size)
+            return torch.arange(self._size, device="cpu")
         source = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
-        return torch.randperm(self._size, generator=source)
+        return torch.randperm(self._size, generator=source, device="cpu")
 
     def _count(self, batch: int) -> int:
         return min(self.batch_size, self._size - batch * self.batch_size)

@@ -29,7 +29,7 @@ class CarriedState:
     def set_random_state(self, state: Mapping[str, int]) -> None:
         """Restores a state of :meth:`random_state`; rank 0's ``state`` is used. Collective."""
         restored = RandomState(**state)
-        values = [torch.tensor([restored.seed, restored.steps, restored.evaluations])]
+        values = [torch.tensor([restored.seed, restored.steps, restored.evaluations], device="cpu")]
         self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
             1
         ].tolist()
@@ -56,5 +56,5 @@ class CarriedState:
         if self._loss_scale is None:
             return
         own = self._loss_scale.state()
-        values = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64)
+        values = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64, device="cpu")
         self._loss_scale.load(dict(zip(own, next(broadcast_first([values], self._groups))[1].tolist(), strict=True)))

@@ -220,7 +220,7 @@ def _save_pretrained(model: Delegating, *args: Any, **kwargs: Any) -> Any:
                 result = original.save_pretrained(*args, **kwargs)  # type: ignore[operator]
             except Exception as error:
                 failure = error
-    failed = next(broadcast_first([torch.tensor(failure is not None)], groups))[1]
+    failed = next(broadcast_first([torch.tensor(failure is not None, device="cpu")], groups))[1]
     if failure is not None:
         raise failure
     if failed:

@@ -232,5 +232,5 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
 
 def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
     """The ``seed`` of the mesh's first rank (default: torch's initial seed), as :func:`signed_seed`."""
-    own = torch.tensor([signed_seed(torch.initial_seed() if seed is None else seed)])
+    own = torch.tensor([signed_seed(torch.initial_seed() if seed is None else seed)], device="cpu")
     return int(next(broadcast_first([own], groups))[1])

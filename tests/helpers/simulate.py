@@ -16,6 +16,7 @@ from autopar.ir.node import Arg, Value
 from autopar.ir.placements import take_local, take_shard
 from autopar.ir.program import Instruction, Program, Section, TensorSlot
 from autopar.ops.masked import LOCAL_OPS
+from autopar.runtime.execute.randomness import set_state_of_generator, state_of_generator
 from autopar.runtime.execute.section_source import returns_sequence
 
 Tensors = dict[str, Any]
@@ -30,10 +31,17 @@ def resolve(op: str) -> Any:
 
 
 class World:
-    """The ranks of a mesh, with one program each."""
+    """The ranks of a mesh, with one program each, on one ``device``. Where several ranks have an element, their values
+    may differ by ``apart``, relative and absolute."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        device: torch.device | None = None,
+        apart: tuple[float, float] = (1e-4, 1e-5),
+    ) -> None:
         self.programs = list(programs)
+        self.device, self.apart = device or torch.device("cpu"), apart
         self.mesh = programs[0].mesh
         self.coordinates = list(product(*map(range, self.mesh)))
         assert [p.coordinate for p in programs] == self.coordinates
@@ -59,7 +67,8 @@ class World:
         saved = []
         for rank, program in enumerate(self.programs):
             given = [
-                take_local(tangents[s.target], s.placements, self.mesh, program.coordinate) for s in program.tangents
+                take_local(tangents[s.target], s.placements, self.mesh, program.coordinate).to(self.device)
+                for s in program.tangents
             ]
             saved.append([*forward[rank][count:], *given])
         backward = self.run([p.backward for p in self.programs], saved)
@@ -70,7 +79,8 @@ class World:
         found = []
         for slot in program.placeholders:
             whole = program.constants[slot.name] if slot.kind == "constant" else values[slot.target]
-            whole = whole.to(slot.dtype)  # Parameters may be stored in another dtype than they are read in.
+            # Parameters may be stored in another dtype than they are read in; random states are read on the processor.
+            whole = whole.to("cpu" if slot.kind == "random" else self.device, slot.dtype)
             found.append(
                 take_local(whole, slot.placements, self.mesh, program.coordinate).clone(
                     memory_format=torch.contiguous_format
@@ -88,11 +98,12 @@ class World:
             whole = torch.full(slot.shape, float("nan"), dtype=wide)
             for rank, coordinate in enumerate(self.coordinates):
                 where = take_local(places, slot.placements, self.mesh, coordinate).flatten()
-                mine = locals_[rank][position]
+                mine = locals_[rank][position].cpu()
                 assert mine.numel() == where.numel(), (slot, mine.shape)
                 flat = whole.view(-1)
                 known = ~torch.isnan(flat[where])
-                torch.testing.assert_close(flat[where][known], mine.to(wide).flatten()[known], rtol=1e-4, atol=1e-5)
+                again = mine.to(wide).flatten()[known]
+                torch.testing.assert_close(flat[where][known], again, rtol=self.apart[0], atol=self.apart[1])
                 flat[where] = mine.to(wide).flatten()
             found[slot.name] = whole.to(first.dtype)
         return found
@@ -113,8 +124,8 @@ class World:
 
     def _execute(self, step: Sequence[Instruction], known: list[dict[Value, Any]]) -> list[Any]:
         assert len({(i.name, i.op) for i in step}) == 1
-        args = [_fill(i.args, known[r]) for r, i in enumerate(step)]
-        kwargs = [{k: _fill(v, known[r]) for k, v in i.kwargs} for r, i in enumerate(step)]
+        args = [self._fill(i.args, known[r]) for r, i in enumerate(step)]
+        kwargs = [{k: self._fill(v, known[r]) for k, v in i.kwargs} for r, i in enumerate(step)]
         op = step[0].op
         if op == "collective.wait":
             return [a[0] for a in args]
@@ -124,12 +135,20 @@ class World:
 
     def _local(self, op: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
         """One local operation on every rank; all draw the same random numbers."""
-        state = torch.get_rng_state()
+        state = state_of_generator(self.device)
         results = []
         for a, k in zip(args, kwargs, strict=True):
-            torch.set_rng_state(state)
+            set_state_of_generator(state, self.device)
             results.append(resolve(op)(*a, **k))
         return results
+
+    def _fill(self, arg: Arg, known: Mapping[Value, Any]) -> Any:
+        """``arg`` with values for names; a graph names the device of its trace."""
+        if isinstance(arg, Value):
+            return known[arg]
+        if isinstance(arg, torch.device):
+            return self.device
+        return [self._fill(item, known) for item in arg] if isinstance(arg, tuple) else arg
 
     def _collective(self, kind: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
         if kind.endswith("_bucket"):
@@ -185,9 +204,3 @@ def _join(pieces: list[torch.Tensor], dim: int, before: int, size: int) -> torch
     whole = torch.cat(split, dim + 1).flatten(dim, dim + 1)
     assert whole.shape[dim] == size, (whole.shape, dim, size)
     return whole
-
-
-def _fill(arg: Arg, known: Mapping[Value, Any]) -> Any:
-    if isinstance(arg, Value):
-        return known[arg]
-    return [_fill(item, known) for item in arg] if isinstance(arg, tuple) else arg

@@ -1,0 +1,1 @@
+"""The kit for the first hour on a GPU: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,117 @@
+"""The kit for the first hour on a GPU, in eight minutes: ``python -m benchmarks.gpu [--parts ...] [--output FILE]``.
+
+The parts, each in processes of its own, so that none ends with another:
+
+- ``calibrate``: the rates of the devices, beside their preset's (:mod:`benchmarks.gpu.calibrate`);
+- ``messages``: each collective through NCCL (:mod:`benchmarks.gpu.messages`);
+- ``programs``: programs of all ranks of multi-rank plans on one GPU, against eager (:mod:`benchmarks.gpu.programs`);
+- ``train``: two models of 350 million parameters beside eager, torch.compile and FSDP2, and on several GPUs DDP, FSDP2
+  and TP (:mod:`benchmarks.gpu.train`);
+- ``ops``: predicted against measured seconds by kind of operation (:mod:`benchmarks.gpu.operations`).
+
+A case that fails is a row with its error; one for which there is no time is a row that says so. Figures are written
+after each part. ``--device cpu --tiny`` runs the same code on processors with gloo, to test the kit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.report import describe_machine
+
+from .setting import Setting
+from .supervise import rows_of
+from .tables import summary, table, with_ratios
+from .worker import module_of
+
+# The parts, and their shares of the time; what one leaves is for those after it.
+# Chosen: training compiles, and most else is planned on processors.
+SHARES = {"calibrate": 0.10, "messages": 0.05, "programs": 0.25, "train": 0.48, "ops": 0.12}
+# Seconds for all parts: eight minutes, less the start and the time by which workers may be late.
+SECONDS = 450.0
+# Parts that run on all devices; the others on one.
+ON_ALL = ("calibrate", "messages", "train")
+# Processes that plan and run programs at once, on one device.
+# Chosen: most of their time is planning, on one core each.
+_WORKERS = 4
+
+
+def workers_for(part: str, setting: Setting) -> int:
+    """Processes that share the cases of a part."""
+    at_once = part == "programs" and setting.kind == "cuda"
+    return max(1, min(_WORKERS, (os.cpu_count() or 1) // 2)) if at_once else 1
+
+
+def run_parts(
+    parts: Sequence[str], setting: Setting, seconds: float, path: str | None, only: str = ""
+) -> dict[str, Any]:
+    """The figures of ``parts``, written to ``path`` after each. ``only``: cases that contain it."""
+    figures: dict[str, Any] = {"benchmark": "gpu", "machine": describe_machine(), "device": setting.kind}
+    figures |= {"tiny": setting.tiny, "devices": setting.world, "parts": {}}
+    budget, total = 0.0, sum(SHARES[part] for part in parts)
+    for part in parts:
+        here = setting if part in ON_ALL else replace(setting, world=1)
+        begin, budget = time.time(), budget + seconds * SHARES[part] / total
+        # Calibration starts processes of its own.
+        alone = replace(here, world=1) if part == "calibrate" and setting.kind != "cuda" else here
+        cases = [case for case in module_of(part).cases(alone) if only in case]
+        rows = rows_of(part, cases, begin + budget, alone, workers_for(part, alone))
+        rows = with_ratios(rows) if part == "train" else rows
+        taken = time.time() - begin
+        budget -= taken
+        figures["parts"][part] = {"seconds": round(taken, 1), "rows": rows}
+        figures["summary"] = summary(figures["parts"])
+        if path is not None:
+            Path(path).write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(SHARES), default=list(SHARES), help="(all)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="models of a few thousand parameters")
+    parser.add_argument("--devices", type=int, help="how many to train on; default all GPUs, or one process")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--output", metavar="FILE", help="a JSON file to write the figures to")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    chosen = parse(words)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        built = "" if torch.version.cuda else f", and torch {torch.__version__} is built without CUDA"
+        sys.stderr.write(
+            f"there is no GPU that torch can use{built}; --device cpu --tiny tests the kit itself on processors\n"
+        )
+        return 2
+    world = chosen.devices or (torch.cuda.device_count() if chosen.device == "cuda" else 1)
+    setting = Setting(chosen.device, chosen.tiny, world)
+    figures = run_parts(chosen.parts, setting, chosen.seconds, chosen.output, chosen.only)
+    if chosen.json:
+        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+        return 0
+    console = Console()
+    for part, found in figures["parts"].items():
+        console.print(table(part, found["rows"]))
+    console.print(figures["summary"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
