@@ -136,7 +136,13 @@ def _overflow(gradients: Sequence[torch.Tensor], groups: MeshGroups) -> bool:
         overflow = (~torch.stack([size.to(device, torch.float32) for size in largest]).isfinite().all()).float()
     if everyone.group is not None:
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone.group)
-    return bool(overflow)
+    return read_flag(overflow)
+
+
+def read_flag(flag: torch.Tensor) -> bool:
+    """The truth of ``flag``, for which a GPU is waited for: the only value that a step reads from it, as every step of
+    torch.amp.GradScaler does. Whether ``.grad`` is None is known on the host."""
+    return bool(flag)
 
 
 def _without_gradient(parameter: torch.Tensor) -> None:

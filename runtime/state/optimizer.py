@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor
+from autopar.torch_internals.tensors import storage_key
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -206,7 +207,7 @@ def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[in
     """What an inner optimizer depends on: the memory of each shard, which changes when the first batch brings a plan,
     and whether its state is in host memory. It grows with ``add_param_group``."""
     shards = ((_shard(parameter), in_host(path)) for parameter, path, _ in _named(optimizer))
-    return [(shard.data_ptr(), shard.numel(), is_offloaded) for shard, is_offloaded in shards]
+    return [(storage_key(shard.untyped_storage()), shard.numel(), is_offloaded) for shard, is_offloaded in shards]
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:

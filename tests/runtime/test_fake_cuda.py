@@ -6,10 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from autopar.ir.placements import local_shape
+from autopar.ir.program import Program, TensorSlot
+from autopar.passes.annotate.annotate import annotate
+from autopar.placement.prices import Prices
+from autopar.planner.prepare import prepare
+from autopar.planner.step_graphs import step_graph
 from autopar.precision import Precision
+from autopar.runtime.execute.executor import own_constants, runner
 from autopar.runtime.rehearse.fake_device import fake_device
-from benchmarks.rehearse_cuda import measure
+from autopar.runtime.rehearse.rehearsal import ImaginedGroups
+from autopar.runtime.state import loss_scale
+from autopar.runtime.state.gradient_norm import clip, total_norm
+from autopar.runtime.state.optimizer import make_optimizer
+from benchmarks.rehearse_cuda import OnProcessor, measure
+from benchmarks.zoo import configurations, solved
+from tests.zoo.check import programs
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param(None, marks=pytest.mark.slow)])
@@ -50,3 +64,67 @@ def test_reading_a_value_and_mixing_devices_are_errors() -> None:
             x.sum().item()
         with pytest.raises(RuntimeError, match="device"):
             x + torch.empty(4)
+
+
+class Regression(nn.Module):
+    """A small model with a product, a norm and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.body(x), y)
+
+
+def _first_program(precision: Precision) -> Program:
+    """The program of the first of two ranks, parameters sharded."""
+    batch = (torch.randn(8, 16), torch.randn(8, 4))
+    base = prepare(Regression(), batch, {}, device="cuda", loss_fn=None, training=True, precision=precision)
+    annotated = annotate(step_graph(base.graph, base.loss, base.batch), (2,))
+    cluster, options = configurations()["sharded"]
+    prices = Prices.of(cluster, (2,), annotated)
+    return programs(annotated, solved(annotated, prices, options), prices)[0]
+
+
+def _empty(slot: TensorSlot, groups: ImaginedGroups) -> torch.Tensor:
+    shape = local_shape(slot.shape, slot.placements, groups.shape, groups.coordinate)
+    return torch.empty(shape, dtype=slot.dtype, device=groups.device)
+
+
+def _gradients(program: Program, groups: ImaginedGroups, stored: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Refresh, forward and backward."""
+    refresh, forward, backward = (runner(section, groups, "a rehearsal") for section in program.sections)
+    working = dict(zip((slot.target for slot in program.parameters), refresh(list(stored)), strict=True))
+    constants = own_constants(program.placeholders, program.constants, groups)
+    known = {"param": working, "constant": constants}
+    inputs = [known[s.kind][s.target] if s.kind in known else _empty(s, groups) for s in program.placeholders]
+    saved = forward(inputs)[len(program.results) :]
+    return backward([*saved, *(_empty(slot, groups) for slot in program.tangents)])
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "capturable": True}], ids=str)
+def test_a_whole_step_reads_one_value_and_only_to_scale_the_loss(
+    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, backward, loss scaling, clipping and the update: fake tensors refuse to be read, so a step that ends has
+    not waited for the GPU, but where the flag of an overflow is read."""
+    program = _first_program("fp16")
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(loss_scale, "read_flag", lambda flag: bool(read.append(flag)))
+    with fake_device(), OnProcessor() as on_processor:
+        groups = ImaginedGroups((2,), (0,), "nccl", torch.device("cuda", 0))
+        stored = [nn.Parameter(_empty(slot, groups)) for slot in program.parameters]
+        optimizer = make_optimizer(torch.optim.AdamW, stored, lr=1e-3, **options)
+        scale = loss_scale.LossScale()
+        for _ in range(2):
+            gradients = _gradients(program, groups, [parameter.detach() for parameter in stored])
+            assert scale.settle(gradients, stored, groups)
+            for parameter, gradient in zip(stored, gradients, strict=True):
+                parameter.grad = gradient
+            clip(gradients, total_norm(gradients, groups, 2.0), 1.0)
+            optimizer.step()
+            scale.consumed()
+    assert [(flag.device.type, flag.numel()) for flag in read] == [("cuda", 1)] * 2
+    assert on_processor.names == []
+    assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cuda"}
