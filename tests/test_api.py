@@ -48,7 +48,7 @@ def check_weights(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(whole(parameter.detach()), wanted[name].detach(), rtol=1e-4, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_two_arguments_are_enough(count: int) -> None:
     def work(rank: int, world: int) -> str:
         reference, batch = small_stack(), text(8, 8)
@@ -110,7 +110,7 @@ def trains_alike(
     check_weights(model, reference)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_clipping_when_gradients_and_states_are_sharded(stage: Any) -> None:
     def work(rank: int, world: int) -> None:
         reference, batch = small_stack(), text(8, 8)

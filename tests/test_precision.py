@@ -90,7 +90,15 @@ def _check(found: dict[str, torch.Tensor], wanted: Results, exact: Results, kind
 
 
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "bert", "convolutions", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        pytest.param("bert", marks=pytest.mark.slow),
+        "convolutions",
+        pytest.param("mixtral", marks=pytest.mark.slow),
+    ],
+)
 def test_any_assignment_gives_what_one_device_does(name: str, mesh: tuple[int, ...]) -> None:
     """Tied weights, dropout, batch norm; vocabularies, batches and heads that divide nothing."""
     graph, values, wanted, exact = _expected(name, "bf16")

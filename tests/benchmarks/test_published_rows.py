@@ -348,7 +348,8 @@ def test_errors_of_files_left_out_of_the_fit(tmp_path: Path) -> None:
     assert quick["mean_absolute_error"] == pytest.approx(1.0) and slow["mean_absolute_error"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_files_priced_in_several_processes(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each traces for itself; those of the fork server need not import torch first."""
     monkeypatch.setattr(published, "Models", Models)

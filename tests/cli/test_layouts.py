@@ -118,6 +118,7 @@ def test_configurations_that_cannot_be_planned(tmp_path: Path, capsys: pytest.Ca
     assert "cannot build a language model" in said and "divisible by num_heads" in said
 
 
+@pytest.mark.slow
 def test_an_encoder_and_decoder_by_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With as many tokens as it has positions, where these are fewer than usual."""
     config = hf.BartConfig(

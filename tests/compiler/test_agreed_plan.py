@@ -47,7 +47,7 @@ def _run(rank: int, world: int, brought: str) -> tuple[float, dict[str, torch.Te
     return loss, gradients, plan_identity(parallel.plan), [str(one.message) for one in caught]
 
 
-@pytest.mark.parametrize("brought", ["first", "others"])
+@pytest.mark.parametrize("brought", [pytest.param("first", marks=pytest.mark.slow), "others"])
 def test_the_first_ranks_plan_runs_on_all(brought: str) -> None:
     model, x = _case()
     expected = _loss(model(x))

@@ -171,7 +171,7 @@ def test_the_search_divides_experts_where_they_do_not_fit() -> None:
     assert found.rule is not None and found.rule.layout.expert == found.rule.layout.data
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_models_of_transformers(family: str) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "use_cache": False}

@@ -73,7 +73,7 @@ def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 @pytest.mark.parametrize("named", [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "overlap": ()}])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["gpt", "mixture", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_the_program_believes_what_the_cost_breakdown_counts(
     name: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,11 @@ def every_layer(model: nn.Module, trace: Callable[[], object], _needed: object) 
         return trace(), depth
 
 
-@pytest.mark.parametrize("name", CASES)
+# What they add to the others: an attribute's name, two layers a turn, another order.
+LONG = ("by name", "in pairs", "backwards", "zipped")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
 def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, run, kept = CASES[name]
     with torch.device("meta"):

@@ -17,7 +17,8 @@ from .outcome import Outcome, outcome_of
 from .samples import MODULES, NOT_OURS, OPS
 from .sweep import MAKERS
 
-# What gave other numbers than eager, or crashed, before it was mended; with the samples that showed it.
+# What gave other numbers than eager, or crashed, before it was mended; with the samples that showed it. An LSTM did
+# too: tests/trace/test_operations.py has it.
 ONCE_WRONG = (
     ("op", "arange", "f64", 3),
     ("op", "nn.functional.multilabel_margin_loss", "f64", 1),
@@ -27,7 +28,6 @@ ONCE_WRONG = (
     ("op", "fft.ihfft", "f64", 1),
     ("inplace", "zero_", "f64", 1),
     ("op", "to_sparse", "f64", 1),
-    ("module", "nn.LSTM", "f32", 1),
     ("op", "corrcoef", "f64", 2),
     ("op", "corrcoef", "c128", 1),
     ("op", "cov", "f64", 2),
@@ -46,7 +46,9 @@ def _jobs() -> list[tuple[str, str, str, int]]:
 
 
 JOBS = _jobs()
-SOME = [*ONCE_WRONG, *(job for job in JOBS[::EVERY] if job not in ONCE_WRONG)]
+# The operation has no rule and none that probing finds, which takes it many trials (tests/passes/test_probe.py).
+LONG = ("nn.functional.channel_shuffle",)
+SOME = [*ONCE_WRONG, *(job for job in JOBS[::EVERY] if job not in ONCE_WRONG and job[1] not in LONG)]
 
 
 def _failed(job: tuple[str, str, str, int]) -> Iterator[Outcome]:

@@ -120,7 +120,9 @@ def heavy(experts: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("mesh", [(4,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((2, 2), (8, 8)))], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(2,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((4,), (2, 2), (8, 8)))], ids=str
+)
 def test_heavy_experts_end_sharded(mesh: tuple[int, ...]) -> None:
     model, batch = heavy()
     plan = best_plan(make_request(model, batch, mesh), Timings())

@@ -39,7 +39,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param("vocabulary", marks=pytest.mark.slow), "data", "stages"])
 def test_every_rank_is_told_of_an_index_that_some_meet(name: str) -> None:
     """In the last sample alone, which half of the ranks read. The next step is as if nothing had happened."""
 

@@ -61,7 +61,7 @@ def test_random_assignments_do_what_their_cost_breakdown_says(name: str, mesh: t
     assert total > 20
 
 
-REAL = [("resnet", (2, 2)), *(pytest.param(n, m, marks=pytest.mark.slow) for n in MODELS for m in MESHES)]
+REAL = [("plain", (2, 2)), *(pytest.param(n, m, marks=pytest.mark.slow) for n in MODELS for m in MESHES)]
 
 
 @pytest.mark.parametrize(("name", "mesh"), REAL)

@@ -247,7 +247,7 @@ def _check_random_cuts(name: str, count: int, seed: int, trials: int) -> None:
 MODELS = ("gpt2", "llama", "t5", "unet", "vit")
 
 
-@pytest.mark.parametrize(("name", "count"), [("gpt2", 5), ("t5", 5), ("unet", 8)])
+@pytest.mark.parametrize(("name", "count"), [("gpt2", 5), ("unet", 8)])
 def test_chunks_cut_anywhere(name: str, count: int) -> None:
     _check_random_cuts(name, count, count, 3)
 
@@ -286,7 +286,7 @@ FOUR_LAYERS: dict[str, Callable[[], models.Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOUR_LAYERS)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_candidates_are_few_and_one_tensor_crosses(name: str) -> None:
     graph, layers = _four_layers_of(name), 4
     found = cut_candidates(graph)

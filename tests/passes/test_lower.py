@@ -93,7 +93,10 @@ def programs(graph: Graph, assignment: Assignment, prices: Prices, bucket: int =
     return [overlap(lower(job, graph.outputs)) for job in jobs]
 
 
-@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (2, 1, 2), (3,)])
+@pytest.mark.parametrize(
+    "mesh",
+    [(2,), pytest.param((4,), marks=pytest.mark.slow), (2, 2), pytest.param((2, 1, 2), marks=pytest.mark.slow), (3,)],
+)
 def test_any_assignment_gives_the_loss_and_gradients_of_one_device(case: Case, mesh: tuple[int, ...]) -> None:
     graph = annotate(case.graph, mesh)
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), mesh, graph)

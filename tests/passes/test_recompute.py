@@ -181,9 +181,14 @@ def wide() -> Case:
     return Wide(), (torch.randn(512, 8),)
 
 
-def test_what_does_not_fit_is_recomputed() -> None:
+@cache
+def wide_and_free() -> tuple[PlanRequest, Plan]:
     request = requested(wide, (2,), time_limit=8.0)
-    free = planned(request, recompute="none")
+    return request, planned(request, recompute="none")
+
+
+def test_what_does_not_fit_is_recomputed() -> None:
+    request, free = wide_and_free()
     limit = int(0.7 * free.predicted.peak_bytes)
     found = planned(request, memory_limit=limit)
     assert found.recomputed and found.predicted.peak_bytes <= limit
@@ -195,8 +200,7 @@ def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the program deems to fit, and the rehearsal of the step not, fits with values recomputed."""
-    request = requested(wide, (2,), time_limit=8.0)
-    free = planned(request, recompute="none")
+    request, free = wide_and_free()
     rehearsed = planner.peak_bytes
     more = int(0.3 * free.predicted.peak_bytes)
     monkeypatch.setattr(planner, "peak_bytes", lambda found: rehearsed(found) + more)
@@ -234,7 +238,8 @@ def test_an_unknown_policy_is_refused() -> None:
 PIPELINE = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}
 
 
-@pytest.mark.parametrize("options", [{"stages": 1}, pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"stages": 1}, PIPELINE], ids=str)
 def test_processes_agree_with_one(options: dict[str, Any]) -> None:
     settings = Options(recompute="full", mesh_search=False, **options)
     report = autopar.verify(Stack(), (2,), text(8, 8), cluster=CLUSTER, timeout=120, options=settings)

@@ -99,7 +99,7 @@ def check(case: Case, strategy: Strategy, mesh: Mesh) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_composed_strategies_are_true(name: str, mesh: Mesh) -> None:
     case = Case.of(SAMPLES[name], mesh[0])

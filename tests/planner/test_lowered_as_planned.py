@@ -106,8 +106,16 @@ def test_zero_stages(stage: int) -> None:
         assert (place.gradient == place.optimizer) or stage < 2, path
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd"])
+def kinds_and_meshes() -> list[Any]:
+    """Stages of ZeRO meet an axis of one device in the slow tests alone, and with a smaller model above."""
+    pairs = [(kind, mesh) for kind in KINDS if kind != "sgd" for mesh in MESHES]
+    return [
+        pytest.param(*pair, marks=pytest.mark.slow) if pair[0].startswith("zero") and len(pair[1]) == 3 else pair
+        for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), kinds_and_meshes())
 def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
     plan, found = planned("stack", mesh, kind).plan, settled(mesh, kind == "slow devices")
     assignment = plan.assignment({n.target: n.name for n in found.graph.placeholders("param")})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import autopar
@@ -16,7 +18,8 @@ from tests.helpers.models import Stack, make, text
 from tests.helpers.planning import slow_devices
 
 
-def planned(batch: int = 8) -> tuple[Prepared, Plan]:
+@cache
+def planned(batch: int) -> tuple[Prepared, Plan]:
     cluster = slow_devices()
     base = prepare(Stack(layers=2), (), text(batch, 8), device="cpu", loss_fn=None, training=True)
     request = PlanRequest(base.graph, base.loss, batch, (4,), cluster, Options(mesh_search=False), "Stack")
@@ -24,7 +27,7 @@ def planned(batch: int = 8) -> tuple[Prepared, Plan]:
 
 
 def test_repricing_at_its_own_size_changes_nothing() -> None:
-    base, plan = planned()
+    base, plan = planned(8)
     again = autopar.reprice(plan, base, plan.batch, cluster=slow_devices())
     assert again.predicted == plan.predicted and again.lines == plan.lines
     assert again.strategies == plan.strategies and again.parameters == plan.parameters
@@ -45,13 +48,13 @@ def test_repricing_is_the_price_planning_has_there() -> None:
 
 
 def test_a_size_that_does_not_divide_is_refused_with_both_shapes() -> None:
-    base, plan = planned()
+    base, plan = planned(8)
     with pytest.raises(PlanMismatchError, match=r"8, 8.*6, 8|6, 8.*8, 8"):
         autopar.reprice(plan, base, 6, cluster=slow_devices())
 
 
 def test_another_model_is_refused() -> None:
-    _, plan = planned()
+    _, plan = planned(8)
     model, batch = make("plain")
     other = prepare(model, batch, {}, device="cpu", loss_fn=None, training=True)
     with pytest.raises(PlanMismatchError, match="the plan was made for 'Stack'"):

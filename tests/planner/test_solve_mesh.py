@@ -41,7 +41,8 @@ def planned(name: str, mesh: tuple[int, ...], **changes: Any) -> Plan:
     return best_plan(requested(name, mesh, **changes), Timings())
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_objective_is_the_cost_breakdown_for_real_models(name: str) -> None:
     plan = planned(name, (2, 2))
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)

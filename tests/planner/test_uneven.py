@@ -50,7 +50,9 @@ def case(batch: int) -> Case:
     return make_case(Block(), (ids,))
 
 
-@pytest.mark.parametrize("mesh", [(2,), (3,), (4,), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "mesh", [(2,), (3,), (2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((4,), (3, 2)))]
+)
 @pytest.mark.parametrize("batch", [1, 6])
 def test_any_assignment_is_right(batch: int, mesh: tuple[int, ...]) -> None:
     check_assignments(case(batch), mesh, range(4))

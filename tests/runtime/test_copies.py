@@ -43,8 +43,16 @@ def _average(model: nn.Module, *, one_by_one: bool) -> AveragedModel:
 
 
 @pytest.mark.filterwarnings("ignore:parameters of this copy lie on different pipeline stages")
-@pytest.mark.parametrize("early", [True, False], ids=["before the first batch", "afterwards"])
-@pytest.mark.parametrize("options", [SHARDED, STAGED], ids=["sharded", "staged"])
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        (SHARDED, True),
+        (STAGED, False),
+        pytest.param(SHARDED, False, marks=pytest.mark.slow),
+        pytest.param(STAGED, True, marks=pytest.mark.slow),
+    ],
+    ids=["sharded, before the first batch", "staged, afterwards", "sharded, afterwards", "staged, before"],
+)
 def test_an_average_of_weights(options: autopar.Options, early: bool) -> None:
     def work(rank: int, world: int) -> None:
         torch.manual_seed(rank)

@@ -26,13 +26,20 @@ from benchmarks.zoo import configurations, solved
 from tests.zoo.check import programs
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param(None, marks=pytest.mark.slow)])
-def test_all_ranks_of_all_kinds_of_plans_run(precision: Precision | None) -> None:
-    rows = measure("gpt2", precision)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("sequence_first", "bf16"),
+        pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
+        pytest.param("gpt2", None, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_of_all_kinds_of_plans_run(name: str, precision: Precision | None) -> None:
+    rows = measure(name, precision)
     assert [row["plan"] for row in rows] == ["best", "sharded", "random", "stages"]
     assert [row.get("wrong") for row in rows] == [[], [], [], []]
     assert all(row["peak_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.02) for row in rows)
-    assert sum(row["collectives"] for row in rows) > 1000
+    assert sum(row["collectives"] for row in rows) > 100
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ SHARDED, STAGED = autopar.Options(zero=2), autopar.Options(stages=2, microbatche
 HALF = autopar.Options(precision="fp16")
 
 
-@pytest.mark.parametrize("options", [SHARDED, STAGED, HALF], ids=["sharded", "staged", "half"])
+@pytest.mark.parametrize(
+    "options", [SHARDED, STAGED, pytest.param(HALF, marks=pytest.mark.slow)], ids=["sharded", "staged", "half"]
+)
 def test_batches_add_up_to_a_large_one(options: autopar.Options) -> None:
     def work(rank: int, world: int) -> None:
         torch.manual_seed(0)

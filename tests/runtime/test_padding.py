@@ -39,7 +39,7 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 20, (rows, 6), generator=made), torch.randn(rows, 6, generator=made)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_smaller_batches_are_those_of_one_device(ranks: int) -> None:
     def work(rank: int, world: int) -> int:
         torch.manual_seed(0)

@@ -67,7 +67,7 @@ def check_weights(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(whole(parameter.detach()), wanted[name].detach(), msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", [MESHES[-1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[:-1])])
 def test_training_with_an_optimizer_made_before_the_first_batch(shape: tuple[int, int]) -> None:
     def work(model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh) -> None:
         ours = model.optimizer(torch.optim.AdamW, lr=0.05)

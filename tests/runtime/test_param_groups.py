@@ -44,7 +44,10 @@ class Own(torch.optim.SGD):
     """A class that autopar does not know, which steps on the DTensors."""
 
 
-@pytest.mark.parametrize(("groups", "cls"), [(by_size, torch.optim.AdamW), (by_name, Own), (in_pairs, torch.optim.SGD)])
+@pytest.mark.parametrize(
+    ("groups", "cls"),
+    [(by_size, torch.optim.AdamW), (by_name, Own), pytest.param(in_pairs, torch.optim.SGD, marks=pytest.mark.slow)],
+)
 def test_groups_are_those_of_torch(groups: Groups, cls: type[torch.optim.Optimizer]) -> None:
     def work(model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh) -> None:
         ours, theirs = model.optimizer(cls, params=groups(model), lr=0.05), cls(by_size(reference), lr=0.05)

@@ -29,7 +29,7 @@ def placements_of(shape: tuple[int, ...], mesh: tuple[int, ...]) -> list[Placeme
     return [p for p in itertools.product(OPTIONS, repeat=len(mesh)) if is_valid(p, shape, mesh)]
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (3,), (2, 1, 2)])
+@pytest.mark.parametrize("mesh", [(2, 2), (3,), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
 def test_whole_again_and_norms(mesh: tuple[int, ...]) -> None:
     def work(rank: int, world: int) -> int:
         warnings.simplefilter("error")

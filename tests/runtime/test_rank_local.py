@@ -92,7 +92,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("tensor", "stages") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    "name", [name if name == "tensor" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 )
 def test_a_loader_of_ddp_trains_as_one_process_with_the_whole_batch(name: str) -> None:
     """The loader reads with a DistributedSampler. Loss and every gradient, before there is a plan and after, also where

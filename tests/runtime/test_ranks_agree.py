@@ -29,7 +29,7 @@ def batch(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 6, generator=source), torch.randint(0, 4, (size,), generator=source)
 
 
-@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("check", ["first", pytest.param("never", marks=pytest.mark.slow)])
 def test_an_attribute_changed_on_one_rank_before_a_batch_of_another_size(check: str) -> None:
     """No rank has a program for the call, and only some have a trace that holds."""
 

@@ -39,7 +39,7 @@ WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), l
 @pytest.mark.parametrize(
     ("loss_fn", "mesh", "named"),
     [
-        (WEIGHTED, (2,), {}),
+        pytest.param(WEIGHTED, (2,), {}, marks=pytest.mark.slow),
         (two_parts, (2,), {}),
         pytest.param(F.cross_entropy, (2, 2), {}, marks=pytest.mark.slow),
         pytest.param(two_parts, (2, 2), {"precision": "bf16"}, marks=pytest.mark.slow),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar import Cluster
 from tests.helpers.built_wheel import ROOT
 from tests.stranger.document_blocks import Block, blocks, commands
 from tests.stranger.stranger_user import HERE, Stranger
@@ -98,10 +99,18 @@ def test_blocks_of_training(stranger: Stranger, tmp_path: Path, document: str, r
     stranger.command([*TORCHRUN, str(ranks), "run_blocks.py", *files], folder, says="fine")
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if not way_of(block).ranks], ids=str)
-def test_blocks_of_one_process(stranger: Stranger, tmp_path: Path, block: Block) -> None:
+def documents_of_one_process() -> list[object]:
+    """The documents with blocks for plain Python; the prices of docs/layouts.md are slow: tests/layouts has them."""
+    names = sorted({block.document for block in PYTHON if not way_of(block).ranks})
+    return [pytest.param(name, marks=pytest.mark.slow) if name == "docs/layouts.md" else name for name in names]
+
+
+@pytest.mark.parametrize("document", documents_of_one_process())
+def test_blocks_of_one_process(stranger: Stranger, tmp_path: Path, document: str) -> None:
+    """A start of Python costs more than most blocks, so those of a document share one."""
     folder = setup_folder(tmp_path / "work")
-    stranger.command(["python", program(block, folder)], folder)
+    files = [program(block, folder) for block in PYTHON if block.document == document and not way_of(block).ranks]
+    stranger.command(["python", "run_blocks.py", *files], folder, says="fine")
 
 
 @pytest.mark.slow
@@ -120,6 +129,12 @@ def test_commands(stranger: Stranger, tmp_path: Path, block: Block) -> None:
         stranger.command(["bash", "-e", f"{number}.sh"], folder)
 
 
+@pytest.mark.parametrize("block", TOML, ids=str)
+def test_clusters_can_be_read(block: Block) -> None:
+    assert Cluster.from_toml(block.text, str(block)).name == "my-cluster"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("block", TOML, ids=str)
 def test_clusters(stranger: Stranger, tmp_path: Path, block: Block) -> None:
     folder = setup_folder(tmp_path / "work")

@@ -6,8 +6,11 @@ import pytest
 
 from tests.stranger.stranger_user import Stranger
 
+# tests/runtime/test_rank_local.py, test_ranks_agree.py and tests/ops/test_index_range.py are quick ones of these kinds.
+pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_samples_that_each_rank_reads(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/own_samples.py", ranks)
 
@@ -19,6 +22,6 @@ def test_ranks_that_disagree_all_end_with_a_message(stranger: Stranger, argument
     assert "InputMismatchError" in output and "model.from_local" in output
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_token_ids_out_of_range(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/bad_ids.py", ranks)

@@ -6,54 +6,48 @@ import pytest
 
 from tests.stranger.stranger_user import Stranger
 
+# A start of torchrun and of each rank costs seconds: the quick suite has one, and a notebook.
+# What the others do is done by tests/runtime in processes of its own.
 slow = pytest.mark.slow
 
 
-def on_ranks(quick: int) -> pytest.MarkDecorator:
-    """On 1, 2 and 4 ranks, of which ``quick`` belongs to the quick tests."""
-    return pytest.mark.parametrize("ranks", [n if n == quick else pytest.param(n, marks=slow) for n in (1, 2, 4)])
-
-
-@on_ranks(4)
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=slow), pytest.param(4, marks=slow)])
 def test_the_first_program(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/first.py", ranks)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "arguments"),
-    [
-        (1, ()),
-        pytest.param(2, (), marks=slow),
-        pytest.param(4, (), marks=slow),
-        pytest.param(2, ("stages",), marks=slow),
-        pytest.param(4, ("stages",), marks=slow),
-    ],
-)
+@slow
+@pytest.mark.parametrize(("ranks", "arguments"), [(1, ()), (2, ()), (4, ()), (2, ("stages",)), (4, ("stages",))])
 def test_attributes_that_change(stranger: Stranger, ranks: int, arguments: tuple[str, ...]) -> None:
     stranger.run("programs/changes.py", ranks, arguments=arguments)
 
 
-@on_ranks(1)
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_loop_of_ones_own_with_changing_calls(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/own_loop.py", ranks)
 
 
-@on_ranks(1)
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_two_models(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/two_models.py", ranks)
 
 
-@on_ranks(2)
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_fine_tuning(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/finetune.py", ranks)
 
 
-@on_ranks(0)
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_hooks_groups_and_averages(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/hooks_and_groups.py", ranks)
 
 
-@on_ranks(0)
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_sampler_of_ddp(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/ddp_sampler.py", ranks)
 
@@ -74,6 +68,7 @@ def test_epochs_with_partial_batches_evaluation_first_and_targets(stranger: Stra
     stranger.run("programs/epochs.py", ranks)
 
 
-@on_ranks(2)
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_rank_makes_the_plan(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/plan_on_every_rank.py", ranks)

@@ -162,7 +162,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "training", "given"),
     [
-        (Encoder, True, ()),
+        pytest.param(Encoder, True, (), marks=pytest.mark.slow),
         (Encoder, True, (UNLIKE,)),
         (Encoder, False, (CAUSAL,)),
         (Encoder, False, (CAUSAL < 0, PADDED)),

@@ -17,7 +17,8 @@ from tests.zoo.models import ZOO
 transformers.logging.set_verbosity_error()
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-QUICK = ("recommender",)
+# tests/passes/test_lower_models.py has more.
+QUICK = ("step_counter",)
 UNTRACEABLE = ("led", "llava", "longformer", "vilt")
 """Values of tensors decide what these run next."""
 TRACEABLE = [name for name in ZOO if name not in UNTRACEABLE]

@@ -4,12 +4,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def make():
+def make(layers=2):
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,

@@ -4,4 +4,4 @@ from model import make
 
 import autopar  # noqa: F401
 
-model, batch = make()
+model, batch = make(layers=1)
