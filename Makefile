@@ -18,6 +18,8 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(
 JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes, each of which would compile the checkout again: half a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow smoke check format bench bench-step bench-planning bench-schedules clean

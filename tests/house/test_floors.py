@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from .floors import PICTURE, ROWS, cycles, drawn, units, violations, wrong_form
-from .sources import FOLDERS, all_imports, module_files
+from .sources import FOLDERS, Import, all_imports, module_files
 
-IMPORTS = all_imports()
+
+@cache
+def imports() -> list[Import]:
+    """Read once, and not by workers that have other tests."""
+    return all_imports()
 
 
 def test_every_place_has_a_row_and_every_row_a_place() -> None:
@@ -17,16 +22,16 @@ def test_every_place_has_a_row_and_every_row_a_place() -> None:
 
 
 def test_packages_import_what_is_below_them() -> None:
-    assert violations(IMPORTS, units()) == []
+    assert violations(imports(), units()) == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Not in functions or for type checkers either."""
-    assert cycles(IMPORTS) == []
+    assert cycles(imports()) == []
 
 
 def test_relative_inside_a_folder_and_absolute_across() -> None:
-    assert wrong_form(IMPORTS, module_files()) == []
+    assert wrong_form(imports(), module_files()) == []
 
 
 def test_folders_can_be_taken_in_at_a_glance() -> None:
@@ -73,10 +78,10 @@ def test_a_violation_is_found(case: str, tmp_path: Path) -> None:
     for name, text in sources.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    imports = all_imports(tmp_path)
+    made = all_imports(tmp_path)
     found = {
-        "floors": violations(imports, units(tmp_path), SMALL_ROWS),
-        "form": wrong_form(imports, module_files(tmp_path)),
-        "cycles": cycles(imports),
+        "floors": violations(made, units(tmp_path), SMALL_ROWS),
+        "form": wrong_form(made, module_files(tmp_path)),
+        "cycles": cycles(made),
     }
     assert len(found[kind]) == 1, found
