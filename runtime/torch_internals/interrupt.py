@@ -23,7 +23,8 @@ def interrupt_communication() -> None:
     sent afterwards.
 
     NCCL's groups are aborted. gloo's ``abort`` leaves waits waiting (2.13), so its connections are shut down: all
-    stream sockets of this process that are neither Python's nor those of the ranks' store."""
+    stream sockets of this process that are neither Python's nor those of the ranks' store. Relies on the groups that
+    ``distributed_c10d._world.pg_map`` lists (2.11)."""
     for group in list(distributed_c10d._world.pg_map):
         if "nccl" in str(dist.get_backend_config(group)):
             with suppress(Exception):
