@@ -61,7 +61,7 @@ def operations(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[str]:
     return [node.op for node in trace(model, (), batch, device="cpu").graph]
 
 
-QUICK = ("mixtral", "gpt_oss")
+QUICK = ("mixtral",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
@@ -82,7 +82,7 @@ def one_layer(implementation: str = "eager") -> tuple[nn.Module, dict[str, torch
     return model, batch
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("implementation", ["eager", pytest.param("batched_mm", marks=pytest.mark.slow), "grouped_mm"])
 def test_every_implementation_is_traced_alike_and_left_as_it_was(implementation: str) -> None:
     model, batch = one_layer(implementation)
     assert operations(model, batch).count("autopar.experts.default") == 1

@@ -27,19 +27,31 @@ def test_no_process_group_is_needed_or_made() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (call_of("aten.mm.default", x(8, 6), x(6, 4)), "S(1) S(0) -> P(sum)"),
-        (call_of("aten.amax.default", x(8, 6), (1,)), "S(1) -> P(max)"),
-        (call_of("aten.stack.default", (x(8, 6), x(8, 6))), "S(1) S(1) -> S(2)"),
-        (call_of("aten.topk.default", x(8, 16), 3), "S(0) -> S(0) S(0)"),
-        (call_of("aten.cumsum.default", x(7, 6), 1, size=4), "S(0) -> S(0)"),
-    ],
-    ids=lambda value: value.op if isinstance(value, OpCall) else None,
-)
+REGISTRIES = [
+    (call_of("aten.mm.default", x(8, 6), x(6, 4)), "S(1) S(0) -> P(sum)"),
+    (call_of("aten.amax.default", x(8, 6), (1,)), "S(1) -> P(max)"),
+    (call_of("aten.stack.default", (x(8, 6), x(8, 6))), "S(1) S(1) -> S(2)"),
+    (call_of("aten.topk.default", x(8, 16), 3), "S(0) -> S(0) S(0)"),
+    (call_of("aten.cumsum.default", x(7, 6), 1, size=4), "S(0) -> S(0)"),
+]
+
+
+def op_of(value: object) -> str | None:
+    return value.op if isinstance(value, OpCall) else None
+
+
+@pytest.mark.parametrize(("asked", "expected"), REGISTRIES, ids=op_of)
 def test_each_kind_of_registry_is_read(asked: OpCall, expected: str) -> None:
     assert expected in texts(dtensor_strategies(asked))
+
+
+# One is tried in the quick suite: trying takes as many runs of an operation wherever its rule is from.
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [REGISTRIES[0], *(pytest.param(*r, marks=pytest.mark.slow) for r in REGISTRIES[1:])],
+    ids=op_of,
+)
+def test_what_a_registry_says_is_found(asked: OpCall, expected: str) -> None:
     assert expected in texts(found_strategies(asked))
     assert source(asked).startswith("DTensor (")
 

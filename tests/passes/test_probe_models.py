@@ -22,8 +22,9 @@ from tests.helpers.planning import slow_devices
 from tests.oracle.harness import Case, Sample, check
 
 
-def test_a_model_of_unknown_operations_is_divided_and_right() -> None:
-    report = autopar.verify(Fused(32, 128), (2, 2), torch.randn(256, 32), cluster=slow_devices(), timeout=250)
+@pytest.mark.parametrize("mesh", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_model_of_unknown_operations_is_divided_and_right(mesh: tuple[int, ...]) -> None:
+    report = autopar.verify(Fused(32, 128), mesh, torch.randn(256, 32), cluster=slow_devices(), timeout=250)
     assert report.ok, str(report)
     assert report.unpriced == ()
     plan = report.plan
@@ -31,7 +32,7 @@ def test_a_model_of_unknown_operations_is_divided_and_right() -> None:
     assert len(unknown) == 4, "two layers, forward and backward"
     for name in unknown:
         strategy = plan.strategies[name]
-        for axis in range(2):
+        for axis in range(len(mesh)):
             assert any(isinstance(p[axis], Shard) for p in (*strategy.inputs, *strategy.outputs)), f"{name}: {strategy}"
         assert "probed (" in str(plan.why(name))
     assert plan.fallbacks == ()

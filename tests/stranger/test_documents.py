@@ -85,18 +85,26 @@ def test_every_block_is_known() -> None:
     assert len(PYTHON) >= 4 and len(SHELL) >= 4
 
 
-def trained() -> list[object]:
-    """(Document, ranks) of the blocks that train; only README's are quick."""
-    pairs = sorted({(block.document, way_of(block).ranks) for block in PYTHON if way_of(block).ranks})
-    return [pair if pair[0] == "README.md" else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
-
-
-@pytest.mark.parametrize(("document", "ranks"), trained())
-def test_blocks_of_training(stranger: Stranger, tmp_path: Path, document: str, ranks: int) -> None:
-    folder = setup_folder(tmp_path / "work")
-    mine = [block for block in PYTHON if block.document == document and way_of(block).ranks == ranks]
+def train(stranger: Stranger, folder: Path, mine: list[Block]) -> None:
+    """Runs blocks that train one after the other on the ranks they need."""
+    (ranks,) = {way_of(block).ranks for block in mine}
+    setup_folder(folder)
     files = [program(block, folder) for block in mine]
     stranger.command([*TORCHRUN, str(ranks), "run_blocks.py", *files], folder, says="fine")
+
+
+def test_the_first_block_trains(stranger: Stranger, tmp_path: Path) -> None:
+    """The first that a reader tries; the others are slow."""
+    train(stranger, tmp_path / "work", [next(block for block in PYTHON if way_of(block).ranks)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("document", "ranks"), sorted({(block.document, way_of(block).ranks) for block in PYTHON if way_of(block).ranks})
+)
+def test_blocks_of_training(stranger: Stranger, tmp_path: Path, document: str, ranks: int) -> None:
+    mine = [block for block in PYTHON if block.document == document and way_of(block).ranks == ranks]
+    train(stranger, tmp_path / "work", mine)
 
 
 def documents_of_one_process() -> list[object]:

@@ -6,12 +6,13 @@ import pytest
 
 from tests.stranger.stranger_user import Stranger
 
-# A start of torchrun and of each rank costs seconds: the quick suite has one, and a notebook.
+# A start of torchrun and of each rank costs seconds: the quick suite has one, of README's first block, and a notebook.
 # What the others do is done by tests/runtime in processes of its own.
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=slow), pytest.param(4, marks=slow)])
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_first_program(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/first.py", ranks)
 

@@ -112,7 +112,12 @@ def mixtral() -> Case:
 CASES = [plain, gpt2, llama, bert, vit, resnet, mixtral]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    # tests/ops/test_experts.py traces mixtures too.
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow) if c is mixtral else c for c in CASES],
+    ids=lambda case: case.__name__,
+)
 def test_same_as_eager(case: Callable[[], Case]) -> None:
     model, make = case()
     model.double().train()

@@ -153,6 +153,7 @@ def test_a_given_plan_is_the_one_verified() -> None:
     assert report.ok and report.plan == plan
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_device_and_uneven_sizes() -> None:
     assert check(Stack(layers=1), text(6, 7), (2, 1, 2), options=autopar.Options(zero=3)).ok
 
