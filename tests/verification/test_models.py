@@ -16,7 +16,6 @@ MESHES = [(4,), (2, 2), (2, 1, 2)]
 KINDS = ["best", "slow devices", "fully sharded", "tensor parallel"]
 # Real models on processes are quick in test_pipelines.py and tests/test_precision.py; in one process, in tests/passes.
 QUICK = [
-    ("plain", (2, 1, 2), "tensor parallel"),
     ("plain", (2, 2), "fully sharded"),
 ]
 REST = [(name, mesh, kind) for name in MODELS for mesh in MESHES for kind in KINDS if (name, mesh, kind) not in QUICK]

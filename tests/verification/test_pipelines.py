@@ -17,8 +17,11 @@ from tests.search.test_best_plan import Model
 ON_FOUR = [((4,), 4), ((2, 2), 2), ((4,), 2)]
 CLUSTERS = ("dgx", "slow devices")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "solved")
-# 1F1B on processes is quick in tests/test_precision.py, microbatches alone in tests/runtime/test_kinds_of_calls.py.
-QUICK: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+# Quick are the tests below, of ZB-V with dropout and of training; 1F1B is in tests/test_precision.py, and microbatches
+# alone are in tests/runtime/test_kinds_of_calls.py.
+FIRST: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "1f1b"}),
+    ("llama", (2,), {"stages": 1, "microbatches": 5}),
     ("t5", (2,), {"stages": 2, "microbatches": 5, "schedule": "zb-v"}),
 ]
 REST: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
@@ -31,10 +34,6 @@ REST: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     (name, (2, 2, 2), {"stages": 2, "microbatches": 4, "schedule": schedule})
     for name, schedule in (("gpt2", "1f1b"), ("llama", "zb-v"))
 ]
-REST += [
-    ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "1f1b"}),
-    ("llama", (2,), {"stages": 1, "microbatches": 5}),
-]
 # Weights gathered in every forward and backward, gradients reduced from within the last.
 REST += [("gpt2", (2,), {"stages": 1, "microbatches": count, "zero": 3}) for count in (2, 5)]
 REST += [
@@ -43,15 +42,9 @@ REST += [
 ]
 
 
-def cases() -> list[Any]:
-    """What is quick to run is run on slow devices; what a stage replicates, tests of dropout and of training run."""
-    quick = [(cluster, *case) for cluster in CLUSTERS for case in QUICK]
-    rest = [(cluster, *case) for cluster in CLUSTERS for case in REST]
-    slow = [case for case in quick if case[0] == "dgx"]
-    return [*(c for c in quick if c not in slow), *(pytest.param(*c, marks=pytest.mark.slow) for c in slow + rest)]
-
-
-@pytest.mark.parametrize(("cluster", "name", "mesh", "options"), cases())
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(("name", "mesh", "options"), FIRST + REST)
 def test_equal_to_one_process(cluster: str, name: str, mesh: tuple[int, ...], options: dict[str, Any]) -> None:
     """On slow devices the placements inside a stage shard whatever they can."""
     if cluster == "dgx" and options["stages"] == 1:
