@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.torch_internals.fake_tensors import FakeTensorMode
+from autopar.torch_internals.trees import tree_map
 
 aten = torch.ops.aten
 
@@ -85,10 +86,29 @@ def _gathered(x: torch.Tensor, keys: list[Any]) -> torch.Tensor:
     return picked
 
 
+def _on_meta(operation: Any) -> Callable[..., Any]:
+    """``operation``, which asks a GPU for its properties to choose a kernel, by way of meta tensors. Operands of
+    several devices or dtypes are errors, as in the kernels."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        device, kinds = operands[0].device, {(x.device, x.dtype) for x in operands}
+        if len(kinds) > 1:
+            raise RuntimeError(f"{operation} of operands of several devices or dtypes: {sorted(map(str, kinds))}")
+        if device.type == "meta":
+            return operation(*args, **kwargs)
+        results = operation(*(_to(arg, "meta") if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+        return tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x, results)
+
+    return run
+
+
 _METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.to: _to,
     torch.Tensor.copy_: _copy,
     torch.Tensor.__invert__: torch.bitwise_not,
     torch.Tensor.__getitem__: _item,
+    aten.convolution.default: _on_meta(aten.convolution.default),
+    aten.convolution_backward.default: _on_meta(aten.convolution_backward.default),
 }

@@ -135,3 +135,18 @@ def test_a_whole_step_reads_one_value_and_only_to_scale_the_loss(
     assert [(flag.device.type, flag.numel()) for flag in read] == [("cuda", 1)] * 2
     assert on_processor.names == []
     assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cuda"}
+
+
+def test_depthwise_convolutions_need_no_device() -> None:
+    """Torch asks the GPU for its properties to choose their kernel."""
+    with fake_device():
+        x, weight = torch.empty(6, 48, 17, device="cuda"), torch.empty(48, 1, 4, device="cuda")
+        out = torch.ops.aten.convolution.default(x, weight, None, [1], [3], [1], False, [0], 48)
+        assert (out.shape, out.device.type) == ((6, 48, 20), "cuda")
+        mask = [True, True, False]
+        gradients = torch.ops.aten.convolution_backward.default(
+            out, x, weight, None, [1], [3], [1], False, [0], 48, mask
+        )
+        assert [g.shape for g in gradients[:2]] == [x.shape, weight.shape]
+        with pytest.raises(RuntimeError, match="several devices or dtypes"):
+            torch.ops.aten.convolution.default(x, weight.to(torch.bfloat16), None, [1], [3], [1], False, [0], 48)
