@@ -63,10 +63,8 @@ def run_parts(
     for part in parts:
         here = setting if part in ON_ALL else replace(setting, world=1)
         begin, budget = time.time(), budget + seconds * SHARES[part] / total
-        # Calibration starts processes of its own.
-        alone = replace(here, world=1) if part == "calibrate" and setting.kind != "cuda" else here
-        cases = [case for case in module_of(part).cases(alone) if only in case]
-        rows = rows_of(part, cases, begin + budget, alone, workers_for(part, alone))
+        cases = [case for case in module_of(part).cases(here) if only in case]
+        rows = rows_of(part, cases, begin + budget, here, workers_for(part, here))
         rows = with_ratios(rows) if part == "train" else rows
         taken = time.time() - begin
         budget -= taken

@@ -38,10 +38,18 @@ def run(case: str, setting: Setting) -> list[Row]:
             "capability": f"{gpu.major}.{gpu.minor}",
             "memory_bytes": int(gpu.total_memory),
             "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl": _nccl(),
             "preset": None if preset is None else {"name": preset.name, **_rates(preset)},
         }
     return [row]
+
+
+def _nccl() -> str:
+    """The version of NCCL, or why there is none."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _rates(cluster: Cluster) -> Row:

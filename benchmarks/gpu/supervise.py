@@ -76,7 +76,7 @@ def _run(work: Work) -> str | None:
     description, log = Path(f"{work.path}.json"), Path(f"{work.path}.log")
     description.write_text(work.to_json())
     command = [sys.executable]
-    if work.setting.world > 1:
+    if work.setting.world > 1 and work.part != "calibrate":  # Which starts processes of its own.
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.setting.world}"]
     command += ["-m", "benchmarks.gpu.worker", str(description)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONFAULTHANDLER": "1"}
@@ -86,6 +86,9 @@ def _run(work: Work) -> str | None:
             code: int | None = process.wait(max(1.0, work.deadline - time.time()) + _GRACE)
         except subprocess.TimeoutExpired:
             code = None
+            process.terminate()  # A launcher ends its ranks, which are in sessions of their own.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE / 2)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

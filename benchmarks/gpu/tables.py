@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
         like = eager.get(row["case"].split(" ")[0])
         if like is not None and "losses" in row:
             pairs = zip(row["losses"], like["losses"], strict=True)
-            error = max(abs(own / expected - 1) for own, expected in pairs)
+            errors = [abs(own / expected - 1) for own, expected in pairs]
+            error = math.inf if any(map(math.isnan, errors)) else max(errors)
             row = {**row, "loss_error": error, "equal": error <= LOSS_TOLERANCE}
             row["of_eager"] = row["step_seconds"] / like["step_seconds"]
         found.append(row)

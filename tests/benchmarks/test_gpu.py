@@ -85,6 +85,7 @@ def test_losses_are_compared_with_eagers() -> None:
     _, near, far = tables.with_ratios([like, near, far])
     assert near["equal"] and not far["equal"]
     assert near["of_eager"] == 1.0
+    assert not tables.with_ratios([like, {**far, "losses": [4.0, float("nan")]}])[1]["equal"]
 
 
 def test_gradients_are_compared_where_they_are_most_beyond() -> None:
