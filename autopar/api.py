@@ -272,6 +272,7 @@ def _join_processes(mesh: Mesh) -> None:
     if not dist.is_initialized() and dist.is_torchelastic_launched():
         if torch.cuda.is_available():
             require_nccl()
+            torch.cuda.init()  # Otherwise DeviceMesh chooses again, by the local rank.
             torch.cuda.set_device(own_gpu())
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -42,6 +42,8 @@ SHARES = {"calibrate": 0.10, "messages": 0.05, "programs": 0.25, "train": 0.48, 
 SECONDS = 450.0
 # Parts that run on all devices; the others on one.
 ON_ALL = ("calibrate", "messages", "train")
+# Columns of the tables, also where the output is a file. Chosen: the widest table.
+_WIDTH = 130
 # Processes that plan and run programs at once, on one device.
 # Chosen: most of their time is planning, on one core each.
 _WORKERS = 4
@@ -104,7 +106,7 @@ def main(words: Sequence[str]) -> int:
     if chosen.json:
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
         return 0
-    console = Console()
+    console = Console(width=max(Console().width, _WIDTH))
     for part, found in figures["parts"].items():
         console.print(table(part, found["rows"]))
     console.print(figures["summary"])

@@ -157,6 +157,8 @@ def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
     """A mesh of only this process; starts torch.distributed without a network if it is not running."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if device_type != "cpu":
+        torch.get_device_module(device_type).current_device()  # DeviceMesh warns where no device is in use yet.
     shape = torch.tensor(dist.get_rank(), device="cpu").reshape((1,) * dims)
     return DeviceMesh(device_type, shape)
 
