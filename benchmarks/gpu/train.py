@@ -2,7 +2,8 @@
 
 A step is forward, backward and AdamW (fused) on the same batch. Weights, gradients and the optimizer's state are
 float32; products are bf16: by ``precision="bf16"`` (autopar), autocast (eager, ``torch.compile``, DDP, TP) or FSDP2's
-policy for mixed precision. On one device each variant has it alone; on several, the batch is that many times as large.
+policy for mixed precision. On one device each variant has it alone; on several, the batch is that many times as large,
+and eager and TP, which compute all of it on each, accumulate gradients over slices.
 Losses of the first steps must be eager's within 1%: bf16 rounds by 0.4%, at other places in each variant.
 
 Step time is the mean of back-to-back steps by the device's clock, on the slowest rank, after warm-up. MFU counts the
@@ -14,7 +15,7 @@ one is the plan's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +96,8 @@ def _peak_flops(setting: Setting) -> float:
 
 
 def _mean(loss: Tensor) -> Tensor:
-    """The mean over ranks; DTensors are replicated."""
-    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    total = whole.detach().double()
+    """The mean over ranks."""
+    total = loss.detach().double()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
@@ -117,29 +117,34 @@ def make(variant: str, model: nn.Module, batch: Batch, setting: Setting) -> Runn
     if variant.startswith("autopar"):
         return _autopar(model, batch, setting, compiled=variant == "autopar compiled")
     model = model.to(setting.device)
-    rows = {name: value.chunk(setting.world)[dist.get_rank()] for name, value in batch.items()}
+    slices = [{n: v.chunk(setting.world)[index] for n, v in batch.items()} for index in range(setting.world)]
+    own = slices[dist.get_rank() : dist.get_rank() + 1]
     match variant:
         case "torch.compile":
-            return _torch(torch.compile(model), batch, setting)
+            return _torch(torch.compile(model), slices, setting)
         case "DDP":
-            return _torch(DistributedDataParallel(model), rows, setting)
+            return _torch(DistributedDataParallel(model), own, setting)
         case "FSDP2":
-            return _torch(_fsdp(model, setting), rows, setting, autocast=False)
+            return _torch(_fsdp(model, setting), own, setting, autocast=False)
         case "TP":
-            return _torch(_tp(model, setting), batch, setting)
-    return _torch(model, batch, setting)
+            return _torch(_tp(model, setting), slices, setting)
+    return _torch(model, slices, setting)
 
 
-def _torch(model: Any, batch: Batch, setting: Setting, *, autocast: bool = True) -> Running:
+def _torch(model: Any, slices: Sequence[Batch], setting: Setting, *, autocast: bool = True) -> Running:
+    """Steps on equal ``slices`` of a batch, one after the other: all of several devices' would not fit into one."""
     optimizer = _adamw(model.parameters(), setting)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(setting.kind, torch.bfloat16, enabled=autocast):
-            loss: Tensor = model(**batch).loss
-        loss.backward()
+        total = torch.zeros((), device=setting.device)
+        for batch in slices:
+            with torch.autocast(setting.kind, torch.bfloat16, enabled=autocast):
+                loss = model(**batch).loss / len(slices)
+            loss.backward()
+            total = total + (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
         optimizer.step()
-        return loss.detach()
+        return total
 
     return Running(step)
 
