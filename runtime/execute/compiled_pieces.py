@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +48,9 @@ _MOST_VARIANTS = 8
 # Files that ranks lock while they compile; pieces with the same lock only wait for each other.
 # Chosen: many more than ranks of a host compile at once.
 _LOCKS = 256
+# How long a rank waits for another one that compiles the same code, before it does so itself.
+# Chosen: several times what a piece takes; the other may have been stopped.
+_LOCK_SECONDS = 120.0
 
 _log = logging.getLogger("autopar.compile")
 # Inductor is not made for several threads.
@@ -119,8 +124,8 @@ class PieceCode:
     def _compiled(self, key: tuple[Metadata, ...]) -> Variant | Exception:
         if len(self._variants) >= _MOST_VARIANTS:
             return RuntimeError(f"it is compiled for {_MOST_VARIANTS} sizes of inputs already")
-        lookups = Lookups(self._canonical)
-        operations = {**LOCAL_OPS, **(lookups.operations if self._device.type == "cpu" else {})}
+        lookups = Lookups(self._canonical, _checked_lookups(self._device))
+        operations = {**LOCAL_OPS, **lookups.operations}
         function = SectionCode(self._canonical, Source(self._canonical, operations, self._device), "").function
         try:
             with _alone(f"{self._canonical}{key}"), warnings.catch_warnings():
@@ -199,25 +204,54 @@ def _alone(key: str) -> Iterator[None]:
     folder, lock = cache_folder() / KIND, int(hashlib.sha256(key.encode()).hexdigest(), 16) % _LOCKS
     try:
         (folder / "locks").mkdir(parents=True, exist_ok=True)
+        private = _is_private(folder)
     except OSError:  # A folder that cannot be written to: Inductor has one of its own.
+        private = False
+    if not private:
         yield
         return
     with caching_in(folder), _locked(folder / "locks" / str(lock)):
         yield
 
 
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can put code into ``folder``: what Inductor finds there, it runs."""
+    if not hasattr(os, "getuid"):
+        return True
+    for each in (folder, folder.parent):
+        found = each.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            return False
+    return True
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Waits for others that hold the lock, at most :data:`_LOCK_SECONDS`. Without locks each rank compiles."""
     try:
         import fcntl
 
         file = path.open("w")
-    except (ImportError, OSError):  # Without locks, or in a folder that cannot be written, each rank compiles.
+    except (ImportError, OSError):
         yield
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # A network file system without locks.
+                break
         yield
+
+
+def _checked_lookups(device: torch.device) -> frozenset[str]:
+    """The look-ups whose indices are checked before a piece runs: on a GPU those among shards, which give zeros for an
+    index that no rank has. Inductor's code for others asserts on GPUs, as torch's does."""
+    return LOOKUPS if device.type == "cpu" else frozenset(op for op in LOOKUPS if op.startswith("autopar."))
 
 
 def with_pieces(
@@ -227,7 +261,7 @@ def with_pieces(
     compilation: Compilation,
 ) -> tuple[Section, dict[str, Operation]]:
     """``section`` in compiled pieces, and the operations that it then calls."""
-    host = {*GUARDED, *LOOKUPS} & set(operations) if compilation.device.type == "cpu" else ()
+    host = {*GUARDED, *_checked_lookups(compilation.device)} & set(operations)
     pieces = split(section, lambda instruction: kind_of(instruction, host))
     calls = {name: PieceCall(piece, compilation.device, as_it_is, compilation) for name, piece in pieces.pieces.items()}
     return pieces.section, {**operations, **calls}

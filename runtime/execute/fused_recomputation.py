@@ -27,6 +27,14 @@ _MOST_STEPS = 16
 # Elementwise too, though torch has no such tag for them; what makes a constant costs nothing.
 _ELEMENTWISE = ("aten.full.default", "aten.scalar_tensor.default", "aten.clone.default")
 
+# Their results are small beside what they reduce.
+_REDUCTIONS = frozenset((
+    "aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim", "aten.amax.default",
+    "aten.amin.default", "aten.prod.dim_int",
+))  # fmt: skip
+# Views with all elements of what they view: a slice may be small where its base is not.
+_WHOLE_VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
+
 
 def recomputed_in_backward(program: Program) -> Program:
     """``program``, saving fewer values; see the module docstring."""
@@ -111,7 +119,7 @@ class _Forward:
         """Whether the new ``bases`` take no more memory than the result of the ``steps``: results of reductions, and
         at most one of a kernel, which is stored anyway and no larger than what is computed from it."""
         new = [self.made[base.node] for base in bases if base not in self.kept and base not in self._inputs]
-        if any(kind_of(each) not in ("kernel", "fused") or each.results > 1 for each in new):
+        if any(each.results > 1 or not (kind_of(each) == "kernel" or _is_fusable(each)) for each in new):
             return False
         kernels = sum(kind_of(each) == "kernel" for each in new)
         converts = any(self.made[step].op == "aten._to_copy.default" for step in steps)
@@ -122,15 +130,20 @@ class _Forward:
 
     def _is_reduced(self, value: Value) -> bool:
         made = self.made.get(value.node)
-        return made is not None and kind_of(made) == "fused" and not _is_elementwise(made)
+        return made is not None and made.op in _REDUCTIONS
 
     def steps_to(self, value: Value) -> Iterator[Instruction]:
-        """The instructions that compute a dropped value from kept ones, in order, some of them repeatedly."""
-        made = self.made[value.node]
-        for operand in operands_of(made):
-            if operand not in self.kept and operand not in self._inputs:
-                yield from self.steps_to(operand)
-        yield made
+        """The instructions that compute a dropped value from kept ones, in order."""
+        seen: set[str] = set()
+        waiting = [(self.made[value.node], False)]
+        while waiting:
+            made, ready = waiting.pop()
+            if ready:
+                yield made
+            elif made.name not in seen:
+                seen.add(made.name)
+                operands = (v for v in operands_of(made) if v not in self.kept and v not in self._inputs)
+                waiting += [(made, True), *((self.made[v.node], False) for v in operands)]
 
 
 def _is_elementwise(instruction: Instruction) -> bool:
@@ -140,8 +153,12 @@ def _is_elementwise(instruction: Instruction) -> bool:
     return instruction.op in _ELEMENTWISE or torch.Tag.pointwise in resolve_aten(instruction.op).tags
 
 
+def _is_fusable(instruction: Instruction) -> bool:
+    return _is_elementwise(instruction) or instruction.op in _REDUCTIONS
+
+
 def _is_step(instruction: Instruction) -> bool:
-    return _is_elementwise(instruction) or kind_of(instruction) == "view" or instruction.op == "aten._to_copy.default"
+    return _is_elementwise(instruction) or instruction.op in (*_WHOLE_VIEWS, "aten._to_copy.default")
 
 
 @dataclass

@@ -6,7 +6,7 @@ the piece runs uncompiled, where :mod:`.index_guards` and :mod:`autopar.ops.mask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from autopar.ir.node import Value, values_in
 from autopar.ir.program import Instruction, Section
-from autopar.ops.index_range import is_outside
+from autopar.ops.index_range import any_outside, is_outside
 from autopar.ops.masked import LOCAL_OPS
 
 from .section_source import Operation, resolve_aten
@@ -32,7 +32,11 @@ class Range:
     high: int
 
     def holds_for(self, inputs: list[torch.Tensor]) -> bool:
-        return not is_outside(inputs[self.position], self.low, self.high)
+        """Whether it is. On a GPU, which is not waited for, true, with an assertion that fails there."""
+        index = inputs[self.position]
+        if index.device.type == "cpu":
+            return not is_outside(index, self.low, self.high)
+        return not any_outside(index, self.low, self.high)
 
 
 def _rows(table: torch.Tensor, *_: Any, **__: Any) -> Iterator[tuple[int, int]]:
@@ -90,13 +94,13 @@ def indices_of(instruction: Instruction) -> tuple[Value, ...]:
 
 
 class Lookups:
-    """The look-ups of a piece. ``operations``: those that, while the piece is traced, write down the ranges of their
-    indices, in ``ranges``."""
+    """The look-ups of a piece that are ``checked``. ``operations``: those that, while the piece is traced, write down
+    the ranges of their indices, in ``ranges``."""
 
-    def __init__(self, section: Section) -> None:
+    def __init__(self, section: Section, checked: Container[str] = LOOKUPS) -> None:
         self.ranges: set[Range] = set()
         inputs = {name: position for position, name in enumerate(section.inputs)}
-        found = [i for i in section.instructions if i.op in _LOOKUPS]
+        found = [i for i in section.instructions if i.op in _LOOKUPS and i.op in checked]
         self._positions = iter([[inputs[value.node] for value in indices_of(i)] for i in found])
         self.operations = {i.op: self._recording(i.op) for i in found}
 

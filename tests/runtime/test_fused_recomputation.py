@@ -87,3 +87,55 @@ def test_small_values_stay_saved() -> None:
     """
     before = Program.from_text(text)
     assert recomputed_in_backward(before) is before
+
+
+def of_forward(lines: str, saved: str, results: str = "%z") -> Program:
+    """A program that saves one value of ``lines``, of which ``results`` are given."""
+    head = "# rank at (0,) of mesh (1,)\nrefresh():\n  return\n"
+    text = (
+        f"{head}forward(%x, %w, %i):\n{lines}\n  return {results}, {saved}\n"
+        "backward(%saved, %tangent):\n  %c = aten.mul.Tensor(%saved, %tangent)\n  return %c\n"
+    )
+    result = TensorSlot("y", "output", "0", (4, 4), parse_placements("R"))
+    return replace(Program.from_text(text), results=(result,))
+
+
+def test_a_gathered_value_is_not_small() -> None:
+    """One sum is saved, not the three tensors of its size that it is computed from."""
+    lines = """  %lin = aten.mm.default(%x, %w)  @h.0
+  %a = aten.index.Tensor(%x, [%i])  @h.0
+  %b = aten.cumsum.default(%x, 0)  @h.0
+  %ab = aten.add.Tensor(%a, %b)  @h.0
+  %u = aten.add.Tensor(%lin, %ab)  @h.0
+  %z = aten.sigmoid.default(%u)  @h.0"""
+    before = of_forward(lines, "%u")
+    assert recomputed_in_backward(before) == before
+
+
+def test_a_part_is_not_computed_from_the_whole() -> None:
+    lines = """  %lin = aten.mm.default(%x, %w)  @h.0
+  %part = aten.slice.Tensor(%lin, 1, 0, 1)  @h.0
+  %u = aten.add.Tensor(%part, 1.0)  @h.0
+  %z = aten.sigmoid.default(%u)  @h.0"""
+    before = of_forward(lines, "%u")
+    assert recomputed_in_backward(before) == before
+
+
+def test_long_chains_take_no_longer_than_short_ones() -> None:
+    """``x = x * sigmoid(x)`` forty times: two ways lead to each value, and a thousand billion to the first."""
+    lines, outputs = ["  %y0 = aten.mm.default(%x, %w)  @h.0"], []
+    for n in range(40):
+        lines.append(f"  %s{n} = aten.sigmoid.default(%y{n})  @h.0")
+        lines.append(f"  %y{n + 1} = aten.mul.Tensor(%y{n}, %s{n})  @h.0")
+        outputs += [f"%y{n + 1}", f"%s{n}"]
+    saved = ", ".join(f"%r{n}" for n in range(80))
+    uses = "\n".join(f"  %c{n} = aten.mul.Tensor(%r{n}, %tangent)" for n in range(80))
+    gradients = ", ".join(f"%c{n}" for n in range(80))
+    text = "# rank at (0,) of mesh (1,)\nrefresh():\n  return\nforward(%x, %w):\n" + "\n".join(lines)
+    text += f"\n  %z = aten.neg.default(%y40)  @h.0\n  return %z, {', '.join(outputs)}\n"
+    text += f"backward({saved}, %tangent):\n{uses}\n  return {gradients}\n"
+    result = TensorSlot("y", "output", "0", (4, 4), parse_placements("R"))
+    before = replace(Program.from_text(text), results=(result,))
+    after = recomputed_in_backward(before)
+    assert len(after.backward.instructions) <= 80 + 80
+    assert len(after.forward.outputs) < len(before.forward.outputs)
