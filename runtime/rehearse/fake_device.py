@@ -87,7 +87,7 @@ def _gathered(x: torch.Tensor, keys: list[Any]) -> torch.Tensor:
 
 
 def _on_meta(operation: Any) -> Callable[..., Any]:
-    """``operation``, which asks a GPU for its properties to choose a kernel, by way of meta tensors. Operands of
+    """``operation``, which asks for a GPU to choose a kernel or a memory layout, by way of meta tensors. Operands of
     several devices or dtypes are errors, as in the kernels."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +109,15 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.copy_: _copy,
     torch.Tensor.__invert__: torch.bitwise_not,
     torch.Tensor.__getitem__: _item,
-    aten.convolution.default: _on_meta(aten.convolution.default),
-    aten.convolution_backward.default: _on_meta(aten.convolution_backward.default),
+    **{
+        operation: _on_meta(operation)
+        for operation in (
+            aten.convolution.default,
+            aten.convolution_backward.default,
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten._softmax_backward_data.default,
+            aten._log_softmax_backward_data.default,
+        )
+    },
 }

@@ -150,3 +150,9 @@ def test_depthwise_convolutions_need_no_device() -> None:
         assert [g.shape for g in gradients[:2]] == [x.shape, weight.shape]
         with pytest.raises(RuntimeError, match="several devices or dtypes"):
             torch.ops.aten.convolution.default(x, weight.to(torch.bfloat16), None, [1], [3], [1], False, [0], 48)
+
+
+def test_log_softmax_of_a_transposed_tensor_needs_no_device() -> None:
+    with fake_device():
+        out = torch.ops.aten._log_softmax.default(torch.empty(6, 5, 37, device="cuda").transpose(1, 2), 1, False)
+    assert (out.shape, out.device.type) == ((6, 37, 5), "cuda")
