@@ -17,16 +17,19 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(options: Sequence[str], grace: int) -> tuple[int, str]:
-    """Runs ``torch.distributed.run`` with ``options`` until the last process has ended. Returns an exit status (0,
-    1, or 128 and the signal that ended the launcher) and what to say of it.
+def launch(options: Sequence[str], command: Sequence[str], grace: int) -> tuple[int, str]:
+    """Runs ``command`` by ``torch.distributed.run`` with ``options`` until the last process has ended. Returns an exit
+    status (0, 1, or 128 and the signal that ended the launcher) and what to say of it.
 
     ``grace``: the seconds between SIGTERM and SIGKILL of a process; the launcher's own 30 are an argument that nothing
     passes on. A stopped process is continued, or it would not receive SIGTERM. Relies on ``PContext.close(death_sig,
     timeout)`` and ``SubprocessHandler.close(death_sig)`` (2.11)."""
     with _patient(grace), _signals_restored():
         try:
-            torch_run.run(torch_run.parse_args(list(options)))
+            arguments = torch_run.parse_args([*options, "--no-python", command[0]])
+            # Not parsed: a script's own ``--log`` would be an abbreviation of several of torch's options.
+            arguments.training_script_args = list(command[1:])
+            torch_run.run(arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed ({failure.exitcode})"

@@ -133,6 +133,16 @@ def test_a_store_and_a_free_port_are_no_errors(capsys: pytest.CaptureFixture[str
         check_endpoint("host:http")
 
 
+def test_words_of_a_script_are_its_own(tmp_path: Path) -> None:
+    """Also those that torch's launcher would take for abbreviations of its options."""
+    script = tmp_path / "words.py"
+    script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))\n")
+    words = ["--log", "a", "--nnodes", "7", "--r=3", "--", "-m"]
+    command = [sys.executable, "-m", "autopar", "run", "--nproc", "1", str(script), str(tmp_path / "said"), *words]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    assert (tmp_path / "said").read_text() == " ".join(words)
+
+
 RESTARTED = """
 import os, pathlib, signal, sys
 import torch, torch.distributed as dist

@@ -48,11 +48,11 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise OptionsError(f"there is no script {arguments.script!r} in {os.getcwd()}")
     if arguments.rendezvous is not None:
         check_endpoint(arguments.rendezvous)
-    options = [*_launcher_options(arguments), "--no-python", *_rank_command(arguments)]
+    options, command = _launcher_options(arguments), _rank_command(arguments)
     before, start = dict(os.environ), time.perf_counter()
     os.environ.update(_launch_environment())
     try:
-        status, said = launch(options, arguments.grace)
+        status, said = launch(options, command, arguments.grace)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -60,7 +60,15 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         print(said, file=sys.stderr)
     if output.json:
         seconds = time.perf_counter() - start
-        output.result("", {"ok": status == OK, "returncode": status, "seconds": seconds, "command": options})
+        output.result(
+            "",
+            {
+                "ok": status == OK,
+                "returncode": status,
+                "seconds": seconds,
+                "command": [*options, "--no-python", *command],
+            },
+        )
     return status
 
 
