@@ -65,8 +65,10 @@ class Monitor:
         if tensorboard and folder is None:
             raise OptionsError("tensorboard=True needs folder=..., where its events go")
         self.model, self.every, self.tokens = model, every, tokens
-        self._groups = model.autopar_parts.weights.groups
-        self._exchange = Exchange(self._groups)
+        parts = model.autopar_parts
+        self._groups, self._call = parts.weights.groups, parts.call
+        with self._call("Monitor()"):
+            self._exchange = Exchange(self._groups, apart=True)
         self._step, self._since = first, 0
         self._outputs = self._open(folder, tensorboard, progress, total) if self._exchange.index == 0 else []
         self._mark()
@@ -97,7 +99,8 @@ class Monitor:
         seconds = (time.perf_counter() - self._began) / self._since
         waits = (WAITING.seconds - self._waited) / self._since if self._groups.device.type == "cpu" else None
         own = Measured(seconds, peak_memory(self._groups.device), waits)
-        everyone = [Measured.from_bytes(data) for data in self._exchange.all_bytes(own.to_bytes())]
+        with self._call("monitor.step()"):
+            everyone = [Measured.from_bytes(data) for data in self._exchange.all_bytes(own.to_bytes())]
         record = self._record(step, value, norm, tokens or self.tokens, everyone)
         for output in self._outputs:
             output.write(record)

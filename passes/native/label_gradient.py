@@ -25,7 +25,7 @@ def build(site: Site) -> Replacement | None:
     dim, shape, marked = site.argument("dim"), site.shape("rows"), site.shape("result")
     whole_rows = len(shape) == len(marked) and [d for d in range(len(shape)) if shape[d] != marked[d]] in ([], [dim])
     same = site.type("result").dtype == site.type("rows").dtype == site.type("marked").dtype
-    if not (_is_zero(zeros) and whole_rows and same and shape[dim] == 1 and site.shape("labels") == shape):
+    if not (shape and _is_zero(zeros) and whole_rows and same and shape[dim] == 1 and site.shape("labels") == shape):
         return None
     rows, home = site["rows"], site.home(site["rows"])
     scaled, scaling = site.make(

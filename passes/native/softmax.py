@@ -27,6 +27,8 @@ log_softmax_backward(%gradient, %result):
 
 def forward(site: Site) -> Replacement | None:
     dim = site.argument("dim")
+    if not site.type("x").dtype.is_floating_point:
+        return None
     return site.replace_one("result", "aten._log_softmax.default", (site["x"], dim, False))
 
 

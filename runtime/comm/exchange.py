@@ -18,13 +18,16 @@ from .waiting import WAITING
 
 class Exchange:
     """Exchanges between all ranks of a mesh, ``ranks`` in row-major order. Creating the first one for these ranks is
-    collective, and so is each method."""
+    collective, and so is each method. ``apart``: in a group that no other exchange uses, so that a rank that takes part
+    in another one meanwhile cannot be misunderstood; each is then created collectively."""
 
-    def __init__(self, groups: MeshGroups) -> None:
+    def __init__(self, groups: MeshGroups, apart: bool = False) -> None:
         self.ranks: tuple[int, ...] = tuple(groups.mesh.mesh.flatten().tolist())
         everyone = groups.over(groups.axes)
         self.index = everyone.index
-        self._group = None if everyone.group is None else groups.through_cpus()
+        self._group = None
+        if everyone.group is not None:
+            self._group = groups.another_through_cpus() if apart else groups.through_cpus()
 
     @property
     def alone(self) -> bool:

@@ -93,8 +93,14 @@ class MeshGroups:
         ranks = tuple(self.mesh.mesh.flatten().tolist())
         world, group = _CPU_GROUPS.get(ranks, (None, None))
         if group is None or world is not dist.group.WORLD:
-            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            group = self.another_through_cpus()
             _CPU_GROUPS[ranks] = dist.group.WORLD, group
+        return group
+
+    def another_through_cpus(self) -> dist.ProcessGroup:
+        """A new group as :meth:`through_cpus` gives; collective."""
+        ranks = self.mesh.mesh.flatten().tolist()
+        group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return group
 
     def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:

@@ -318,7 +318,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
     @property
     def autopar_parts(self) -> Parts:
         """For autopar's own use: what checkpoints need to know."""
-        return Parts(self._weights, self._plan, self._compile, self._rests_in_host_memory)
+        return Parts(self._weights, self._plan, self._compile, self._rests_in_host_memory, self._watch.call)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, gradient or optimizer state of this model on every rank, also if it is on another

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ from autopar.runtime.state.weights import Weights
 @dataclass(frozen=True)
 class Parts:
     """``weights``: the parameters, and how they are placed; ``in_host(name)``: whether the plan keeps the optimizer
-    state of the parameter in host memory; ``plan`` is None before there is one."""
+    state of the parameter in host memory; ``plan`` is None before there is one; ``call(name)``: a context for what all
+    ranks do together, so that the watch names those that do not."""
 
     weights: Weights
     plan: Any
     compile: Any
     in_host: Callable[[str], bool]
+    call: Callable[[str], AbstractContextManager[None]]
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import OptionsError
+from autopar.errors import FaultError, OptionsError
 from autopar.monitor import Monitor, StepRecord, outputs
 from autopar.monitor.measure import Measured, straggler, waiting_seconds
 from tests.helpers.models import Stack, text
@@ -92,3 +92,17 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(outputs, "has_tensorboard", lambda: False)
     with pytest.raises(OptionsError, match=r'pip install "autopar\[tensorboard\]"'):
         outputs.TensorBoard(tmp_path)
+
+
+def test_a_rank_that_does_not_take_part_is_named() -> None:
+    def work(rank: int, world: int) -> None:
+        batch = text(8, 8)
+        model = autopar.parallelize(Stack(), (2,), batch, cluster=CLUSTER)
+        monitor = Monitor(model, progress=False)
+        with pytest.raises(FaultError, match=r"rank 0 .*monitor.step\(\)"):
+            for _ in range(3):
+                loss = model.step(**batch)
+                if rank == 0:
+                    monitor.step(loss)
+
+    on(2, work)
