@@ -42,3 +42,11 @@ def initialises_all_inside(module: nn.Module) -> bool:
     """Whether ``module.initialize_weights()`` initialises every module inside. Relies on that name and on
     ``_init_weights``, which it calls (5.0)."""
     return callable(getattr(module, "initialize_weights", None)) and hasattr(module, "_init_weights")
+
+
+def names_not_saved(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that the class says are tied to others, and those that ``save_pretrained`` leaves out. Relies on
+    ``_tied_weights_keys`` and ``_keys_to_ignore_on_save``, which modules of others lack (5.0)."""
+    names = ("_tied_weights_keys", "_keys_to_ignore_on_save")
+    tied, ignored = (frozenset(getattr(model, name, None) or ()) for name in names)
+    return tied, ignored

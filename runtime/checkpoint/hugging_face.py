@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CheckpointError
+from autopar.torch_internals.hugging_face import names_not_saved
 
 from .find import checkpoints
 from .gather import Sent, blocks, who_sends
@@ -81,8 +82,7 @@ def save_safetensors(folder: Folder, model: nn.Module, *, file_bytes: int = _FIL
 
 def _exported(model: nn.Module) -> dict[str, torch.Tensor]:
     """Each tensor under the name that ``save_pretrained`` keeps: not one that the class says is tied to another."""
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tied, ignored = names_not_saved(model)
     kept = {next((name for name in names if name not in tied), names[0]): tensor for names, tensor in tensors_of(model)}
     return {name: tensor for name, tensor in kept.items() if name not in ignored}
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
+import socket
 import time
 import uuid
 from typing import Any
@@ -54,6 +57,10 @@ def save(
     return write_snapshot(snapshot, store, ranks)
 
 
+# The folders that this process is writing: a save must not take them for what an earlier one left.
+_BEING_WRITTEN: set[str] = set()
+
+
 def step_name(step: int) -> str:
     """The name of the folder of a checkpoint."""
     return f"step-{step:06d}"
@@ -76,6 +83,8 @@ def write_snapshot(snapshot: Snapshot, store: Store, ranks: Ranks) -> str:
     except CheckpointError:
         ranks.from_first(lambda: _tidy(store, name))
         raise
+    finally:
+        _BEING_WRITTEN.discard(str(store.inside(name)))
     return ranks.from_first(lambda: final)
 
 
@@ -98,16 +107,35 @@ def _write(snapshot: Snapshot, store: Store, name: str, ranks: Ranks) -> str:
 
 
 def _begin(store: Store, step: int) -> str:
-    """Creates the folder to write to. Deletes what earlier saves left that did not end."""
+    """Creates the folder to write to. Deletes what earlier saves left that did not end, but not what this process, or
+    another one of this host, is writing."""
     store.create()
     complete = {found.name for found in checkpoints(store)}
-    for name in store.names():
+    names = list(store.names())
+    for name in names:
         unfinished = name.startswith(WRITING) or (not store.renames and name.startswith("step-"))
-        if unfinished and name not in complete:
+        written = str(store.inside(name)) in _BEING_WRITTEN or _is_alive(name)
+        if unfinished and name not in complete and not written:
             store.remove(name, MANIFEST)
-    name = f"{WRITING}{step_name(step)}-{uuid.uuid4().hex[:8]}" if store.renames else _free_name(step, complete)
+    if store.renames:
+        name = f"{WRITING}{step_name(step)}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    else:
+        name = _free_name(step, complete | {n for n in names if str(store.inside(n)) in _BEING_WRITTEN})
     store.inside(name).create()
+    _BEING_WRITTEN.add(str(store.inside(name)))
     return name
+
+
+def _is_alive(name: str) -> bool:
+    """Whether a process of this host that is not this one is writing the folder."""
+    found = re.search(rf"-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]{{8}}$", name)
+    if found is None or int(found[1]) == os.getpid():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def _tidy(store: Store, name: str) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import warnings
 from collections import Counter
@@ -28,9 +29,11 @@ from autopar.ir.placements import parse_placements, take_local
 from autopar.ir.program import TensorSlot
 from autopar.runtime import mesh_groups, run_local
 from autopar.runtime.checkpoint import boxes, torch_storage
+from autopar.runtime.checkpoint.find import WRITING
 from autopar.runtime.checkpoint.index import read_index
 from autopar.runtime.checkpoint.manifest import read_manifest
-from autopar.runtime.checkpoint.stores import LocalStore
+from autopar.runtime.checkpoint.save import _BEING_WRITTEN, _begin
+from autopar.runtime.checkpoint.stores import LocalStore, store_of
 from autopar.runtime.checkpoint.tree_json import from_json, to_json
 from autopar.runtime.state.parameters import make_dtensor
 from tests.helpers.planning import on
@@ -316,3 +319,18 @@ def test_manifests_name_files_inside_the_folder_alone(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     with warnings.catch_warnings(), pytest.raises(CheckpointError):
         loaded(tmp_path)
+
+
+def test_what_is_being_written_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    """Not what this process writes beside training, nor another process; but what a process left that is gone."""
+    store = store_of(tmp_path)
+    own, host = _begin(store, 1), socket.gethostname()
+    left = f"{WRITING}step-000002-{host}-{2**22 + 1}-0123abcd"
+    others = f"{WRITING}step-000003-{host}-{os.getppid()}-0123abcd"
+    for name in (left, others):
+        (tmp_path / name).mkdir()
+    second = _begin(store, 4)
+    assert {path.name for path in tmp_path.iterdir()} == {own, others, second}
+    _BEING_WRITTEN.clear()
+    third = _begin(store, 5)
+    assert {path.name for path in tmp_path.iterdir()} == {others, third}
