@@ -88,8 +88,8 @@ class Options:
             ``"error"``: :class:`PlanMismatchError` (:class:`OptionsError` for microbatches).
         timeout: seconds for which ranks wait for one that does not answer, or does not move, before every rank raises
             :class:`FaultError`; at least four predicted steps. Ranks that died, or wait for each other in different
-            calls, are named within seconds whatever it is. While a rank plans, or computes outside of autopar, others
-            wait ten times as long. 0: no watch (docs/faults.md).
+            calls, are named within seconds whatever it is. While a rank plans, computes, or is outside of autopar,
+            others wait ten times as long. 0: no watch (docs/faults.md).
         check_every: at every so many-th ``model.step``, ranks compare hashes of the parameters that they hold in
             common, and look for NaN and infinities in the loss and the gradients; :class:`ValueFaultError` names the
             ranks and the parameter, or the module in which they begin. None: never.

@@ -20,7 +20,7 @@ SILENT = 3.5
 # Seconds for which the cause of a failed communication may come to light before the failure itself is reported.
 # Chosen.
 CAUSE = 4.0
-# Planning may take its time, and so may a rank outside of autopar that computes: this times the timeout.
+# Planning may take its time, and so may a rank outside of autopar, or one that computes: this times the timeout.
 # Chosen: ten minutes for the default of one.
 LENIENCE = 10.0
 
@@ -28,7 +28,8 @@ LENIENCE = 10.0
 @dataclass(frozen=True)
 class Seen:
     """What the others know of ``rank``: its last ``record``, the seconds since (``silent``), whether its connection is
-    ``open``, and for how many seconds it has been known to be ``broken``."""
+    ``open``, for how many seconds it has been known to be ``broken``, and of a silent process on the first rank's host
+    whether it is ``stopped`` or ``computes`` (without letting its threads run)."""
 
     rank: int
     record: Record
@@ -36,10 +37,18 @@ class Seen:
     open: bool = True
     broken: float = 0.0
     stopped: bool = False
+    computes: bool = False
 
     @property
     def hears(self) -> bool:
         return self.open and self.silent < SILENT
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised an error and nothing will follow: one that it caught counts once it has gone."""
+        record = self.record
+        gone = record.state == "ended" or (record.state == "running" and not self.open)
+        return record.state == "failed" or (gone and bool(record.note))
 
     @property
     def waiting(self) -> bool:
@@ -70,7 +79,7 @@ def diagnose(everyone: Sequence[Seen]) -> str | None:
 
 def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     """A rank that has raised an error, died, or ended."""
-    failed = [seen for seen in everyone if seen.record.state == "failed"]
+    failed = [seen for seen in everyone if seen.failed]
     if failed:
         return f"rank {failed[0].rank} failed: {failed[0].record.note}; {_who_wait(waiting)}"
     gone = [seen for seen in everyone if not seen.open or seen.record.state == "ended"]
@@ -90,8 +99,11 @@ def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
 
 
 def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
-    """Ranks that all wait, in different calls: none will go on."""
+    """Ranks that all wait, in different calls: none will go on. Numbers of calls of one name decide only in the end:
+    ranks may have made a call that needs no others, and groups of ranks may be slow on their own."""
     if not all(seen.waiting or seen.waits_elsewhere for seen in everyone):
+        return None
+    if len({seen.record.name for seen in everyone}) == 1 and not _all_still(everyone):
         return None
     calls: dict[str, list[Seen]] = {}
     for seen in everyone:
@@ -105,12 +117,17 @@ def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     )
 
 
+def _all_still(everyone: Sequence[Seen]) -> bool:
+    """Whether none has moved for as long as ranks may wait."""
+    return min(seen.record.still for seen in everyone) >= max(seen.record.timeout for seen in everyone)
+
+
 def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     """Ranks for which the others have waited longer than they may."""
     limit = max(seen.record.timeout for seen in everyone)
     waited = max(seen.record.still for seen in waiting)
     silent = [seen for seen in everyone if not seen.hears]
-    late = [s for s in silent if s.silent >= limit * (LENIENCE if s.record.planning and not s.stopped else 1)]
+    late = [s for s in silent if s.silent >= limit * (LENIENCE if _works_silently(s) else 1)]
     if late and waited + SILENT >= limit:
         state = "is stopped (SIGSTOP)" if late[0].stopped else "does not answer: it is stopped, or cut off"
         return (
@@ -121,15 +138,32 @@ def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         return None
     others = [seen for seen in everyone if not seen.waiting]
     patient = waited < LENIENCE * limit
-    absent = [s for s in others if not patient or (s.record.still >= limit and not s.record.planning)]
+    absent = [s for s in others if not patient or (s.record.still >= limit and not _may_come(s, waiting))]
     if absent:
         return (
             f"{named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
-            f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows"
+            f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows{_raised(absent[0])}"
         )
-    if others:
+    if others or not _all_still(everyone):
         return None
     return f"no message has arrived for {waited:.0f} s, longer than Options(timeout={limit:g}) allows, on any rank"
+
+
+def _works_silently(seen: Seen) -> bool:
+    return not seen.stopped and (seen.record.planning or seen.computes)
+
+
+def _may_come(seen: Seen, waiting: Sequence[Seen]) -> bool:
+    """Whether a rank that does not move is given more time: it plans, or is outside of autopar (a slow disk looks like
+    a lock), and has neither raised an error nor left the call behind in which the others wait."""
+    record = seen.record
+    behind = record.number < min(each.record.number for each in waiting)
+    return record.planning or (not record.name and not record.note and behind)
+
+
+def _raised(seen: Seen) -> str:
+    note = seen.record.note
+    return note and f"; its last call raised {note}"
 
 
 def _who_wait(waiting: Sequence[Seen]) -> str:
@@ -151,7 +185,7 @@ def _details(everyone: Sequence[Seen]) -> str:
 
 def _state(seen: Seen) -> str:
     record = seen.record
-    if record.state == "failed":
+    if seen.failed:
         return f"failed: {record.note}"
     if record.state == "ended":
         return "ended"
@@ -159,7 +193,7 @@ def _state(seen: Seen) -> str:
         return f"gone, last seen {record.place}"
     if not seen.hears:
         return f"silent, last seen {record.place}"
-    return f"{'waiting' if record.waits else 'running'} {record.place}"
+    return f"{'waiting' if record.waits else 'running'} {record.place}{'' if record.name else _raised(seen)}"
 
 
 def _smallest_first(groups: Mapping[str, list[Seen]]) -> Iterable[tuple[str, list[Seen]]]:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from .diagnosis import Seen, diagnose
+from .process_state import STOPPED, WORKS, state_of
 from .record import Record, from_json
 
 # Seconds between two messages of a rank, and of the hub.
@@ -91,16 +91,8 @@ class Hub(threading.Thread):
     def _as_of(self, seen: Seen, now: float) -> Seen:
         silent = now - self._heard[seen.rank]
         broken = now - self._broken.setdefault(seen.rank, now) if seen.record.state == "broken" else 0.0
-        return replace(seen, silent=silent, broken=broken, stopped=silent > INTERVAL and self._has_stopped(seen))
-
-    def _has_stopped(self, seen: Seen) -> bool:
-        """Whether the process of a rank on this host is stopped."""
-        process, _, host = seen.record.where.removeprefix("process ").partition(" on ")
-        if host != self._host:
-            return False
-        with suppress(OSError, IndexError):
-            return Path(f"/proc/{int(process)}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        return False
+        state = state_of(seen.record.where, self._host) if silent > INTERVAL else ""
+        return replace(seen, silent=silent, broken=broken, stopped=state in STOPPED, computes=state in WORKS)
 
     def _join(self) -> None:
         with suppress(OSError):

@@ -14,8 +14,9 @@ class Record:
     """``number`` of the collective call that the rank is in (or was in last), its ``name`` ("" outside of calls),
     whether it is ``planning``, whether it ``waits`` for others, the seconds for which it has been ``still``, its
     ``instruction`` and the user's ``line``. ``state``: ``broken`` if a communication failed, ``failed`` if it raised an
-    error of its own, ``ended`` if its script came to its end; ``note`` says which error. ``timeout``: the seconds for
-    which others may wait for it. ``where``: its process and host."""
+    error of its own, ``ended`` if its script came to its end; ``note`` says which error, also of one that its last
+    call raised and that it may have caught (``running``). ``timeout``: the seconds for which others may wait for it.
+    ``where``: its process and host."""
 
     number: int = 0
     name: str = ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack
@@ -16,11 +18,16 @@ import torch
 from autopar.ops.index_range import PROGRAM_FILE
 from autopar.runtime.execute.section_code import instruction_at
 
+from .process_state import state_in
+
 _RUNTIME = Path(__file__).parent.parent
+_DISTRIBUTED = Path(torch.__file__).parent / "distributed"
+# Where threads wait for other ranks: not all of torch.distributed, whose checkpoints and DTensors work alone as well.
 _COMMUNICATION = (
     str(_RUNTIME / "comm"),
     str(_RUNTIME / "pipeline" / "point_to_point.py"),
-    str(Path(torch.__file__).parent / "distributed"),
+    str(_DISTRIBUTED / "distributed_c10d.py"),
+    str(_DISTRIBUTED / "_functional_collectives"),
 )
 _PACKAGE = Path(sys.modules["autopar"].__file__ or "").parent
 _NOT_THE_USERS = (
@@ -90,6 +97,38 @@ def _instruction(frame: FrameType, line: int) -> str:
     return instruction_at(file, line) if file.startswith(PROGRAM_FILE) else ""
 
 
+@dataclass(frozen=True)
+class Thread:
+    """A thread by its ``get_ident()`` and its number in the kernel, with the clock of the time it computes: asking for
+    the clock of a thread that has ended would crash the process, but reading such a clock only fails."""
+
+    ident: int
+    number: int
+    clock: int | None
+
+    @classmethod
+    def here(cls) -> Thread:
+        """The thread that calls."""
+        ident = threading.get_ident()
+        clock = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
+        return cls(ident, threading.get_native_id(), clock)
+
+    def seconds_computed(self) -> float:
+        with suppress(OSError):
+            return 0.0 if self.clock is None else time.clock_gettime(self.clock)
+        return 0.0
+
+    def bytes_moved(self) -> int:
+        """Read and written, through system calls and to disks."""
+        with suppress(OSError, ValueError):
+            lines = Path(f"/proc/self/task/{self.number}/io").read_text().splitlines()
+            return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_", "write_")))
+        return 0
+
+    def waits_for_disk(self) -> bool:
+        return state_in(f"/proc/self/task/{self.number}/stat") == "D"
+
+
 class Stillness:
     """For how long a thread has been where it is."""
 
@@ -104,20 +143,20 @@ class Stillness:
         self.seconds = 0.0
         self._key: tuple[int, int] = (0, 0)
         self._looked = self._computed = 0.0
+        self._moved = 0
 
-    def look(self, thread: int, call: int, place: Place) -> None:
+    def look(self, thread: Thread, call: int, place: Place) -> None:
         """Looks at the ``thread``, which is at ``place`` in its collective call number ``call``."""
-        now, computed, key = time.monotonic(), _seconds_computed(thread), (call, place.key)
+        now, key = time.monotonic(), (call, place.key)
         passed = now - self._looked
-        moves = not place.waits and computed - self._computed > self._BUSY * passed
+        self._looked = now
+        moves = place != NOWHERE and self._works(thread, passed) and not place.waits
         self.seconds = 0.0 if key != self._key or moves else self.seconds + min(passed, self._MOST)
-        self._key, self._looked, self._computed = key, now, computed
+        self._key = key
 
-
-def _seconds_computed(thread: int) -> float:
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    except OSError:
-        return 0.0
+    def _works(self, thread: Thread, passed: float) -> bool:
+        """Whether it computed, read or wrote in the seconds that have ``passed``."""
+        computed, moved = thread.seconds_computed(), thread.bytes_moved()
+        works = computed - self._computed > self._BUSY * passed or moved != self._moved or thread.waits_for_disk()
+        self._computed, self._moved = computed, moved
+        return works

@@ -24,14 +24,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, ExecutionError, FaultError
+from autopar.errors import AutoparError, ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.torch_internals.interrupt import interrupt_communication, ranks_store
 
-from .diagnosis import CAUSE, STILL
+from .diagnosis import CAUSE, LENIENCE, STILL
 from .hub import INTERVAL, Hub
 from .link import Link
+from .process_state import WORKS, state_of
 from .record import Record, State
-from .stack import NOWHERE, Stillness, is_communication_file, place_in, place_of
+from .stack import NOWHERE, Stillness, Thread, is_communication_file, place_in, place_of
 
 # Seconds that a process may take to raise the error, or to leave, once all know of a fault.
 # Chosen: enough to unwind a step.
@@ -53,8 +54,9 @@ class Watch:
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self.fault = ""
-        self._record = Record(where=f"process {os.getpid()} on {socket.gethostname()}")
-        self._thread = threading.get_ident()
+        self._record = Record(where=_own_place(), timeout=0.0)
+        self._hub_where = ""
+        self._thread = Thread.here()
         self._inside = False
         self._still = Stillness()
         self._known = threading.Event()
@@ -69,14 +71,15 @@ class Watch:
         return self._link is not None
 
     def allow(self, seconds: float) -> None:
-        """Lets others wait for this rank for that many seconds."""
-        self._record = replace(self._record, timeout=seconds)
+        """Lets others wait for this rank for at least that many seconds: as long as one of the models of these ranks
+        allows."""
+        self._record = replace(self._record, timeout=max(self._record.timeout, seconds))
 
     def expect(self, plan: object) -> None:
         """Lets others wait for at least a few steps of ``plan``, as it predicts them."""
         seconds = getattr(getattr(plan, "predicted", None), "step_seconds", 0.0)
         if self._record.timeout:
-            self.allow(max(self._record.timeout, _STEPS * seconds))
+            self.allow(_STEPS * seconds)
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """A collective call, which may contain others. Raises :class:`FaultError` instead of what a fault made it
@@ -96,7 +99,7 @@ class Watch:
         """The beginning of a call."""
         if self.fault:
             self._raise()
-        self._inside, self._thread = True, threading.get_ident()
+        self._inside, self._thread = True, Thread.here()
         record = self._record
         self._record = replace(record, number=record.number + 1, name=name, state="running", note="")
 
@@ -113,24 +116,24 @@ class Watch:
     def _failed(self, error: BaseException) -> None:
         """Tells the others, or learns from them what the cause was."""
         if self.fault and isinstance(error, Exception):
-            self._raise()
-        if isinstance(error, AutoparError) and not isinstance(error, ExecutionError) and not _is_communication(error):
-            return  # Raised on every rank.
-        broken = isinstance(error, Exception) and _is_communication(error)
-        self.report("broken" if broken else "failed", error)
-        if broken:
+            self._raise(error)
+        if isinstance(error, Exception) and _is_communication(error):
+            self.report("broken", error)
             self._known.wait(_VERDICT_SECONDS)
             place = self._record.place
             self.fault = self.fault or f"the communication of rank {self.rank} failed {place}: {self._record.note}"
-            self._raise()
+            self._raise(error)
+        if not _is_raised_everywhere(error):
+            # The caller may catch it and go on: only its end is final (the hook, or the connection).
+            self._record = replace(self._record, note=_note(error))
 
-    def _raise(self) -> None:
+    def _raise(self, error: BaseException | None = None) -> None:
         self._left = True
-        raise FaultError(self.fault) from None
+        raise FaultError(self.fault) from error
 
     def report(self, state: State, error: BaseException | None = None) -> None:
         """Tells the others at once in what state this process is."""
-        note = "" if error is None else _note(error)
+        note = self._record.note if error is None else _note(error)
         place = NOWHERE if error is None else place_in(error.__traceback__)
         line, instruction = place.line, place.instruction
         self._record = replace(self._record, state=state, note=note, waits=True, line=line, instruction=instruction)
@@ -142,7 +145,7 @@ class Watch:
         record = self._record
         if record.state != "running":
             return record
-        place = place_of(self._thread)
+        place = place_of(self._thread.ident)
         self._still.look(self._thread, record.number, place)
         still, line, instruction = self._still.seconds, place.line, place.instruction
         return replace(record, waits=place.waits, still=still, line=line, instruction=instruction)
@@ -156,8 +159,8 @@ class Watch:
             self.fault, self._faulty_since = fault, time.monotonic()
             self._known.set()
             if not self._left:
-                with suppress(Exception):
-                    interrupt_communication()
+                # On its own: aborting NCCL may block, and this thread must be able to end the process.
+                threading.Thread(target=_interrupt, name="autopar interrupt", daemon=True).start()
         if self._faulty_since is None or self._left:
             return
         if time.monotonic() - self._faulty_since > _LEAVE_SECONDS:
@@ -169,7 +172,8 @@ class Watch:
         first, waits = self.ranks[0], f"others wait for it, rank {self.rank} {record.place}"
         if silent == float("inf"):
             return f"rank {first} ended, killed or by an error of its own; {waits}"
-        if silent >= record.timeout:
+        works = record.planning or state_of(self._hub_where, socket.gethostname()) in WORKS
+        if silent >= record.timeout * (LENIENCE if works else 1):
             return f"rank {first} does not answer: it is stopped, or cut off; {waits} since {record.still:.0f} s"
         return ""
 
@@ -179,10 +183,10 @@ class Watch:
         if self.rank == self.ranks[0]:
             token = secrets.token_hex()
             self._hub = Hub(self.ranks, token, socket.gethostname())
-            store.set("hub", "\n".join([str(self._hub.port), token, *_addresses()]))
+            store.set("hub", "\n".join([str(self._hub.port), token, self._record.where, *_addresses()]))
         store.set(f"came{self.rank}", "")
         self._await_all(store)
-        port, token, *addresses = store.get("hub").decode().split("\n")
+        port, token, self._hub_where, *addresses = store.get("hub").decode().split("\n")
         hello = f'{{"rank": {self.rank}, "token": "{token}"}}'
         try:
             self._link = Link(addresses, int(port), hello, self._look, self._hear)
@@ -246,16 +250,27 @@ def _count(ranks: tuple[int, ...]) -> int:
 
 def watch_over(ranks: tuple[int, ...], timeout: float) -> Watch:
     """The watch over the calls of ``ranks`` in this world, created collectively at first. ``timeout``: the seconds
-    for which ranks may wait for each other; 0: no watch. Raises :class:`FaultError` if ranks do not come in time."""
+    for which ranks may wait for each other, if no other model of theirs allows more; 0: no watch, and no change to the
+    others'. Raises :class:`FaultError` if ranks do not come in time."""
     world, watch = _WATCHES.get(ranks, (None, None))
+    if timeout <= 0 or len(ranks) < 2:
+        return Watch(ranks, dist.get_rank() if dist.is_initialized() else 0)
     if watch is None or world is not dist.group.WORLD:
-        watch = Watch(ranks, dist.get_rank() if dist.is_initialized() else 0)
+        watch = Watch(ranks, dist.get_rank())
         watch.allow(timeout)
-        if timeout and len(ranks) > 1:
-            watch.start()
-            _WATCHES[ranks] = dist.group.WORLD, watch
-    watch.allow(max(timeout, 0.0))
+        watch.start()
+        _WATCHES[ranks] = dist.group.WORLD, watch
+    watch.allow(timeout)
     return watch
+
+
+def _interrupt() -> None:
+    with suppress(Exception):
+        interrupt_communication()
+
+
+def _own_place() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _addresses() -> list[str]:
@@ -283,6 +298,13 @@ def _is_communication(error: BaseException) -> bool:
                 return True
         cause = cause.__cause__
     return False
+
+
+def _is_raised_everywhere(error: BaseException) -> bool:
+    """Whether ranks agreed to raise it: all of autopar's errors but those of one instruction."""
+    return isinstance(error, IndexRangeError) or (
+        isinstance(error, AutoparError) and not isinstance(error, ExecutionError)
+    )
 
 
 def _note(error: BaseException) -> str:

@@ -23,7 +23,6 @@ _COLLECTIVE = (
     "set_random_state",
     "set_loss_scale_state",
     "apply",
-    "load_state_dict",
 )
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from autopar.errors import ExecutionError, FaultError, IndexRangeError
+from autopar.runtime.faults import watch as watches
 from autopar.runtime.faults.diagnosis import CAUSE, LENIENCE, STILL, STILL_OUTSIDE, Seen, diagnose
+from autopar.runtime.faults.process_state import state_of
 from autopar.runtime.faults.record import Record, from_json, to_json
+from autopar.runtime.faults.stack import NOWHERE, Stillness, Thread, is_communication_file, place_of
+from autopar.runtime.faults.watch import Watch, watch_over
 
 WAITS = Record(number=7, name="model.step()", waits=True, still=5.0, line="train.py:9", timeout=60.0)
 LONG = replace(WAITS, still=61.0)
@@ -47,6 +56,9 @@ def test_a_silent_rank_is_named_in_time() -> None:
     assert said(LONG, Seen(1, planning, silent=61.0)) == ""
     assert said(LONG, Seen(1, planning, silent=61.0, stopped=True)) != ""
     assert said(replace(LONG, still=LENIENCE * 60), Seen(1, planning, silent=LENIENCE * 60)) != ""
+    computes = replace(late, computes=True)
+    assert said(LONG, computes) == ""
+    assert said(replace(LONG, still=LENIENCE * 60), replace(computes, silent=LENIENCE * 60)) != ""
 
 
 def test_ranks_in_different_calls_are_named_at_once() -> None:
@@ -63,16 +75,126 @@ def test_ranks_in_different_calls_are_named_at_once() -> None:
 
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     asleep = replace(OUTSIDE, still=70.0)
-    assert said(LONG, asleep, LONG) == (
+    assert said(LONG, asleep, LONG) == "", "it may read from a slow disk"
+    late = replace(LONG, still=LENIENCE * 60)
+    assert said(late, asleep, late) == (
         "rank 1 is outside of autopar at train.py:20; ranks 0, 2 wait for it in model.step() (collective call 7) at "
-        "train.py:9 since 61 s, longer than Options(timeout=60) allows"
+        "train.py:9 since 600 s, longer than Options(timeout=60) allows"
     )
+    assert "is outside of autopar" in said(LONG, replace(asleep, number=7), LONG), "it has left that call"
     assert said(LONG, OUTSIDE) == "", "it computes"
     assert said(replace(LONG, still=LENIENCE * 60), OUTSIDE) != ""
     assert said(LONG, replace(WAITS, waits=False, still=70.0, planning=True)) == ""
     assert said(LONG, replace(WAITS, waits=False, still=70.0)) != ""
     assert said(LONG, LONG).startswith("no message has arrived for 61 s")
-    assert said(replace(LONG, timeout=100.0), asleep) == ""
+    assert said(LONG, WAITS) == "", "rank 1 has moved a moment ago"
+    assert said(replace(LONG, timeout=100.0), replace(asleep, number=7)) == ""
+
+
+def test_numbers_of_calls_decide_only_in_the_end() -> None:
+    assert said(WAITS, replace(WAITS, number=8)) == ""
+    assert said(LONG, replace(WAITS, number=8)) == ""
+    assert said(LONG, replace(LONG, number=8)).startswith("ranks wait for each other in different calls: rank 0 in")
+
+
+def test_an_error_that_was_caught_is_final_only_with_its_process() -> None:
+    caught = replace(OUTSIDE, note="ValueError: x")
+    assert said(WAITS, caught) == ""
+    assert said(LONG, replace(caught, still=70.0)).endswith("allows; its last call raised ValueError: x")
+    assert said(LONG, caught) == "", "it moves"
+    assert said(WAITS, Seen(1, caught, open=False)).startswith("rank 1 failed: ValueError: x; rank 0 waits")
+    assert said(WAITS, replace(caught, state="ended")).startswith("rank 1 failed: ValueError: x; rank 0 waits")
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [(MemoryError("gpu"), "MemoryError: gpu"), (IndexRangeError("5"), ""), (ExecutionError("x"), "ExecutionError: x")],
+)
+def test_only_errors_of_one_rank_are_noted(error: Exception, note: str) -> None:
+    watch = Watch((0, 1), 0)
+    watch.begin("model.step()")
+    watch.finish(error)
+    record = watch._look()
+    assert (record.state, record.name, record.note) == ("running", "", note)
+    watch.begin("model.step()")
+    assert watch._look().note == ""
+
+
+def test_a_fault_is_raised_from_what_it_interrupted() -> None:
+    watch, error = Watch((0, 1), 0), RuntimeError("reset")
+    watch.begin("model.step()")
+    watch.fault = "rank 1 died"
+    with pytest.raises(FaultError, match="rank 1 died") as raised:
+        watch.finish(error)
+    assert raised.value.__cause__ is error
+
+
+def test_models_share_the_longest_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Watch((0, 1), 0)
+    monkeypatch.setattr(watches, "_WATCHES", {(0, 1): (torch.distributed.group.WORLD, shared)})
+    assert watch_over((0, 1), 20.0) is shared
+    shared.expect(type("Plan", (), {"predicted": type("Predicted", (), {"step_seconds": 10.0})}))
+    assert watch_over((0, 1), 5.0) is shared
+    assert shared._look().timeout == 40.0
+    unwatched = watch_over((0, 1), 0.0)
+    assert unwatched is not shared and not unwatched.active
+    assert shared._look().timeout == 40.0
+
+
+def test_a_thread_that_has_ended_is_looked_at_safely() -> None:
+    threads: list[Thread] = []
+    thread = threading.Thread(target=lambda: threads.append(Thread.here()))
+    thread.start()
+    thread.join()
+    assert place_of(threads[0].ident) == NOWHERE
+    still = Stillness()
+    for _ in range(3):
+        still.look(threads[0], 1, NOWHERE)
+    assert threads[0].seconds_computed() >= 0.0 and threads[0].bytes_moved() >= 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reading_a_file_is_moving(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"x" * 1000)
+    steps = threading.Barrier(2, timeout=30.0)
+    threads: list[Thread] = []
+
+    def reads_once() -> None:
+        threads.append(Thread.here())
+        for read in (False, False, True):
+            steps.wait()
+            if read:
+                (tmp_path / "data").read_bytes()
+            steps.wait()
+        steps.wait()
+
+    worker = threading.Thread(target=reads_once)
+    worker.start()
+    still, seconds = Stillness(), []
+    for _ in range(3):
+        steps.wait()
+        steps.wait()
+        still._looked -= 1.0  # As if a second had passed, of which it computes next to nothing.
+        still.look(threads[0], 1, replace(NOWHERE, key=1))
+        seconds.append(still.seconds)
+    steps.wait()
+    worker.join()
+    assert seconds[1] > 0.0 and seconds[2] == 0.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_this_process_runs() -> None:
+    own = watches._own_place()
+    assert state_of(own, own.partition(" on ")[2]) in set("RSD")
+    assert state_of(own, "elsewhere") == state_of("", "") == ""
+
+
+def test_checkpoints_and_dtensors_work_alone() -> None:
+    folder = Path(torch.distributed.__file__).parent
+    assert is_communication_file(str(folder / "distributed_c10d.py"))
+    assert is_communication_file(str(folder / "_functional_collectives.py"))
+    assert not is_communication_file(str(folder / "checkpoint" / "filesystem.py"))
+    assert not is_communication_file(str(folder / "tensor" / "_dispatch.py"))
 
 
 def test_a_failed_communication_waits_for_its_cause() -> None:

@@ -57,10 +57,16 @@ def test_a_call_on_one_rank_only_is_named() -> None:
     assert "test_faults.py:" in first
 
 
-def test_a_rank_that_sleeps_is_named() -> None:
-    first, second = messages(lambda model: time.sleep(TIMEOUT + 4))
+def test_a_rank_that_rests_after_an_error_is_named() -> None:
+    def fault(model: Any) -> None:
+        with pytest.raises(AttributeError):
+            model.full_tensor("no tensor")
+        time.sleep(TIMEOUT + 6)
+
+    first, second = messages(fault)
     assert first == second
     assert first.startswith("rank 1 is outside of autopar at test_faults.py:")
+    assert "its last call raised AttributeError" in first
     assert "rank 0 waits for it in model.step() (collective call 4)" in first
 
 
