@@ -32,8 +32,8 @@ class Setting:
     def prepare(self) -> None:
         """Makes the device the current one, and float32 mean float32: no product or convolution in TF32."""
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
         if self.kind == "cuda":
+            torch.backends.cudnn.allow_tf32 = False
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(1)

@@ -30,18 +30,24 @@ class _Life:
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts while active. ``peak``: the most bytes live at once, including those of ``given`` tensors."""
+    """Counts while active. ``peak``: the most bytes live at once, including those of ``given`` tensors. Once a tensor of
+    a GPU was counted, meta tensors are not: beside fake ones they only help to find layouts."""
 
     def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = self.events = self.peak_event = 0
         self._lives: dict[int, _Life] = {}
         self._ended: list[_Life] = []
+        self._counts_meta = True
         for tensor in given:
             self.see(tensor)
 
     def see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of ``tensor``, if it is not counted yet."""
+        kind = tensor.device.type
+        self._counts_meta = self._counts_meta and kind in ("meta", "cpu")
+        if kind == "meta" and not self._counts_meta:
+            return
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key in self._lives or not storage.nbytes():
