@@ -30,8 +30,8 @@ class _Life:
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts while active. ``peak``: the most bytes live at once, including those of ``given`` tensors. Once a tensor of
-    a GPU was counted, meta tensors are not: beside fake ones they only help to find layouts."""
+    """Counts while active. ``peak``: the most bytes live at once, including those of ``given`` tensors. Once a tensor
+    of a GPU was counted, meta tensors are not: beside fake ones they only help to find layouts."""
 
     def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
