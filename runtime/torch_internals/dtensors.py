@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +56,29 @@ def dtensor(
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """A shard of each of ``split_factor`` parts of ``dim``. Relies on ``_StridedShard`` (2.11)."""
+    _redistribute_any_strided_shard()
     return StridedShard(dim, split_factor=split_factor)
+
+
+@cache
+def _redistribute_any_strided_shard() -> None:
+    """Makes torch 2.11 gather strided shards that are no order of the mesh's axes one axis after the other, as 2.13
+    does; 2.11 raises. Relies on ``_gen_transform_infos_non_cached`` of ``_redistribute``, and on 2.13's error there."""
+    if hasattr(_redistribute, "_StridedShardNotDecodableError"):
+        return
+    generate = _redistribute._gen_transform_infos_non_cached
+
+    @wraps(generate)
+    def by_axis_if_need_be(source: DTensorSpec, target: DTensorSpec, *options: Any, **named: Any) -> Any:
+        try:
+            return generate(source, target, *options, **named)
+        except ValueError as error:
+            if "shard_order" not in str(error):
+                raise
+            planner = _redistribute.get_redistribute_planner(source.device_mesh, source.tensor_meta)
+            return planner.generate_greedy_transform_infos(source, target)
+
+    _redistribute._gen_transform_infos_non_cached = by_axis_if_need_be
 
 
 def sub_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None) -> DeviceMesh:

@@ -31,7 +31,9 @@ def _resamplings() -> Iterator[Call]:
             yield getattr(aten, name + dims).vec, (_x(*shape), [7] * (len(shape) - 2), None)
     linear = {"upsample_linear1d": "1d", "upsample_bilinear2d": "2d", "upsample_trilinear3d": "3d"}
     smooth = {**linear, "upsample_bicubic2d": "2d", "_upsample_bilinear2d_aa": "2d", "_upsample_bicubic2d_aa": "2d"}
-    for name, dims in {**smooth, "_upsample_lanczos2d_aa": "2d"}.items():
+    if hasattr(aten, "_upsample_lanczos2d_aa"):  # Not in torch 2.11.
+        smooth["_upsample_lanczos2d_aa"] = "2d"
+    for name, dims in smooth.items():
         shape = shapes[dims]
         for corners in (False, True):
             yield getattr(aten, name).vec, (_x(*shape), None, corners, [1.7] * (len(shape) - 2))

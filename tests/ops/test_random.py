@@ -211,7 +211,7 @@ def test_which_random_operations_have_no_form_of_ours() -> None:
             tags = getattr(found, "tags", ())
             if torch.Tag.nondeterministic_seeded in tags and not found._schema.is_mutable and found not in RANDOM:
                 left.add(name[6:].removesuffix(".generator"))
-    known = ("attention", "rnn", "_mps", "lstm", "gru", "dropout", "sdp", "softmax", "Tensor_generator")
+    known = ("attention", "rnn", "_mps", "lstm", "gru", "dropout", "sdp", "softmax", "Tensor_generator", "names")
     rest = {name for name in left if not any(part in name for part in known)}
     assert rest == {
         *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
