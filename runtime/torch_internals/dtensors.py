@@ -75,10 +75,11 @@ def _redistribute_any_strided_shard() -> None:
         except ValueError as error:
             if "shard_order" not in str(error):
                 raise
+            assert source.tensor_meta is not None
             planner = _redistribute.get_redistribute_planner(source.device_mesh, source.tensor_meta)
             return planner.generate_greedy_transform_infos(source, target)
 
-    _redistribute._gen_transform_infos_non_cached = by_axis_if_need_be
+    _redistribute._gen_transform_infos_non_cached = by_axis_if_need_be  # type: ignore[assignment]
 
 
 def sub_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None) -> DeviceMesh:

@@ -29,7 +29,7 @@ from tests.zoo.check import programs
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("checkpointed", "bf16"),
+        ("tied", "bf16"),
         pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
         pytest.param("gpt2", None, marks=pytest.mark.slow),
     ],
