@@ -27,7 +27,7 @@ instruction belongs to, and :meth:`Program.from_text` reads both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ from autopar.errors import GraphError
 from autopar.torch_internals.operators import OpOverload, schema_of
 
 from .graph_text import print_arg, text_lines
-from .node import Arg, Value
+from .node import Arg, Value, map_arg, values_in
 from .placements import Placements
 from .program_text import GROUPS, InstructionParts, SectionParts, parse_program, parse_sections, print_slot
 
@@ -77,6 +77,20 @@ class Instruction:
     def of(parts: InstructionParts) -> Instruction:
         """The instruction that was read from text."""
         return Instruction(*parts)
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The values it reads, those of keyword arguments included, repeats too."""
+        return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
+
+    def with_values(self, names: Mapping[Value, Value]) -> Instruction:
+        """The instruction with other names for the values it reads."""
+
+        def leaf(arg: Arg) -> Arg:
+            return names.get(arg, arg) if isinstance(arg, Value) else arg
+
+        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
+        return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)
 
     def __str__(self) -> str:
         names = ", ".join(str(Value(self.name, i)) for i in range(self.results))

@@ -23,7 +23,6 @@ from autopar.cluster.description import Cluster
 from autopar.cost import node_seconds
 from autopar.ir.node import TensorType, Value
 from autopar.ir.program import Instruction, Program, Section
-from autopar.runtime.execute.section_source import operands_of
 from autopar.runtime.state.parameters import local_of
 from autopar.torch_internals.trees import tree_leaves
 from tests.helpers.eager_draws import STATE
@@ -108,7 +107,7 @@ class Timed(World):  # type: ignore[misc]
         """One section, each value dropped after its last use."""
         section = sections[0]
         known = {Value(name): value for name, value in zip(section.inputs, inputs[0], strict=True)}
-        last = {v: i for i, instruction in enumerate(section.instructions) for v in operands_of(instruction)}
+        last = {v: i for i, instruction in enumerate(section.instructions) for v in instruction.operands}
         kept = {value for value in section.outputs if value is not None}
         marks = []
         for index, instruction in enumerate(section.instructions):
@@ -118,7 +117,7 @@ class Timed(World):  # type: ignore[misc]
             self._predict(section, instruction, known, result)
             several = result if isinstance(result, (tuple, list)) else [result]
             known |= {Value(instruction.name, place): value for place, value in enumerate(several)}
-            for value in operands_of(instruction):
+            for value in instruction.operands:
                 if last[value] == index and value not in kept:
                     known.pop(value, None)
         self.setting.synchronise()
@@ -137,7 +136,7 @@ class Timed(World):  # type: ignore[misc]
         key = (section.name, instruction.name)
         if key in self.predicted:
             return
-        inputs = tuple(_type(known[value]) for value in operands_of(instruction) if isinstance(known[value], Tensor))
+        inputs = tuple(_type(known[value]) for value in instruction.operands if isinstance(known[value], Tensor))
         outputs = tuple(_type(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         self.instructions[key] = instruction
         communicates = instruction.op.startswith("collective.")

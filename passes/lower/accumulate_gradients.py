@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.node import Value, values_in
+from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Section
 
 PRODUCT, ADDED_PRODUCT, ADD = "aten.mm.default", "aten.addmm_.default", "aten.add_.Tensor"
@@ -45,7 +45,7 @@ def _names(section: Section, count: int) -> list[str]:
 def _uses(section: Section) -> Counter[Value]:
     counts = Counter(value for value in section.outputs if value is not None)
     for instruction in section.instructions:
-        counts.update(values_in((instruction.args, tuple(arg for _, arg in instruction.kwargs))))
+        counts.update(instruction.operands)
     return counts
 
 

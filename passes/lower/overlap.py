@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.node import Value, values_in
+from autopar.ir.node import Value
 from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, is_random
 
 WAIT = "collective.wait"
@@ -71,8 +71,7 @@ def _without_last_waits(section: Section, count: int) -> Section:
 
 
 def _uses(instruction: Instruction) -> set[str]:
-    kwargs = tuple(value for _, value in instruction.kwargs)
-    return {value.node for value in values_in((*instruction.args, *kwargs))}
+    return {value.node for value in instruction.operands}
 
 
 def _with_late_waits(section: Section) -> list[Instruction]:

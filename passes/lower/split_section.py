@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
+from collections.abc import Iterable, Set
 
-from autopar.ir.node import Arg, Value, map_arg, values_in
+from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Section
 
 
@@ -22,7 +21,7 @@ def split_after(section: Section, count: int, names: Set[str], first: str, secon
     early = tuple(i for i in section.instructions if i.name in names)
     late = tuple(i for i in section.instructions if i.name not in names)
     own = {i.name for i in late}
-    wanted = [value for i in late for value in _operands(i)]
+    wanted = [value for i in late for value in i.operands]
     wanted += [value for value in section.outputs[count:] if value is not None]
     carried = tuple(dict.fromkeys(value for value in wanted if value.node not in own))
     new_names = _carried_names(carried, {*section.inputs, *(i.name for i in section.instructions)})
@@ -34,7 +33,7 @@ def split_after(section: Section, count: int, names: Set[str], first: str, secon
     inputs = tuple(renamed(value).node for value in carried)
     return (
         Section(first, section.inputs, early, (*section.outputs[:count], *carried)),
-        Section(second, inputs, tuple(_renamed(i, new_names) for i in late), outputs),
+        Section(second, inputs, tuple(i.with_values(new_names) for i in late), outputs),
     )
 
 
@@ -51,22 +50,10 @@ def _carried_names(carried: tuple[Value, ...], taken: set[str]) -> dict[Value, V
     return names
 
 
-def _renamed(instruction: Instruction, names: Mapping[Value, Value]) -> Instruction:
-    def leaf(arg: Arg) -> Arg:
-        return names.get(arg, arg) if isinstance(arg, Value) else arg
-
-    kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in instruction.kwargs)
-    return replace(instruction, args=map_arg(instruction.args, leaf), kwargs=kwargs)
-
-
-def _operands(instruction: Instruction) -> Iterable[Value]:
-    return values_in((instruction.args, tuple(arg for _, arg in instruction.kwargs)))
-
-
 def _needed(instructions: tuple[Instruction, ...], values: Iterable[Value]) -> set[str]:
     """Names of the instructions that ``values`` depend on."""
     needed = {value.node for value in values}
     for instruction in reversed(instructions):
         if instruction.name in needed:
-            needed.update(value.node for value in _operands(instruction))
+            needed.update(value.node for value in instruction.operands)
     return needed & {i.name for i in instructions}

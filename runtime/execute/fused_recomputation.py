@@ -18,8 +18,8 @@ from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Program, Section
 
 from .piece_lookups import LOOKUPS
-from .pieces import kind_of, with_values
-from .section_source import operands_of, resolve_aten
+from .pieces import kind_of
+from .section_source import resolve_aten
 
 # Steps that are computed again for one value.
 # Chosen: an activation function has about ten; not measured.
@@ -65,7 +65,7 @@ class _Forward:
         self._layers = layers_among({i.module for i in section.instructions})
         self._readers: dict[Value, list[Instruction]] = {}
         for instruction in section.instructions:
-            for value in operands_of(instruction):
+            for value in instruction.operands:
                 self._readers.setdefault(value, []).append(instruction)
 
     def try_to_drop(self, value: Value) -> None:
@@ -100,7 +100,7 @@ class _Forward:
         """The values from which ``made`` can be computed by elementwise steps of its layer; None if they would take
         more memory than it."""
         bases: dict[Value, None] = {}
-        steps, open_values = {made.name}, list(operands_of(made))
+        steps, open_values = {made.name}, list(made.operands)
         while open_values:
             value = open_values.pop()
             source = self.made.get(value.node)
@@ -112,7 +112,7 @@ class _Forward:
                 bases[value] = None
             elif source.name not in steps:
                 steps.add(source.name)
-                open_values += operands_of(source)
+                open_values += source.operands
         return list(bases) if self._fits(bases, steps) else None
 
     def _fits(self, bases: Mapping[Value, None], steps: set[str]) -> bool:
@@ -142,7 +142,7 @@ class _Forward:
                 yield made
             elif made.name not in seen:
                 seen.add(made.name)
-                operands = (v for v in operands_of(made) if v not in self.kept and v not in self._inputs)
+                operands = (v for v in made.operands if v not in self.kept and v not in self._inputs)
                 waiting += [(made, True), *((self.made[v.node], False) for v in operands)]
 
 
@@ -192,20 +192,20 @@ def _with_steps(backward: Section, saved: list[Value], kept: list[Value], forwar
         for value in values:
             if value.node in views:
                 view = views.pop(value.node)
-                compute(operands_of(view))
-                done.append(with_values(view, renamed))
+                compute(view.operands)
+                done.append(view.with_values(renamed))
             elif value in late and value not in renamed:
                 done.extend(_computed(late[value], forward, known, names))
                 renamed.update({Value(n): known[late[value]] for n in read_as[late[value]]})
 
     for instruction in backward.instructions:
-        operands = operands_of(instruction)
+        operands = instruction.operands
         waits = any((v in late and v not in renamed) or v.node in views for v in operands)
         if waits and kind_of(instruction) == "view":
             views[instruction.name] = instruction  # Computed where it is read.
             continue
         compute(operands)
-        done.append(with_values(instruction, renamed))
+        done.append(instruction.with_values(renamed))
     compute([value for value in backward.outputs if value is not None])
     outputs = tuple(None if value is None else renamed.get(value, value) for value in backward.outputs)
     rest = backward.inputs[len(saved) :]
@@ -217,5 +217,5 @@ def _computed(value: Value, forward: _Forward, known: dict[Value, Value], names:
         if Value(step.name) in known:
             continue
         name = names.fresh(f"{step.name}_fused")
-        yield with_values(replace(step, name=name), known)
+        yield replace(step, name=name).with_values(known)
         known.update({Value(step.name, n): Value(name, n) for n in range(step.results)})

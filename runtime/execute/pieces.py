@@ -18,12 +18,12 @@ from typing import Literal
 import torch
 
 from autopar.ir.module_paths import layers_among, outermost_layer
-from autopar.ir.node import Arg, Value, map_arg
+from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Section
 from autopar.torch_internals.operators import OpOverload, is_mutable
 
 from .piece_lookups import LOOKUPS, indices_of
-from .section_source import COMPILED, operands_of, resolve_aten
+from .section_source import COMPILED, resolve_aten
 
 # "fused": part of a piece, and cheaper fused. "kernel": part of a piece, but run by a kernel of its own.
 # "view": part of a piece, costs nothing. "early": runs in front of the piece. "late": runs behind the piece.
@@ -167,7 +167,7 @@ class _Splitter:
         for instruction in reversed(self._current):
             if instruction.name in names:
                 needed.append(instruction)
-                names |= {value.node for value in operands_of(instruction)}
+                names |= {value.node for value in instruction.operands}
         if needed:
             rest = [i for i in self._current if i.name not in names]
             self._current = needed[::-1]
@@ -177,11 +177,11 @@ class _Splitter:
     @staticmethod
     def _reads(instruction: Instruction, others: Sequence[Instruction]) -> bool:
         """Whether ``instruction`` reads a result of ``others``."""
-        names = {value.node for value in operands_of(instruction)}
+        names = {value.node for value in instruction.operands}
         return any(other.name in names for other in others)
 
     def _emit(self, instruction: Instruction) -> None:
-        self.done.append(with_values(instruction, self.renamed))
+        self.done.append(instruction.with_values(self.renamed))
 
     def flush(self) -> None:
         """Ends the current piece."""
@@ -213,7 +213,7 @@ class _Splitter:
     def _ends(self) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         """The values that the current piece takes, by first use, and those that others take from it."""
         names = {i.name for i in self._current}
-        read = (value for i in self._current for value in operands_of(i) if value.node not in names)
+        read = (value for i in self._current for value in i.operands if value.node not in names)
         results = (Value(i.name, index) for i in self._current for index in range(i.results))
         return tuple(dict.fromkeys(read)), tuple(v for v in results if self._readers.get(v, set()) - names)
 
@@ -229,7 +229,7 @@ def _readers(section: Section) -> dict[Value, set[str]]:
     """The names of the instructions that read a value; "" for the end of the section."""
     readers: dict[Value, set[str]] = {value: {""} for value in section.outputs if value is not None}
     for instruction in section.instructions:
-        for value in operands_of(instruction):
+        for value in instruction.operands:
             readers.setdefault(value, set()).add(instruction.name)
     return readers
 
@@ -240,16 +240,6 @@ def _fresh_prefix(section: Section) -> str:
     while any(name.startswith(prefix) for name in taken):
         prefix += "_"
     return prefix
-
-
-def with_values(instruction: Instruction, renamed: Mapping[Value, Value]) -> Instruction:
-    """``instruction`` with other names for the values it reads."""
-
-    def rename(arg: Arg) -> Arg:
-        return renamed.get(arg, arg) if isinstance(arg, Value) else arg
-
-    kwargs = tuple((key, map_arg(arg, rename)) for key, arg in instruction.kwargs)
-    return replace(instruction, args=map_arg(instruction.args, rename), kwargs=kwargs)
 
 
 def _piece_section(
@@ -263,7 +253,7 @@ def _piece_section(
             own += "_"
         taken.add(own)
         inputs[value] = Value(own)
-    body = tuple(with_values(i, inputs) for i in instructions)
+    body = tuple(i.with_values(inputs) for i in instructions)
     return Section(name, tuple(value.node for value in inputs.values()), body, outputs)
 
 
@@ -272,11 +262,11 @@ def _canonical(section: Section) -> Section:
     names = {name: f"a{position}" for position, name in enumerate(section.inputs)}
     names |= {i.name: f"v{position}" for position, i in enumerate(section.instructions)}
     values = {value: replace(value, node=names[value.node]) for value in _values(section)}
-    body = (with_values(replace(i, name=names[i.name], module=""), values) for i in section.instructions)
+    body = (replace(i, name=names[i.name], module="").with_values(values) for i in section.instructions)
     outputs = tuple(None if value is None else values[value] for value in section.outputs)
     return Section("piece", tuple(names[name] for name in section.inputs), tuple(body), outputs)
 
 
 def _values(section: Section) -> set[Value]:
-    read = {value for i in section.instructions for value in operands_of(i)}
+    read = {value for i in section.instructions for value in i.operands}
     return read | {value for value in section.outputs if value is not None}

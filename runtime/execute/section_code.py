@@ -25,7 +25,7 @@ from autopar.ir.node import DTYPE_NAMES
 from autopar.ir.program import Section
 from autopar.ops.index_range import PROGRAM_FILE
 
-from .section_source import Operation, Source, operands_of
+from .section_source import Operation, Source
 
 Run = Callable[[list[torch.Tensor]], list[Any]]
 # How many operands, and characters of an instruction, an error shows: a bucket has dozens.
@@ -121,7 +121,7 @@ def _explain(error: Exception, trace: TracebackType, source: Source, where: str)
     if instruction is None:
         return ExecutionError(f"{where}: {type(error).__name__}: {error}")
     values = trace.tb_frame.f_locals
-    operands = {v: _describe(values[source.names[v]]) for v in operands_of(instruction) if source.names[v] in values}
+    operands = {v: _describe(values[source.names[v]]) for v in instruction.operands if source.names[v] in values}
     listed = [f"{value}: {text}" for value, text in operands.items()]
     shapes = ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
     text = str(instruction)

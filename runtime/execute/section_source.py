@@ -27,7 +27,7 @@ import sympy
 import torch
 
 from autopar.errors import GraphError
-from autopar.ir.node import Arg, Value, values_in
+from autopar.ir.node import Arg, Value
 from autopar.ir.program import Instruction, Section
 from autopar.torch_internals.operators import OpOverload, schema_of
 
@@ -101,13 +101,13 @@ class Source:
 
     def _drop(self, instruction: Instruction, last: Mapping[Value, int], index: int) -> list[str]:
         """Drops the operands whose last use is the instruction at ``index``."""
-        dead = dict.fromkeys(self.names[value] for value in operands_of(instruction) if last[value] == index)
+        dead = dict.fromkeys(self.names[value] for value in instruction.operands if last[value] == index)
         return [f"    del {', '.join(dead)}"] if dead else []
 
     @staticmethod
     def _last_uses(section: Section) -> dict[Value, int]:
         """For each used value the index of the last instruction that uses it; outputs live to the end."""
-        last = {v: index for index, instruction in enumerate(section.instructions) for v in operands_of(instruction)}
+        last = {v: index for index, instruction in enumerate(section.instructions) for v in instruction.operands}
         return {**last, **{v: len(section.instructions) for v in section.outputs if v is not None}}
 
     def _fresh(self, name: str) -> str:
@@ -194,8 +194,3 @@ class Source:
 
     def _awaits_bucket(self, instruction: Instruction) -> bool:
         return instruction.op == WAIT and instruction.args[0] in self._bucketed
-
-
-def operands_of(instruction: Instruction) -> tuple[Value, ...]:
-    """The values an instruction reads, including those of keyword arguments."""
-    return (*values_in(instruction.args), *values_in(tuple(arg for _, arg in instruction.kwargs)))
