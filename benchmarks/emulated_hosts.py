@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO
 
 BRIDGE, SUBNET, PORT = "apbridge", "10.79.0", 29533
 
@@ -56,20 +57,34 @@ def _down(count: int) -> None:
     _command("ip", "link", "del", BRIDGE, check=False)
 
 
-def run_on_hosts(count: int, per_host: int, module: str, words: Sequence[str], timeout: float) -> int:
-    """Runs ``torchrun -m module words`` on every host, ``per_host`` processes each; the first failing exit status."""
+def start_on_hosts(
+    count: int, per_host: int, words: Sequence[str], output: IO[str] | None = None
+) -> list[subprocess.Popen[bytes]]:
+    """Starts ``torchrun words`` on every host, ``per_host`` processes each."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_host}"]
     rendezvous = [f"--master-addr={SUBNET}.1", f"--master-port={PORT}"]
-    running = [
+    return [
         subprocess.Popen(
-            ["ip", "netns", "exec", _host(i), *launcher, f"--node-rank={i}", *rendezvous, "-m", module, *words],
+            ["ip", "netns", "exec", _host(i), *launcher, f"--node-rank={i}", *rendezvous, *words],
             env=environment,
+            stdout=output,
+            stderr=output,
         )
         for i in range(count)
     ]
+
+
+def run_on_hosts(count: int, per_host: int, module: str, words: Sequence[str], timeout: float) -> int:
+    """Runs ``torchrun -m module words`` on every host to its end; the first failing exit status."""
+    running = start_on_hosts(count, per_host, ["-m", module, *words])
     try:
         return next((code for process in running if (code := process.wait(timeout))), 0)
     finally:
         for process in running:
             process.kill()
+
+
+def freeze(index: int) -> None:
+    """Cuts a host off: nothing arrives, and nobody is told."""
+    _command("ip", "-n", _host(index), "link", "set", "eth0", "down")

@@ -76,14 +76,15 @@ FAULTS: dict[str, Callable[[Any, Batch], Any]] = {
     "DTensor.full_tensor": lambda model, batch: model.get_parameter("layers.0.weight").full_tensor(),
     "full_params": lambda model, batch: model.full_params().__enter__(),
     "evaluation": evaluate,
-    "clip_grad_norm_": lambda model, batch: model.clip_grad_norm_(1.0),
+    "clip_grad_norm_": lambda model, batch: (model.step(*batch), model.clip_grad_norm_(1.0)),  # Of gradients there are.
     "endless loop": lambda model, batch: loop(),
 }
 
 
 def main(fault: str, options: dict[str, Any], folder: Path) -> None:
-    """Trains; at step :data:`AT` the odd rank has the fault."""
-    odd = RANK == ODD
+    """Trains; at step :data:`AT` the odd rank has the fault, or the one that the fault is said to be ``of``."""
+    fault, _, said = fault.partition(" of rank ")
+    odd = int(said or ODD) == RANK
     (folder / f"pid{RANK}").write_text(str(os.getpid()))
     if fault == "late" and odd:
         time.sleep(3600)

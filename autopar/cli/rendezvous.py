@@ -26,10 +26,11 @@ _ANSWER_SECONDS = 3.0
 def check_endpoint(endpoint: str) -> None:
     """Raises :class:`OptionsError` if ``endpoint`` (HOST:PORT) names no host, or a port of this host that another
     program has taken. Says on stderr if it is on another host and nothing listens there yet."""
-    host, _, port_text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(DEFAULT_PORT))
+    host, port_text = _parts(endpoint)
     if not port_text.isdecimal() or not 0 < int(port_text) < 1 << 16:
         raise OptionsError(
-            f"--rendezvous {endpoint}: {port_text!r} is not a port; write HOST:PORT, such as host0:29400"
+            f"--rendezvous {endpoint}: {port_text!r} is not a port; write HOST:PORT, such as host0:29400, and an IPv6 "
+            "address in brackets, [::1]:29400"
         )
     port = int(port_text)
     try:
@@ -50,6 +51,17 @@ def check_endpoint(endpoint: str) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _parts(endpoint: str) -> tuple[str, str]:
+    """Host and port, as torch's launcher takes them: IPv6 addresses are in brackets."""
+    if endpoint.startswith("["):
+        host, _, rest = endpoint[1:].partition("]")
+        return host, rest.removeprefix(":") if rest else str(DEFAULT_PORT)
+    if endpoint.count(":") > 1:
+        return endpoint, ""  # Its last group may or may not be a port.
+    host, _, port = endpoint.partition(":")
+    return host, port if ":" in endpoint else str(DEFAULT_PORT)
 
 
 def _bind(address: tuple[Any, ...], port: int) -> int:

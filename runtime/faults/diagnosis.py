@@ -20,7 +20,8 @@ SILENT = 3.5
 # Seconds for which the cause of a failed communication may come to light before the failure itself is reported.
 # Chosen.
 CAUSE = 4.0
-# Planning may take its time, and so may a rank outside of autopar, or one that computes: this times the timeout.
+# Planning may take its time, and so may a rank that rests outside of autopar, or does not answer but is there: this
+# times the timeout. A rank that moves may take all the time that the process group's own timeout leaves.
 # Chosen: ten minutes for the default of one.
 LENIENCE = 10.0
 
@@ -28,8 +29,8 @@ LENIENCE = 10.0
 @dataclass(frozen=True)
 class Seen:
     """What the others know of ``rank``: its last ``record``, the seconds since (``silent``), whether its connection is
-    ``open``, for how many seconds it has been known to be ``broken``, and of a silent process on the first rank's host
-    whether it is ``stopped`` or ``computes`` (without letting its threads run)."""
+    ``open``, for how many seconds it has been known to be ``broken``, and of a silent process whether it is ``stopped``
+    (False if nobody can tell) and its host can be ``reached``."""
 
     rank: int
     record: Record
@@ -37,18 +38,21 @@ class Seen:
     open: bool = True
     broken: float = 0.0
     stopped: bool = False
-    computes: bool = False
+    reached: bool = True
 
     @property
     def hears(self) -> bool:
         return self.open and self.silent < SILENT
 
     @property
+    def gone(self) -> bool:
+        return not self.open or self.record.state == "ended"
+
+    @property
     def failed(self) -> bool:
         """Whether it raised an error and nothing will follow: one that it caught counts once it has gone."""
-        record = self.record
-        gone = record.state == "ended" or (record.state == "running" and not self.open)
-        return record.state == "failed" or (gone and bool(record.note))
+        state = self.record.state
+        return state == "failed" or (self.gone and state != "broken" and bool(self.record.note))
 
     @property
     def waiting(self) -> bool:
@@ -68,34 +72,54 @@ def diagnose(everyone: Sequence[Seen]) -> str | None:
     waiting = [seen for seen in everyone if seen.waiting]
     if not waiting:
         return None
-    sentence = _gone(everyone, waiting) or _differing(everyone, waiting) or _late(everyone, waiting)
-    if sentence is None:
-        broken = [seen for seen in waiting if seen.broken >= CAUSE]
-        if not broken:
-            return None
-        sentence = f"the communication of {named(broken)} failed {broken[0].record.place}: {broken[0].record.note}"
-    return f"{sentence}\n{_details(everyone)}"
+    sentence = (
+        _gone(everyone, waiting)
+        or _differing(everyone, waiting)
+        or _late(everyone, waiting)
+        or _broken(everyone, waiting)
+    )
+    return sentence and f"{sentence}\n{_details(everyone)}"
+
+
+def patience(everyone: Sequence[Seen]) -> tuple[float, str]:
+    """For how many seconds ranks have waited for others that may still come, and a sentence about it; "" before they
+    have waited as long as ``Options(timeout=)`` says."""
+    waiting = [seen for seen in everyone if seen.waiting]
+    others = [seen for seen in everyone if not seen.waiting and not seen.gone]
+    waited = max((seen.record.still for seen in waiting), default=0.0)
+    if not others or waited < max(seen.record.timeout for seen in everyone):
+        return waited, ""
+    how = "rests" if others[0].record.still else "moves"
+    state = f"and {how}" if others[0].hears else "and does not answer"
+    return waited, f"{named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting)} since {waited:.0f} s"
 
 
 def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
-    """A rank that has raised an error, died, or ended."""
-    failed = [seen for seen in everyone if seen.failed]
+    """A rank that has raised an error, died, or ended, unless the others wait in a call that it left before."""
+    missed = [seen for seen in everyone if seen.gone and _is_missed(seen, waiting)]
+    failed = [seen for seen in everyone if seen.failed and (seen in missed or seen.record.state == "failed")]
     if failed:
         return f"rank {failed[0].rank} failed: {failed[0].record.note}; {_who_wait(waiting)}"
-    gone = [seen for seen in everyone if not seen.open or seen.record.state == "ended"]
-    died = [seen for seen in gone if seen.record.state != "ended"]
+    died = [seen for seen in missed if seen.record.state != "ended"]
     if died:
         record = died[0].record
         return (
             f"rank {died[0].rank} died without a word ({record.where}; it was killed, crashed, or left by os._exit), "
             f"last seen {record.place}; {_who_wait(waiting)}"
         )
-    if gone:
+    if missed:
         return (
-            f"the script of {named(gone)} came to its end after {gone[0].record.number} collective calls; "
+            f"the script of {named(missed)} came to its end after {missed[0].record.number} collective calls; "
             f"{_who_wait(waiting)}: every rank must make the same calls, with as many batches"
         )
     return None
+
+
+def _is_missed(seen: Seen, waiting: Sequence[Seen]) -> bool:
+    """Whether a rank that has gone is what others wait for, and not another one that is slow in their last call."""
+    latest = max(each.record.number for each in waiting)
+    late = any(each.record.still >= each.record.timeout or each.record.state == "broken" for each in waiting)
+    return bool(seen.record.name) or seen.record.number < latest or late
 
 
 def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
@@ -123,42 +147,59 @@ def _all_still(everyone: Sequence[Seen]) -> bool:
 
 
 def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
-    """Ranks for which the others have waited longer than they may."""
+    """Ranks for which the others have waited longer than they may. None as long as any of them may still come."""
     limit = max(seen.record.timeout for seen in everyone)
     waited = max(seen.record.still for seen in waiting)
-    silent = [seen for seen in everyone if not seen.hears]
-    late = [s for s in silent if s.silent >= limit * (LENIENCE if _works_silently(s) else 1)]
-    if late and waited + SILENT >= limit:
-        state = "is stopped (SIGSTOP)" if late[0].stopped else "does not answer: it is stopped, or cut off"
+    others = [seen for seen in everyone if not seen.waiting]
+    if not others:
+        if not _all_still(everyone):
+            return None
+        return f"no message has arrived for {waited:.0f} s, longer than Options(timeout={limit:g}) allows, on any rank"
+    if not all(_is_overdue(seen, waited, limit, waiting) for seen in others):
+        return None
+    silent = [seen for seen in others if not seen.hears and not seen.gone]
+    if silent:
+        state = "is stopped (SIGSTOP)" if silent[0].stopped else "does not answer: it is stopped, or cut off"
         return (
-            f"{named(late)} ({late[0].record.where}) {state}, last seen {late[0].record.place}; "
+            f"{named(silent)} ({silent[0].record.where}) {state}, last seen {silent[0].record.place}; "
             f"{_who_wait(waiting)} since {waited:.0f} s"
         )
-    if waited < limit or silent:
-        return None
-    others = [seen for seen in everyone if not seen.waiting]
-    patient = waited < LENIENCE * limit
-    absent = [s for s in others if not patient or (s.record.still >= limit and not _may_come(s, waiting))]
-    if absent:
-        return (
-            f"{named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
-            f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows{_raised(absent[0])}"
-        )
-    if others or not _all_still(everyone):
-        return None
-    return f"no message has arrived for {waited:.0f} s, longer than Options(timeout={limit:g}) allows, on any rank"
+    absent = [seen for seen in others if not seen.waits_elsewhere] or others
+    return (
+        f"{named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
+        f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows{_raised(absent[0])}"
+    )
 
 
-def _works_silently(seen: Seen) -> bool:
-    return not seen.stopped and (seen.record.planning or seen.computes)
+def _is_overdue(seen: Seen, waited: float, limit: float, waiting: Sequence[Seen]) -> bool:
+    """Whether nothing more is to be expected from a rank for which others have ``waited``."""
+    if seen.gone or seen.waits_elsewhere:
+        return waited >= limit
+    if not seen.hears:
+        lenient = seen.reached and not seen.stopped  # Python's lock may be held by what computes.
+        allowed = limit * (LENIENCE if lenient else 1)
+        return seen.silent >= allowed and waited + SILENT >= allowed
+    allowed = limit * (LENIENCE if _may_come(seen, waiting) else 1)
+    return min(seen.record.still, waited) >= allowed
 
 
 def _may_come(seen: Seen, waiting: Sequence[Seen]) -> bool:
-    """Whether a rank that does not move is given more time: it plans, or is outside of autopar (a slow disk looks like
-    a lock), and has neither raised an error nor left the call behind in which the others wait."""
+    """Whether a rank that rests is given more time: it plans, or is outside of autopar (a slow disk looks like a lock),
+    and has neither raised an error nor left the call behind in which the others wait."""
     record = seen.record
     behind = record.number < min(each.record.number for each in waiting)
     return record.planning or (not record.name and not record.note and behind)
+
+
+def _broken(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
+    """A communication that failed, though nothing is known to be wrong: the process group's own timeout, a cable."""
+    broken = [seen for seen in waiting if seen.broken >= CAUSE]
+    if not broken:
+        return None
+    others = [seen for seen in everyone if not seen.waiting and not seen.gone]
+    verb = "was" if len(others) == 1 else "were"
+    meanwhile = f"; {named(others)} {verb} {others[0].record.place}" if others else ""
+    return f"the communication of {named(broken)} failed {broken[0].record.place}: {broken[0].record.note}{meanwhile}"
 
 
 def _raised(seen: Seen) -> str:

@@ -12,21 +12,29 @@ import hmac
 import json
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from .diagnosis import Seen, diagnose
-from .process_state import STOPPED, WORKS, state_of
-from .record import Record, from_json
+from autopar.content.files_read import ignore_this_thread
+
+from .deputies import HUB
+from .diagnosis import Seen, diagnose, patience
+from .process_state import STOPPED, state_of
+from .record import Record, from_json, letters_from_json
+from .traffic import unacknowledged_seconds
 
 # Seconds between two messages of a rank, and of the hub.
 # Chosen: a fault is known within seconds, at less than a thousandth of a processor.
 INTERVAL = 1.0
 # More than any message has.
 _MOST_BYTES = 1 << 16
+# Seconds without an acknowledgement by its host after which a rank counts as cut off.
+# Chosen: five messages.
+REACHED = 5.0
 
 
 @dataclass
@@ -36,13 +44,15 @@ class _Peer:
     connection: socket.socket
     rank: int | None = None
     unread: bytes = b""
+    unsent: bytes = b""
 
 
 class Hub(threading.Thread):
     """Serves ``ranks`` at ``port``, until it is closed."""
 
     def __init__(self, ranks: Sequence[int], token: str, host: str) -> None:
-        super().__init__(name="autopar hub", daemon=True)
+        super().__init__(name=HUB, daemon=True)
+        self._last: dict[str, object] = {"fault": ""}
         self._token, self._host = token, host
         self._seen = {rank: Seen(rank, Record()) for rank in ranks}
         self._heard = dict.fromkeys(ranks, time.monotonic())
@@ -54,12 +64,16 @@ class Hub(threading.Thread):
         self.port = int(self._server.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
+        self._letters: dict[str, str] = {}
+        self._mentioned = 0.0
         self._closing = self._urgent = False
         self.start()
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._closing = True
+    def close(self, number: int, fault: str) -> None:
+        """Ends the thread: the script of this rank ends, after collective call ``number`` or by a ``fault``, which the
+        others hear."""
+        self._last, self._closing = {"fault": fault, "ended": number}, True
+        self.join(2 * INTERVAL)
 
     def abandon(self) -> None:
         """Closes the sockets in a fork, which would keep connections open after this process has ended."""
@@ -67,6 +81,7 @@ class Hub(threading.Thread):
             key.fileobj.close()  # type: ignore[union-attr]
 
     def run(self) -> None:
+        ignore_this_thread()
         told, before = "", time.monotonic()
         while not self._closing:
             for key, _ in self._selector.select(INTERVAL / 2):
@@ -81,18 +96,44 @@ class Hub(threading.Thread):
                 self._heard = {rank: heard + paused for rank, heard in self._heard.items()}
                 continue
             told = told or self._diagnose(now) or ""
-            self._tell(json.dumps({"fault": told}))
+            self._tell({"fault": told, "look": [seen.record.where for seen in self._silent(now)]})
+        self._tell({**self._last, "fault": told or self._last["fault"]})
 
     def _diagnose(self, now: float) -> str | None:
         if len(self._joined) < len(self._seen):
             return None
-        return diagnose([self._as_of(seen, now) for seen in self._seen.values()])
+        everyone = [self._as_of(seen, now) for seen in self._seen.values()]
+        fault = diagnose(everyone)
+        if fault is None:
+            self._mention(*patience(everyone))
+        return fault
+
+    def _mention(self, waited: float, sentence: str) -> None:
+        """Says what ranks wait for; again when they have waited twice as long."""
+        if not sentence:
+            self._mentioned = 0.0
+        elif waited >= 2 * self._mentioned:
+            self._mentioned = waited
+            print(f"autopar: {sentence} (no error so far)", file=sys.stderr, flush=True)
+
+    def _silent(self, now: float) -> list[Seen]:
+        """Ranks of other hosts that do not answer: their neighbours are asked what they see of them."""
+        late = (seen for seen in self._seen.values() if seen.open and now - self._heard[seen.rank] > 2 * INTERVAL)
+        return [seen for seen in late if not seen.record.where.endswith(f" on {self._host}")]
 
     def _as_of(self, seen: Seen, now: float) -> Seen:
         silent = now - self._heard[seen.rank]
         broken = now - self._broken.setdefault(seen.rank, now) if seen.record.state == "broken" else 0.0
-        state = state_of(seen.record.where, self._host) if silent > INTERVAL else ""
-        return replace(seen, silent=silent, broken=broken, stopped=state in STOPPED, computes=state in WORKS)
+        if silent <= INTERVAL:
+            return replace(seen, silent=silent, broken=broken)
+        where = seen.record.where
+        letter = state_of(where, self._host) or self._letters.get(where, "")
+        peers = [peer.connection for peer in self._peers() if peer.rank == seen.rank]
+        reached = any(unacknowledged_seconds(connection) < REACHED for connection in peers)
+        return replace(seen, silent=silent, broken=broken, stopped=letter in STOPPED, reached=reached)
+
+    def _peers(self) -> list[_Peer]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _join(self) -> None:
         with suppress(OSError):
@@ -121,12 +162,14 @@ class Hub(threading.Thread):
         elif (record := from_json(line)) is not None:
             self._seen[peer.rank] = replace(self._seen[peer.rank], record=record)
             self._urgent = self._urgent or record.state == "broken"  # Its launcher may be about to end it.
+        else:
+            self._letters.update(letters_from_json(line))
         if peer.rank is not None:
             self._heard[peer.rank] = time.monotonic()
 
     def _named(self, line: bytes) -> int | None:
         """The rank that a connection says it is, if it has the token."""
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             data = json.loads(line)
             if hmac.compare_digest(str(data["token"]), self._token) and data["rank"] in self._seen:
                 return int(data["rank"])
@@ -138,10 +181,16 @@ class Hub(threading.Thread):
         if peer.rank is not None:
             self._seen[peer.rank] = replace(self._seen[peer.rank], open=False)
 
-    def _tell(self, text: str) -> None:
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None and key.data.rank is not None:
-                try:
-                    key.data.connection.sendall(text.encode() + b"\n")
-                except OSError:
-                    self._drop(key.data)
+    def _tell(self, message: dict[str, object]) -> None:
+        """Sends without waiting: to a rank that does not read, the next message once it does."""
+        text = json.dumps(message).encode() + b"\n"
+        for peer in self._peers():
+            if peer.rank is None:
+                continue
+            peer.unsent = peer.unsent or text
+            try:
+                peer.unsent = peer.unsent[peer.connection.send(peer.unsent, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._drop(peer)

@@ -9,30 +9,52 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-from .hub import INTERVAL
+from autopar.content.files_read import ignore_this_thread
+
+from .deputies import WATCH
+from .hub import INTERVAL, REACHED
+from .process_state import state_of
 from .record import Record, to_json
+from .traffic import unacknowledged_seconds
 
 # Seconds to try one address of the hub.
 # Chosen.
 _CONNECT_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
+class Silence:
+    """For how many ``seconds`` nothing was heard of the hub, infinite once its connection has closed; after which call
+    the script of its rank ``ended``, if it said so; whether its host can be ``reached``."""
+
+    seconds: float
+    ended: int | None = None
+    reached: bool = True
+
+
 class Link(threading.Thread):
-    """Sends ``look()`` to the hub at once when asked to, else at each interval; calls ``hear(fault, silent)`` at each
-    interval: the hub's message about a fault ("" for none), and for how many seconds nothing was heard of it
-    (infinite once its connection has closed)."""
+    """Sends ``look()`` to the hub at once when asked to, else at each interval; calls ``hear(fault, silence)`` at each
+    interval: the hub's message about a fault ("" for none), and what is known of the hub itself."""
 
     def __init__(
-        self, addresses: Sequence[str], port: int, hello: str, look: Callable[[], Record], hear: Callable[..., None]
+        self,
+        addresses: Sequence[str],
+        port: int,
+        hello: str,
+        look: Callable[[], Record],
+        hear: Callable[[str, Silence], None],
     ) -> None:
-        super().__init__(name="autopar watch", daemon=True)
+        super().__init__(name=WATCH, daemon=True)
         self._look, self._hear = look, hear
         self._connection = connect(addresses, port)
         self._connection.sendall(f"{hello}\n{to_json(look())}\n".encode())
         self._bell, self._ring = socket.socketpair()
         self._sent = threading.Event()
         self._unread, self._silent, self._fault = b"", 0.0, ""
+        self._ended: int | None = None
         self.start()
 
     def send_now(self, seconds: float) -> None:
@@ -48,6 +70,7 @@ class Link(threading.Thread):
             each.close()
 
     def run(self) -> None:
+        ignore_this_thread()
         before, gone = time.monotonic(), False
         while True:
             asked = self._bell in self._wait(gone)
@@ -59,7 +82,8 @@ class Link(threading.Thread):
             self._sent.set()
             # Longer than that this thread did not run: the process was stopped, or its GIL taken.
             self._silent = float("inf") if gone else self._silent + min(passed, 2 * INTERVAL)
-            self._hear(self._fault, self._silent)
+            reached = gone or unacknowledged_seconds(self._connection) < REACHED
+            self._hear(self._fault, Silence(self._silent, self._ended, reached))
 
     def _wait(self, gone: bool) -> list[socket.socket]:
         """Waits for an interval, for the bell, or for a message about a fault."""
@@ -91,9 +115,18 @@ class Link(threading.Thread):
         *lines, self._unread = (self._unread + received).split(b"\n")
         for line in lines:
             self._silent = 0.0
-            with suppress(ValueError, AttributeError):
-                self._fault = self._fault or str(json.loads(line).get("fault", ""))
+            with suppress(ValueError, AttributeError, TypeError, RecursionError):
+                self._take(json.loads(line))
         return bool(received)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self._fault = self._fault or str(message.get("fault", ""))
+        self._ended = message.get("ended", self._ended)
+        host = socket.gethostname()
+        letters = {where: letter for where in message.get("look", ()) if (letter := state_of(where, host))}
+        if letters:
+            with suppress(OSError):
+                self._connection.sendall(json.dumps({"letters": letters}).encode() + b"\n")
 
 
 def connect(addresses: Sequence[str], port: int) -> socket.socket:

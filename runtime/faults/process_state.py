@@ -1,13 +1,16 @@
-"""What the kernel says that a process of this host is doing."""
+"""What the kernel says that processes and threads of this host are doing."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
-# The letters of proc(5) for a process that computes or waits for a disk, and for one that is stopped.
+# The letters of proc(5) for a thread that computes or waits for a disk, and for one that is stopped.
 WORKS = frozenset("RD")
 STOPPED = frozenset("Tt")
+# Of proc(5), counted from the state: the time computed in the program and in the kernel, in ticks.
+_COMPUTED = slice(11, 13)
 
 
 def state_of(where: str, host: str) -> str:
@@ -19,6 +22,36 @@ def state_of(where: str, host: str) -> str:
 
 def state_in(path: str) -> str:
     """The letter in the ``stat`` file at ``path``; "" if there is none."""
-    with suppress(OSError, IndexError):
-        return Path(path).read_text().rpartition(")")[2].split()[0]
-    return ""
+    return next(iter(_fields(path)), "")
+
+
+def seconds_computed(folder: str) -> float:
+    """By the process or thread of ``folder`` in /proc; 0 if it has ended."""
+    return sum(map(int, _fields(f"{folder}/stat")[_COMPUTED])) / os.sysconf("SC_CLK_TCK")
+
+
+def bytes_moved(folder: str) -> int:
+    """Read and written by the process or thread of ``folder`` in /proc, through system calls and to disks; 0 if it has
+    ended."""
+    with suppress(OSError, ValueError):
+        lines = Path(f"{folder}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_", "write_")))
+    return 0
+
+
+def _fields(path: str) -> list[str]:
+    """What follows the name in a ``stat`` file."""
+    with suppress(OSError):
+        return Path(path).read_text().rpartition(")")[2].split()
+    return []
+
+
+def descendants() -> list[str]:
+    """The folders in /proc of the processes that this one has started, and of those that they have."""
+    found, left = list[str](), [str(os.getpid())]
+    while left:
+        for children in Path(f"/proc/{left.pop()}/task").glob("*/children"):
+            with suppress(OSError):
+                left += (own := children.read_text().split())
+                found += [f"/proc/{each}" for each in own]
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
@@ -52,7 +53,7 @@ def from_json(text: bytes) -> Record | None:
     """The record that another rank sent; None for anything else."""
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     kinds = {field.name: (float, int) if field.type == "float" else type(field.default) for field in fields(Record)}
     if not isinstance(data, dict) or not data.keys() <= kinds.keys() or data.get("state") not in get_args(State):
@@ -60,3 +61,12 @@ def from_json(text: bytes) -> Record | None:
     if not all(isinstance(value, kinds[name]) for name, value in data.items()):
         return None
     return Record(**data)
+
+
+def letters_from_json(text: bytes) -> dict[str, str]:
+    """What a rank says of the processes it was asked about (:func:`~.process_state.state_of`), by their place."""
+    with suppress(ValueError, AttributeError, RecursionError):
+        found = json.loads(text).get("letters")
+        if isinstance(found, dict):
+            return {where: letter for where, letter in found.items() if isinstance(letter, str)}
+    return {}

@@ -18,7 +18,9 @@ import torch
 from autopar.ops.index_range import PROGRAM_FILE
 from autopar.runtime.execute.section_code import instruction_at
 
-from .process_state import state_in
+from .deputies import Deputies
+from .process_state import bytes_moved, state_in
+from .traffic import quiet_seconds
 
 _RUNTIME = Path(__file__).parent.parent
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
@@ -120,17 +122,16 @@ class Thread:
 
     def bytes_moved(self) -> int:
         """Read and written, through system calls and to disks."""
-        with suppress(OSError, ValueError):
-            lines = Path(f"/proc/self/task/{self.number}/io").read_text().splitlines()
-            return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_", "write_")))
-        return 0
+        return bytes_moved(f"/proc/self/task/{self.number}")
 
     def waits_for_disk(self) -> bool:
         return state_in(f"/proc/self/task/{self.number}/stat") == "D"
 
 
 class Stillness:
-    """For how long a thread has been where it is."""
+    """For how long a thread has been where it is, and nothing has worked for it: it waits for other ranks and no
+    messages move, or it does not and neither it, nor other threads of Python, nor processes that it started, compute,
+    read or write."""
 
     # A thread that computes this share of the time moves, even if every look finds it at the same place.
     # Chosen: a wait takes none.
@@ -144,15 +145,22 @@ class Stillness:
         self._key: tuple[int, int] = (0, 0)
         self._looked = self._computed = 0.0
         self._moved = 0
+        self._deputies = Deputies()
 
     def look(self, thread: Thread, call: int, place: Place) -> None:
         """Looks at the ``thread``, which is at ``place`` in its collective call number ``call``."""
         now, key = time.monotonic(), (call, place.key)
         passed = now - self._looked
         self._looked = now
-        moves = place != NOWHERE and self._works(thread, passed) and not place.waits
+        moves = self._works(thread, passed) and place != NOWHERE and not place.waits
         self.seconds = 0.0 if key != self._key or moves else self.seconds + min(passed, self._MOST)
         self._key = key
+        if self.seconds == 0.0 or place == NOWHERE:
+            return
+        if place.waits:
+            self.seconds = min(self.seconds, quiet_seconds())
+        elif self._deputies.work(thread.number):
+            self.seconds = 0.0
 
     def _works(self, thread: Thread, passed: float) -> bool:
         """Whether it computed, read or wrote in the seconds that have ``passed``."""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -27,10 +26,12 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.torch_internals.interrupt import interrupt_communication, ranks_store
 
+from .deputies import INTERRUPT
 from .diagnosis import CAUSE, LENIENCE, STILL
 from .hub import INTERVAL, Hub
-from .link import Link
-from .process_state import WORKS, state_of
+from .link import Link, Silence
+from .meeting import await_all
+from .process_state import STOPPED, state_of
 from .record import Record, State
 from .stack import NOWHERE, Stillness, Thread, is_communication_file, place_in, place_of
 
@@ -55,6 +56,7 @@ class Watch:
         self.ranks, self.rank = ranks, rank
         self.fault = ""
         self._record = Record(where=_own_place(), timeout=0.0)
+        self._everyone = not dist.is_initialized() or len(ranks) == dist.get_world_size()
         self._hub_where = ""
         self._thread = Thread.here()
         self._inside = False
@@ -148,32 +150,38 @@ class Watch:
         place = place_of(self._thread.ident)
         self._still.look(self._thread, record.number, place)
         still, line, instruction = self._still.seconds, place.line, place.instruction
-        return replace(record, waits=place.waits, still=still, line=line, instruction=instruction)
+        # Outside of calls it may wait for ranks that this watch does not know, unless it knows all.
+        waits = place.waits and (bool(record.name) or self._everyone)
+        return replace(record, waits=waits, still=still, line=line, instruction=instruction)
 
-    def _hear(self, fault: str, hub_silent: float) -> None:
+    def _hear(self, fault: str, hub: Silence) -> None:
         """What the thread heard."""
         record = self._look()
         if not fault and self._hub is None and record.name and (record.state == "broken" or record.still >= STILL):
-            fault = self._about_hub(hub_silent, record)
+            fault = self._about_hub(hub, record)
         if fault and self._faulty_since is None:
             self.fault, self._faulty_since = fault, time.monotonic()
             self._known.set()
             if not self._left:
                 # On its own: aborting NCCL may block, and this thread must be able to end the process.
-                threading.Thread(target=_interrupt, name="autopar interrupt", daemon=True).start()
+                threading.Thread(target=_interrupt, name=INTERRUPT, daemon=True).start()
         if self._faulty_since is None or self._left:
             return
         if time.monotonic() - self._faulty_since > _LEAVE_SECONDS:
             print(f"autopar: {self.fault}\nautopar: rank {self.rank} ends", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _about_hub(self, silent: float, record: Record) -> str:
+    def _about_hub(self, hub: Silence, record: Record) -> str:
         """The fault if the first rank, which would say what is wrong, is silent itself."""
         first, waits = self.ranks[0], f"others wait for it, rank {self.rank} {record.place}"
-        if silent == float("inf"):
-            return f"rank {first} ended, killed or by an error of its own; {waits}"
-        works = record.planning or state_of(self._hub_where, socket.gethostname()) in WORKS
-        if silent >= record.timeout * (LENIENCE if works else 1):
+        if hub.seconds == float("inf"):
+            if hub.ended is None:
+                return f"rank {first} ended, killed or by an error of its own; {waits}"
+            if record.number <= hub.ended and record.still < record.timeout:
+                return ""  # A call that the first rank has left: another rank is slow.
+            return f"the script of rank {first} came to its end after {hub.ended} collective calls; {waits}"
+        stopped = state_of(self._hub_where, socket.gethostname()) in STOPPED
+        if hub.seconds >= record.timeout * (LENIENCE if hub.reached and not stopped else 1):
             return f"rank {first} does not answer: it is stopped, or cut off; {waits} since {record.still:.0f} s"
         return ""
 
@@ -184,8 +192,7 @@ class Watch:
             token = secrets.token_hex()
             self._hub = Hub(self.ranks, token, socket.gethostname())
             store.set("hub", "\n".join([str(self._hub.port), token, self._record.where, *_addresses()]))
-        store.set(f"came{self.rank}", "")
-        self._await_all(store)
+        await_all(store, self.ranks, self.rank, self._record.timeout)
         port, token, self._hub_where, *addresses = store.get("hub").decode().split("\n")
         hello = f'{{"rank": {self.rank}, "token": "{token}"}}'
         try:
@@ -199,19 +206,6 @@ class Watch:
             return
         _at_the_end(self)
 
-    def _await_all(self, store: Any) -> None:
-        keys = {rank: f"came{rank}" for rank in self.ranks}
-        try:
-            store.wait(list(keys.values()), timedelta(seconds=self._record.timeout))
-        except RuntimeError:
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            listed = ", ".join(map(str, missing))
-            raise FaultError(
-                f"rank{'s' if len(missing) > 1 else ''} {listed} did not come to autopar.parallelize within "
-                f"{self._record.timeout:g} s; the others wait there. Every rank of the mesh must call it; "
-                "Options(timeout=...) lets them wait longer"
-            ) from None
-
     def abandon(self) -> None:
         """Drops the connections in a fork of this process."""
         link, hub, self._link, self._hub = self._link, self._hub, None, None
@@ -223,6 +217,9 @@ class Watch:
         """Called when the interpreter ends."""
         if self._link is not None and self._record.state == "running":
             self.report("ended")
+        if self._hub is not None:
+            failed = self._record.state == "failed"
+            self._hub.close(self._record.number, f"rank {self.rank} failed: {self._record.note}" if failed else "")
 
 
 class _Call:
@@ -280,9 +277,11 @@ def _addresses() -> list[str]:
     with suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     master = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect(master)  # Sends nothing; chooses the interface by which the ranks' store is reached.
-        found.insert(0, towards.getsockname()[0])
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as towards:
+            towards.connect(address)  # Sends nothing; chooses the interface by which the ranks' store is reached.
+            found.insert(0, towards.getsockname()[0])
     return list(dict.fromkeys(found))
 
 

@@ -1,5 +1,5 @@
-"""Says to the watch (:mod:`autopar.runtime.faults.watch`) when the collective methods of a parallel module begin and
-end."""
+"""Says to the watch (:mod:`autopar.runtime.faults.watch`), and to ``torch.profiler``, when the collective methods of a
+parallel module begin and end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from autopar.runtime.torch_internals.profiling import span
 
 Class = TypeVar("Class", bound=type)
 
@@ -40,7 +42,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_whole:  # Each rank is on its own.
             return method(self, *args, **kwargs)
-        with self._watch.call(f"{name}()"):
+        with span(f"{name}()"), self._watch.call(f"{name}()"):
             return method(self, *args, **kwargs)
 
     # Already compiled, so torch.compile(model) has no effect.

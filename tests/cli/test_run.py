@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli.rendezvous import check_endpoint
+from autopar.cli.rendezvous import DEFAULT_PORT, _parts, check_endpoint
 from autopar.errors import OptionsError
 from tests.house.sources import ROOT
 
@@ -170,3 +170,23 @@ def test_two_kills_are_survived(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "run", *options, str(tmp_path / "train.py"), str(out)]
     assert subprocess.run(command, cwd=ROOT, timeout=240, check=False).returncode == 0
     assert out.read_text() == "2 2"
+
+
+def test_addresses_of_both_kinds_are_taken() -> None:
+    """As torch's launcher reads them."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    for endpoint in ("[::1]:29401", "[::1]", "127.0.0.1:29401", "localhost"):
+        host, port = _parts(endpoint)
+        assert (host, int(port)) == parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+    with pytest.raises(OptionsError, match=r"\[::1\]:29400"):
+        check_endpoint("::1:29400")
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_an_address_of_ipv6_is_looked_at() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OptionsError, match=f"port {port} of this host is taken"):
+            check_endpoint(f"[::1]:{port}")
+    check_endpoint(f"[::1]:{port}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 
 from autopar.errors import ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.faults import watch as watches
-from autopar.runtime.faults.diagnosis import CAUSE, LENIENCE, STILL, STILL_OUTSIDE, Seen, diagnose
+from autopar.runtime.faults.diagnosis import CAUSE, LENIENCE, STILL, STILL_OUTSIDE, Seen, diagnose, patience
 from autopar.runtime.faults.process_state import state_of
 from autopar.runtime.faults.record import Record, from_json, to_json
 from autopar.runtime.faults.stack import NOWHERE, Stillness, Thread, is_communication_file, place_of
@@ -48,17 +51,17 @@ def test_a_rank_that_died_ended_or_failed_is_named_at_once() -> None:
 
 def test_a_silent_rank_is_named_in_time() -> None:
     assert said(LONG, Seen(1, WAITS, silent=40.0), LONG) == ""
-    late = Seen(1, WAITS, silent=61.0)
+    late = Seen(1, WAITS, silent=61.0, reached=False)
     assert said(LONG, late, LONG).startswith("rank 1 () does not answer")
     assert said(WAITS, late) == ""
-    assert "is stopped (SIGSTOP)" in said(LONG, replace(late, stopped=True))
+    assert "is stopped (SIGSTOP)" in said(LONG, replace(late, stopped=True, reached=True))
     planning = replace(WAITS, planning=True)
     assert said(LONG, Seen(1, planning, silent=61.0)) == ""
     assert said(LONG, Seen(1, planning, silent=61.0, stopped=True)) != ""
     assert said(replace(LONG, still=LENIENCE * 60), Seen(1, planning, silent=LENIENCE * 60)) != ""
-    computes = replace(late, computes=True)
-    assert said(LONG, computes) == ""
-    assert said(replace(LONG, still=LENIENCE * 60), replace(computes, silent=LENIENCE * 60)) != ""
+    locked = replace(late, reached=True)
+    assert said(LONG, locked) == "", "its host answers: Python's lock is held by what computes"
+    assert said(replace(LONG, still=LENIENCE * 60), replace(locked, silent=LENIENCE * 60)) != ""
 
 
 def test_ranks_in_different_calls_are_named_at_once() -> None:
@@ -77,13 +80,14 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     asleep = replace(OUTSIDE, still=70.0)
     assert said(LONG, asleep, LONG) == "", "it may read from a slow disk"
     late = replace(LONG, still=LENIENCE * 60)
-    assert said(late, asleep, late) == (
+    assert said(late, replace(asleep, still=LENIENCE * 60), late) == (
         "rank 1 is outside of autopar at train.py:20; ranks 0, 2 wait for it in model.step() (collective call 7) at "
         "train.py:9 since 600 s, longer than Options(timeout=60) allows"
     )
     assert "is outside of autopar" in said(LONG, replace(asleep, number=7), LONG), "it has left that call"
     assert said(LONG, OUTSIDE) == "", "it computes"
-    assert said(replace(LONG, still=LENIENCE * 60), OUTSIDE) != ""
+    assert said(replace(LONG, still=LENIENCE * 60), OUTSIDE) == "", "as long as the process group allows"
+    assert said(LONG, replace(asleep, number=7), OUTSIDE) == "", "another rank may be what all wait for"
     assert said(LONG, replace(WAITS, waits=False, still=70.0, planning=True)) == ""
     assert said(LONG, replace(WAITS, waits=False, still=70.0)) != ""
     assert said(LONG, LONG).startswith("no message has arrived for 61 s")
@@ -153,33 +157,60 @@ def test_a_thread_that_has_ended_is_looked_at_safely() -> None:
     assert threads[0].seconds_computed() >= 0.0 and threads[0].bytes_moved() >= 0
 
 
+class Looked:
+    """A thread that works and waits in turns, and is looked at as if a second passed between two looks."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._steps, self._work, self._still = threading.Barrier(2, timeout=30.0), work, Stillness()
+        self._threads: list[Thread] = []
+        self._worker = threading.Thread(target=self._run)
+        self._worker.start()
+
+    def _run(self) -> None:
+        self._threads.append(Thread.here())
+        for _ in range(4):
+            self._steps.wait()
+            self._work()
+            self._steps.wait()
+        self._steps.wait()
+
+    def seconds(self, meanwhile: Callable[[], object] = lambda: None) -> list[float]:
+        """For how long it was still, at each look; ``meanwhile`` runs before each."""
+        found = []
+        for _ in range(4):
+            self._steps.wait()
+            self._steps.wait()
+            meanwhile()
+            self._still._looked -= 1.0
+            self._still._deputies._looked -= 1.0
+            self._still.look(self._threads[0], 1, replace(NOWHERE, key=1))
+            found.append(self._still.seconds)
+        self._steps.wait()
+        self._worker.join()
+        return found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_reading_a_file_is_moving(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"x" * 1000)
-    steps = threading.Barrier(2, timeout=30.0)
-    threads: list[Thread] = []
+    assert Looked(lambda: None).seconds()[-1] > 1.5
+    assert set(Looked((tmp_path / "data").read_bytes).seconds()) == {0.0}
 
-    def reads_once() -> None:
-        threads.append(Thread.here())
-        for read in (False, False, True):
-            steps.wait()
-            if read:
-                (tmp_path / "data").read_bytes()
-            steps.wait()
-        steps.wait()
 
-    worker = threading.Thread(target=reads_once)
-    worker.start()
-    still, seconds = Stillness(), []
-    for _ in range(3):
-        steps.wait()
-        steps.wait()
-        still._looked -= 1.0  # As if a second had passed, of which it computes next to nothing.
-        still.look(threads[0], 1, replace(NOWHERE, key=1))
-        seconds.append(still.seconds)
-    steps.wait()
-    worker.join()
-    assert seconds[1] > 0.0 and seconds[2] == 0.0
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_or_process_that_works_for_another_is_moving() -> None:
+    def compute() -> None:
+        end = time.thread_time() + 0.12
+        while time.thread_time() < end:
+            pass
+
+    assert set(Looked(lambda: None).seconds(compute)) == {0.0}
+    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        assert set(Looked(lambda: None).seconds(lambda: time.sleep(0.2))) == {0.0}
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -202,10 +233,42 @@ def test_a_failed_communication_waits_for_its_cause() -> None:
     assert said(Seen(0, broken), OUTSIDE) == ""
     assert "failed in model.step()" in said(Seen(0, broken, broken=CAUSE), OUTSIDE)
     assert said(Seen(0, broken), Seen(1, OUTSIDE, open=False)).startswith("rank 1 died")
+    assert said(Seen(0, broken, broken=CAUSE), OUTSIDE).endswith("reset; rank 1 was outside of autopar at train.py:20")
+
+
+def test_a_rank_that_left_the_last_call_is_not_missed() -> None:
+    left = replace(OUTSIDE, number=7, state="ended")
+    assert said(WAITS, replace(WAITS, waits=False), left) == "", "rank 1 is slow in the same call"
+    assert said(WAITS, replace(WAITS, waits=False), Seen(2, replace(left, state="running"), open=False)) == ""
+    assert said(replace(WAITS, number=8), left).startswith("the script of rank 1 came to its end after 7")
+    assert said(LONG, left).startswith("the script of rank 1 came to its end after 7")
+    assert said(WAITS, replace(left, name="model.step()")) != "", "it ended inside of the call"
+
+
+def test_long_waits_are_mentioned() -> None:
+    def mentioned(*records: Record) -> str:
+        return patience([Seen(rank, record) for rank, record in enumerate(records)])[1]
+
+    assert mentioned(WAITS, OUTSIDE) == mentioned(LONG, LONG) == ""
+    assert mentioned(LONG, OUTSIDE, LONG) == (
+        "rank 1: outside of autopar at train.py:20, and moves; ranks 0, 2 wait for it in model.step() (collective call "
+        "7) at train.py:9 since 61 s"
+    )
+    assert "and rests; rank 0" in mentioned(LONG, replace(OUTSIDE, still=5.0))
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{", b'{"number": "1"}', b'{"state": "odd"}', b'{"x": 1, "state": "running"}', b"\xff"]
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"number": "1"}',
+        b'{"state": "odd"}',
+        b'{"x": 1, "state": "running"}',
+        b"\xff",
+        b"[" * 60_000,
+    ],
 )
 def test_what_is_no_record_is_none(text: bytes) -> None:
     assert from_json(text) is None

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.runtime import run_local
+from autopar.runtime.faults.meeting import join_world
+from autopar.runtime.torch_internals.collectives import world_timeout
+from autopar.runtime.torch_internals.interrupt import gloo_sockets, interrupt_communication
 from tests.helpers.planning import on
 
 TIMEOUT = 4.0
@@ -73,13 +81,51 @@ def test_a_rank_that_rests_after_an_error_is_named() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     def work(rank: int, world: int) -> str:
         if rank == 1:
-            time.sleep(3)
+            time.sleep(4)
             return ""
         with pytest.raises(autopar.FaultError) as raised:
-            autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=1))
+            autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=0.2))
         return str(raised.value)
 
-    assert on(2, work)[0].startswith("rank 1 did not come to autopar.parallelize within 1 s")
+    assert on(2, work)[0].startswith("rank 1 did not come to autopar.parallelize within 2 s")
+
+
+def test_a_rank_that_works_for_long_is_no_fault() -> None:
+    """Neither outside of autopar's calls, nor before the first of them."""
+
+    def work(rank: int, world: int) -> float:
+        compute(0.6 * rank)
+        model = autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=0.2, zero=3))
+        model.step(*batch())
+        compute(3.0 * rank)
+        return float(model.step(*batch()))
+
+    def compute(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    first, second = on(2, work)
+    assert first == second
+
+
+def test_only_connections_between_ranks_are_shut_down() -> None:
+    def work(rank: int, world: int) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            other = socket.create_connection(server.getsockname()).detach()  # As one of a library in C++.
+            end, _ = server.accept()
+        with gloo_sockets() as connections:
+            assert len(connections) >= 1
+        dist.barrier()
+        interrupt_communication()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        os.write(other, b"alive")
+        os.close(other)
+        with end:
+            return end.recv(5).decode()
+
+    assert on(2, work) == ["alive"] * 2
 
 
 def test_options_that_differ_are_named() -> None:
@@ -134,3 +180,36 @@ def test_the_fewer_ranks_are_the_odd_ones() -> None:
     texts = on(3, work)
     assert texts == texts[:1] * 3
     assert "other operations on rank 0 of the mesh than on its ranks 1, 2" in texts[0]
+
+
+def test_groups_have_the_timeout_that_the_user_set() -> None:
+    def work(rank: int, world: int) -> tuple[float, float]:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        usual = world_timeout("gloo")
+        backend.options._timeout = timedelta(hours=3)
+        given = world_timeout("gloo")
+        assert usual is not None and given is not None
+        return usual.total_seconds(), given.total_seconds()
+
+    assert on(2, work) == [(1800.0, 10800.0)] * 2
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_ranks_that_do_not_come_to_the_start_are_named(late: int | None) -> None:
+    def work(rank: int, world: int) -> str:
+        if rank == late:
+            return ""
+        if late is None:
+            join_world("gloo", 3.0)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            return str(int(total))
+        with pytest.raises(autopar.FaultError) as raised:
+            join_world("gloo", 0.1)
+        return str(raised.value)
+
+    found = run_local(work, 2, timeout=60, backend=None)
+    if late is None:
+        assert found == ["2", "2"]
+    else:
+        assert found[1 - late].startswith(f"rank {late} did not come to autopar.parallelize within 1 s")
