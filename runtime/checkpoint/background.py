@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from autopar.content.files_read import ignore_this_thread
+
 from .snapshot import Snapshot
 
 # What the thread is nicer by than the training. Chosen: it gets what the training leaves.
@@ -53,6 +55,7 @@ class Background:
         self._thread.start()
 
     def _run(self, function: Callable[[], object]) -> None:
+        ignore_this_thread()
         with contextlib.suppress(OSError, AttributeError):  # Of this thread alone, on Linux.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from autopar.errors import CheckpointError
 from autopar.runtime.module.parallel_module import ParallelModule
 
-from .opened import Opened, open_checkpoint
+from .opened import Opened, open_checkpoint, reading_state
 from .random_states import restore_random_states
 from .ranks import Ranks, ranks_of
 from .restore_model import Matched, match_model, restore_model, source_of
@@ -67,23 +68,29 @@ def load(
         loader.load_state_dict(_value(opened, _of_rank(opened, ranks)))
     if scheduler is not None:
         scheduler.load_state_dict(_value(opened, _saved(opened, "scheduler")))
-    _restore_random(opened, model, ranks)
-    parallel = opened.state.get("parallel") or {}
-    return Checkpoint(str(opened.store), opened.step, _value(opened, opened.state["extra"]), parallel.get("plan"))
+    with reading_state(opened):
+        _restore_random(opened, model, ranks)
+        parallel, extra = opened.state.get("parallel") or {}, _value(opened, opened.state["extra"])
+        return Checkpoint(str(opened.store), opened.step, extra, parallel.get("plan"))
 
 
 def _match(opened: Opened, model: nn.Module, optimizer: Any) -> Matched:
     """Compares everything before anything is changed."""
-    if optimizer is not None:
-        check_optimizer(opened, model, optimizer)
-    return match_model(opened, model)
+    with reading_state(opened):
+        if optimizer is not None:
+            check_optimizer(opened, model, optimizer)
+        return match_model(opened, model)
 
 
 def _restore_optimizer(opened: Opened, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
-    ranks.together(lambda: restore_options(opened, model, optimizer))
+    def restored(part: Callable[[Opened, nn.Module, Any], None]) -> None:
+        with reading_state(opened):
+            part(opened, model, optimizer)
+
+    ranks.together(lambda: restored(restore_options))
 
     def restore() -> None:
-        ranks.together(lambda: restore_state(opened, model, optimizer))
+        ranks.together(lambda: restored(restore_state))
 
     if isinstance(model, ParallelModule):
         model.autopar_parts.weights.when_placed(restore)

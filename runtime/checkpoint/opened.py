@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autopar.errors import CheckpointError
+from autopar.errors import AutoparError, CheckpointError
 
 from .find import Found, checkpoints, find
 from .index import INDEX, Entry, read_index
@@ -106,3 +107,16 @@ def _state(store: Store, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{store}/{STATE} is not JSON: {error}") from error
     raise CheckpointError(f"{store}/{STATE} is not the state of a training")
+
+
+@contextmanager
+def reading_state(opened: Opened) -> Iterator[None]:
+    """Turns what a file that was changed by hand leads to into :class:`CheckpointError`."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"{opened.store}/{STATE} is not the state of a training: {type(error).__name__}: {error}"
+        ) from error

@@ -45,7 +45,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         np.random.set_state(numpy)
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(_tensor(states["cuda"]))
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, zlib.error) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, zlib.error) as error:
         raise CheckpointError(f"the checkpoint's states of random generators are none: {error}") from error
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.torch_internals.collectives import world_timeout
 
 Result = TypeVar("Result")
 # By purpose and ranks: the world in which a group was created, and the group.
@@ -100,6 +101,6 @@ def ranks_of(model: nn.Module, purpose: str = "saving") -> Ranks:
 def _group(purpose: str, members: tuple[int, ...]) -> dist.ProcessGroup:
     world, group = _GROUPS.get((purpose, members), (None, None))
     if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(list(members), world_timeout("gloo"), "gloo", use_local_synchronization=True)
         _GROUPS[purpose, members] = dist.group.WORLD, group
     return group

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from autopar.errors import CheckpointError
 
+from .claim import claim
 from .find import WRITING, checkpoints
 from .index import INDEX, Entry, index_to_json
 from .manifest import MANIFEST, FileRecord, Manifest
@@ -68,7 +69,7 @@ def step_name(step: int) -> str:
 
 def write_snapshot(snapshot: Snapshot, store: Store, ranks: Ranks) -> str:
     """Writes ``snapshot`` into ``store``; returns the path of the checkpoint. Collective."""
-    name = ranks.from_first(lambda: _begin(store, snapshot.step))
+    name = ranks.from_first(lambda: _begun(store, snapshot.step))
 
     def write() -> str:
         try:
@@ -76,7 +77,7 @@ def write_snapshot(snapshot: Snapshot, store: Store, ranks: Ranks) -> str:
         except CheckpointException as error:
             raise _explained(error, store) from error
         except OSError as error:
-            raise CheckpointError(f"nothing was saved in {store}: {type(error).__name__}: {error}") from error
+            raise _not_saved(store, error) from error
 
     try:
         final = ranks.together(write)
@@ -106,10 +107,22 @@ def _write(snapshot: Snapshot, store: Store, name: str, ranks: Ranks) -> str:
     return committed[0] if committed else ""
 
 
+def _begun(store: Store, step: int) -> str:
+    try:
+        return _begin(store, step)
+    except OSError as error:
+        raise _not_saved(store, error) from error
+
+
+def _not_saved(store: Store, error: OSError) -> CheckpointError:
+    return CheckpointError(f"nothing was saved in {store}: {type(error).__name__}: {error}")
+
+
 def _begin(store: Store, step: int) -> str:
     """Creates the folder to write to. Deletes what earlier saves left that did not end, but not what this process, or
-    another one of this host, is writing."""
+    another one of this host, is writing. Raises :class:`CheckpointError` if another training saves there."""
     store.create()
+    claim(store)
     complete = {found.name for found in checkpoints(store)}
     names = list(store.names())
     for name in names:

@@ -122,6 +122,10 @@ def _wholes(weights: Weights, parameters: list[nn.Parameter]) -> Iterator[tuple[
 
 
 def _own_memory(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``whole`` in memory of its own, laid out as the parameter is: random numbers are drawn in the order of memory,
+    and torch 2.11 gathers uneven shards with gaps between rows."""
+    if whole.stride() != parameter.stride():
+        return torch.empty_strided(whole.shape, parameter.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
     shared = whole.untyped_storage().data_ptr() == local_of(parameter).untyped_storage().data_ptr()
     return whole.clone() if shared else whole
 

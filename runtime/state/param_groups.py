@@ -58,7 +58,9 @@ class ParamGroups:
         groups = []
         for group in _groups(params):
             members = (_find(entry, named, by_id) for entry in _entries(group["params"]))
-            groups.append({**group, "params": list({id(pair[1]): pair for pair in members}.values())})
+            pairs = list({id(pair[1]): pair for pair in members}.values())
+            # torch has groups of pairs only beside other such groups, and sees no pair in an empty one.
+            groups.append({**group, "params": pairs} if pairs else {**group, "params": [], "param_names": []})
         _check_disjoint(groups)
         return groups
 

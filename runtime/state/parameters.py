@@ -187,16 +187,18 @@ def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
 
 
 @contextmanager
-def unwrapped(module: nn.Module) -> Iterator[None]:
+def unwrapped(module: nn.Module, *, device: str | None = None) -> Iterator[None]:
     """Replaces the DTensor parameters of ``module`` by their local tensors, as plain parameters, while the context is
-    open."""
+    open; by empty ones on ``device``, if that is given, unless they are there."""
     plain: dict[int, nn.Parameter] = {}
     before = [(part, dict(parameters_of(part))) for part in module.modules()]
     for part, parameters in before:
         for key, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                local = plain.setdefault(id(parameter), nn.Parameter(local_tensor(parameter), requires_grad=False))
-                parameters_of(part)[key] = local
+                local = local_tensor(parameter)
+                if device not in (None, local.device.type):
+                    local = torch.empty_like(local, device=device)
+                parameters_of(part)[key] = plain.setdefault(id(parameter), nn.Parameter(local, requires_grad=False))
     try:
         yield
     finally:

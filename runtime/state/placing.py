@@ -6,7 +6,8 @@ initialisation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -78,7 +79,7 @@ def _place_meta(
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     initialiser = None
     if any(name not in found for name in (*parameters, *lost)):
-        with unwrapped(module):
+        with unwrapped(module, device="meta"), _buffers_kept(module):  # What was loaded is not initialised again.
             initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
     for name, parameter in parameters.items():
         own = _read(name, parameter, complete[name], groups, values, found) if name in found else None
@@ -87,6 +88,15 @@ def _place_meta(
             own = take_own(_initial(initialiser, name, parameter, complete[name]), *complete[name])
         _replace(parameter, own, complete[name])
     _fill_buffers(module, groups.device, initialiser, values, found)
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Gives buffers with memory their present values when the context ends."""
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    yield
+    for buffer, value in kept:
+        buffer.copy_(value)
 
 
 def _found(module: nn.Module, values: Values | None) -> dict[str, str]:

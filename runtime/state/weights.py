@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.program import TensorSlot
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.torch_internals.dtensors import dtensor_like
+from autopar.torch_internals.modules import buffers_of
 from autopar.torch_internals.tensors import gradient_hooks
 
 from .gradient_hooks import run_hooks, run_post_hooks
@@ -132,6 +134,16 @@ class Weights:
             return self._replicated(name, parameter, value)
         slot, place = self._place(self.names[name], value)
         return make_dtensor(take_own(value.to(self.groups.device), slot, place), slot, place)
+
+    def take_buffers(self, values: Mapping[str, Any]) -> None:
+        """Buffers on the meta device become their ``values``, since nothing can be copied into them."""
+        for path, part in self.module.named_modules():
+            for key, buffer in buffers_of(part).items():
+                value = values.get(f"{path}.{key}" if path else key)
+                if buffer is None or not buffer.is_meta or not isinstance(value, torch.Tensor) or value.is_meta:
+                    continue
+                if value.shape == buffer.shape:
+                    buffers_of(part)[key] = value.detach().to(buffer.dtype, copy=True)
 
     @property
     def is_placed(self) -> bool:

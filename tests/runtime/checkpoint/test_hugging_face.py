@@ -73,6 +73,46 @@ def test_from_and_to_files_of_hugging_face(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "2")) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
+class Normed(nn.Module):
+    """A buffer that ``reset_parameters`` fills, and one that no state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.table.fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.linear(x)) * self.table).square().mean()
+
+
+def test_what_is_loaded_into_a_meta_model_is_not_initialised_again() -> None:
+    """Tied weights under both names; tables that no state has are initialised."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=50, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config)
+    state = plain.state_dict()
+    assert "lm_head.weight" in state
+    with torch.device("meta"):
+        model = autopar.parallelize(LlamaForCausalLM(config), (1,))
+        other = autopar.parallelize(Normed(), (1,))
+    model.load_state_dict(state)
+    loss = model.step(input_ids=IDS, labels=IDS)
+    torch.testing.assert_close(loss, plain(input_ids=IDS, labels=IDS).loss.detach(), rtol=1e-5, atol=1e-6)
+    normed = Normed()
+    normed.norm.running_mean.fill_(3.0)
+    other.load_state_dict(normed.state_dict())
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(other.eval()(x), normed.eval()(x))
+
+
 def test_a_meta_model_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Weights and optimizer state are read when the first batch has brought the plan; buffers, too."""
 

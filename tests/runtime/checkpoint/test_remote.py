@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar import checkpoint
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint.claim import CLAIM
 from autopar.runtime.checkpoint.stores import RemoteStore
 
 from .training import assert_equal, reference, run
@@ -51,7 +52,7 @@ def goes_on(url: str) -> None:
         path = checkpoint.save(url, made.model, made.optimizer, scheduler=made.scheduler, step=2)
     assert path == f"{url}/step-000002-2", "the first one stayed until this one was complete"
     system, root = fsspec.core.url_to_fs(url)
-    assert [name.rsplit("/", 1)[-1] for name in system.ls(root, detail=False)] == ["step-000002-2"]
+    assert [name.rsplit("/", 1)[-1] for name in system.ls(root, detail=False)] == [CLAIM, "step-000002-2"]
     again = run(reference())
     found = checkpoint.load(url, again.model, again.optimizer, scheduler=again.scheduler)
     assert found.step == 2
@@ -86,7 +87,7 @@ def test_loops_keep_the_newest(memory: str) -> None:
                 model.bias.fill_(step)
             kept.step(step)
     store = RemoteStore(fsspec.filesystem("memory"), "/bucket/run", memory)
-    assert store.names() == ["step-000003", "step-000004"]
+    assert store.names() == [CLAIM, "step-000003", "step-000004"]
     checkpoint.save_safetensors(f"{memory}/export", model)
     other = nn.Linear(3, 2)
     checkpoint.load_weights(f"{memory}/export", other)
