@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from autopar.schedule.named import SCHEDULES
 
 from .errors import OptionsError
+from .field_text import read, written
+from .given_fields import own_fields, remembers_given
 from .renamed_fields import LAYOUT_FIELDS, accepts_old_names
 
 Recompute = Literal["none", "selective", "elementwise", "operations", "full"]
@@ -47,6 +49,7 @@ _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "exper
 
 
 @accepts_old_names(LAYOUT_FIELDS)
+@remembers_given
 @dataclass(frozen=True)
 class Layout:
     """How devices share a training step, in the terms of the field.
@@ -130,6 +133,7 @@ class Layout:
             ``cpu_offloading_num_layers``).
         reducing: how often gradients are reduced over data ranks: once a ``"step"``, or for every ``"microbatch"``, as
             ZeRO-2 does where it stores no whole gradients (DeepSpeed's); ZeRO-3 always does.
+        given: the fields that were given, in order; set by itself. :class:`Options` restrict a plan by these alone.
     """
 
     tensor: int = 1
@@ -171,6 +175,7 @@ class Layout:
     masters: Literal["fp32", "remainder"] = "fp32"
     recomputed: tuple[str, ...] = ()
     offload_layers: int = 0
+    given: tuple[str, ...] = field(default=(), compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -232,7 +237,8 @@ class Layout:
                 f"Layout(zero=3, reduction={self.reduction!r}): a rank of ZeRO-3 stores only its share of weights and "
                 'gradients, so each gets its share; leave reduction="scatter", or take zero=1 or 2'
             )
-        if (self.data * self.context) % self.expert:
+        is_known = "data" in self.given and "context" in self.given
+        if is_known and (self.data * self.context) % self.expert:
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
                 f"does not divide {self.data} x {self.context}; "
@@ -251,6 +257,8 @@ class Layout:
             )
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise OptionsError(f"Layout(schedule={self.schedule!r}): must be one of {', '.join(map(repr, SCHEDULES))}")
+        if "pipeline" not in self.given:
+            return
         if self.interleave > 1 and self.pipeline == 1:
             raise OptionsError(
                 f"Layout(interleave={self.interleave}): chunks of layers take turns on pipeline stages, and pipeline=1 "
@@ -270,6 +278,15 @@ class Layout:
                 f"{'at least ' * (named.most is None)}{named.least} chunk{'s' * (named.least > 1)} on each stage; "
                 f"take interleave={works}"
             )
+
+    def completed(self) -> Layout:
+        """This layout with every field given. Raises :class:`OptionsError` if the fields contradict each other."""
+        return replace(self, given=tuple(one.name for one in own_fields(self)))
+
+    @property
+    def restriction(self) -> str:
+        """The given fields, as :meth:`parse` reads them: ``tensor=2 data=1``."""
+        return " ".join(f"{name}={written(getattr(self, name))}" for name in self.given)
 
     @property
     def devices(self) -> int:
@@ -327,21 +344,21 @@ class Layout:
         >>> Layout.parse("tensor=8 pipeline=4 recompute=full overlap=gradient+message").devices
         32
         """
-        defaults = {field.name: field.default for field in fields(Layout)}
+        defaults = {one.name: one.default for one in own_fields(Layout)}
         values: dict[str, Any] = {}
         for word in text.replace(",", " ").split():
             name, equals, value = word.partition("=")
-            field = LAYOUT_FIELDS[name].new if name in LAYOUT_FIELDS else name
-            if not equals or field not in defaults:
+            current = LAYOUT_FIELDS[name].new if name in LAYOUT_FIELDS else name
+            if not equals or current not in defaults:
                 raise OptionsError(f"{word!r} in a layout: write NAME=VALUE, NAME one of {', '.join(defaults)}")
-            values[name] = _read(name, value, defaults[field])
+            values[name] = read(name, value, defaults[current])
         return Layout(**values)
 
     def __str__(self) -> str:
         """What differs from one device: ``tensor=8 pipeline=8 microbatch=1``."""
-        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        values = ((one.name, getattr(self, one.name), one.default) for one in own_fields(self))
         return " ".join(
-            f"{name}={_written(value)}" for name, value, default in values if value != default or name == "microbatch"
+            f"{name}={written(value)}" for name, value, default in values if value != default or name == "microbatch"
         )
 
 
@@ -372,20 +389,3 @@ def degrees(name: str, size: int, requested: int) -> str:
     below, above = [n for n in divisors if n < requested][-1:], [n for n in divisors if n > requested][:1]
     degrees_that_divide = [f"{name}={n}" for n in (*below, *above)]
     return f"{' and '.join(degrees_that_divide)} do{'es' * (len(degrees_that_divide) == 1)}"
-
-
-def _written(value: object) -> str:
-    return "+".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _read(name: str, text: str, default: object) -> object:
-    """``text`` as a value of the type of ``default``. Raises :class:`OptionsError`."""
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "false": False}[text.lower()]
-        if isinstance(default, (int, float)):
-            return type(default)(text)
-    except (KeyError, ValueError) as error:
-        kind = "true or false" if isinstance(default, bool) else "a number"
-        raise OptionsError(f"{name}={text} in a layout: not {kind}") from error
-    return tuple(part for part in text.split("+") if part) if isinstance(default, tuple) else text

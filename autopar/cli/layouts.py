@@ -26,6 +26,7 @@ _OF_MESHES = (
     "gap",
     "seed",
     "optimizer",
+    "layout",
     "pin",
 )
 _FILES = ("output", "html")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -35,7 +36,7 @@ _plans: OrderedDict[str, Plan] = OrderedDict()
 # Chosen: as many as programs of a model are kept (runtime/calls/programs.py).
 _PLANS_LIMIT = 64
 # Options that no plan depends on.
-_NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite")
+_NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite", "pad_to")
 _log = logging.getLogger(__name__)
 
 
@@ -118,8 +119,17 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
         yield f"{name}={_digest(constant)}"
     if needs_finding(request.graph):
         graph = step_graph(request.graph, request.loss, request.batch)
-        sizes = sorted({size for mesh in mesh_candidates(request) for size in mesh if size > 1})
+        sizes = sorted({size for size in _axis_sizes(request) if size > 1})
         yield from (repr(finding) for size in sizes for finding in rule_findings(graph, size))
+
+
+def _axis_sizes(request: PlanRequest) -> Iterator[int]:
+    """The sizes that axes of a plan may have. Those of a layout divide the number of devices."""
+    devices = math.prod(request.mesh)
+    if request.options.layout is not None:
+        yield from (size for size in range(1, devices + 1) if devices % size == 0)
+    for mesh in mesh_candidates(request):
+        yield from mesh
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from autopar.api import Batch, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout
+from autopar.layouts.sections.divides import check_division
 from autopar.layouts.sections.experts import expert_counts
 from autopar.layouts.sections.placement import Placed, place
 from autopar.layouts.sections.section import Sections
@@ -24,7 +25,7 @@ from autopar.options import Options
 from autopar.planner.prepare import Prepared, batch_size, prepare
 from autopar.planner.step_graphs import step_graph
 
-from .divisibility import check_division, check_modules, check_recomputed, check_represented
+from .divisibility import check_modules, check_recomputed, check_represented
 from .precision import computed_in, dtype_of
 from .price import Priced, price_sections
 
@@ -54,6 +55,7 @@ class LayoutModel:
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
         """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
+        layout = layout.completed()
         batch = batch or self.batch
         return price_sections(self.sections(layout, cluster, batch), layout, batch, cluster, limit)
 

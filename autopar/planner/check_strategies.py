@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from torch.distributed.tensor import Partial
+
 from autopar.errors import PlanMismatchError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import RECOMPUTED, Node
-from autopar.ir.placements import Placements, Strategy, short
+from autopar.ir.placements import PARTIAL_SUM, Placements, Strategy, short
 from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.parameter_choices import parameter_choices
@@ -22,7 +24,10 @@ from autopar.plans.plan import Plan
 
 # Strategies that a message names. Chosen: what a reader takes in.
 SHOWN = 3
-_COPY = re.compile(r"_at\d+(_\d+)?$")
+# What :mod:`autopar.passes.pipeline.cut` appends to the name of a copy; values that the copy saves append theirs to it.
+_COPY = re.compile(r"_at\d+(_\d+)?_*(?=$|(_result\d+)?_rest$|_recomputed$)")
+# And to that of a sum.
+_SUM = re.compile(r"_sum_*$")
 
 
 def check_offered(plan: Plan, graph: Graph) -> None:
@@ -32,14 +37,18 @@ def check_offered(plan: Plan, graph: Graph) -> None:
         PlanMismatchError: names the node or parameter, what the plan says, and the closest choices on offer.
     """
     names = [node.name for node in graph.nodes]
-    copies = {name + RECOMPUTED for name in plan.recomputed} | _chunk_copies(plan, graph)
+    sums = _chunk_sums(plan, graph)
+    copies = {name + RECOMPUTED for name in plan.recomputed} | _chunk_copies(plan, graph) | sums
     _check_names("node", (plan.nodes.keys() | plan.strategies.keys()) - copies, names)
     _check_names("parameter", plan.parameters, [node.target for node in graph.placeholders("param")])
     for node in graph.placeholders("param"):
         _check_parameter(plan.parameters[node.target], node, graph)
     offered: dict[int, frozenset[Strategy]] = {}
     for name, strategy in plan.strategies.items():
-        node = graph[name if name in graph else _original(name)]
+        if name in sums:
+            _check_sum(name, strategy)
+            continue
+        node = graph[name if name in graph else original_name(name)]
         # Equal calls share one list of strategies.
         strategies = graph.strategies[node.name]
         if strategy not in offered.setdefault(id(strategies), frozenset(strategies)):
@@ -52,10 +61,27 @@ def _chunk_copies(plan: Plan, graph: Graph) -> set[str]:
     chunk needs it."""
     if plan.pipeline is None:
         return set()
-    return {name for name in plan.nodes if name not in graph and _original(name) in graph}
+    return {name for name in plan.nodes if name not in graph and original_name(name) in graph}
 
 
-def _original(name: str) -> str:
+def _chunk_sums(plan: Plan, graph: Graph) -> set[str]:
+    """Sums that a chunk of a pipeline adds, of the parts of one gradient that it computes."""
+    if plan.pipeline is None:
+        return set()
+    added = {name for name, node in plan.nodes.items() if name not in graph and node.op == "aten.add.Tensor"}
+    return {name for name in added if _SUM.search(name)}
+
+
+def _check_sum(name: str, strategy: Strategy) -> None:
+    places = {*strategy.inputs, *strategy.outputs}
+    if len(places) > 1 or any(isinstance(p, Partial) and p != PARTIAL_SUM for place in places for p in place):
+        raise PlanMismatchError(
+            f"the plan runs {name!r}, a sum of parts of a gradient, as {strategy}: parts and sum are placed alike, "
+            "whole, sharded or as partial sums"
+        )
+
+
+def original_name(name: str) -> str:
     """The node that ``name`` copies, in another chunk or to recompute it."""
     return _COPY.sub("", name).removesuffix(RECOMPUTED)
 
@@ -115,4 +141,8 @@ def _check_recomputed(plan: Plan, graph: Graph) -> None:
             raise PlanMismatchError(f"the plan recomputes {name!r}, which cannot be recomputed; leave it out")
     names = {node.target: node.name for node in graph.placeholders("param")}
     step, _ = recomputed(graph, plan.assignment(names))
-    _check_names("node", plan.nodes.keys() - _chunk_copies(plan, graph), [node.name for node in step.nodes])
+    in_plan = plan.nodes.keys() - _chunk_copies(plan, graph) - _chunk_sums(plan, graph)
+    in_step = {node.name for node in step.nodes}
+    if plan.pipeline is not None:  # Chunks recompute less than the whole step does: they receive values.
+        in_step -= {name for name in in_step - in_plan if name.endswith(RECOMPUTED)}
+    _check_names("node", in_plan, sorted(in_step))

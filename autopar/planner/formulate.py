@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph
 from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.pipeline.microbatch import split_inputs
 from autopar.placement.constraints import pin_instance, pinned_apart, with_choices, zero_allows
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
+from autopar.restriction import words_of
 
+from .axis_roles import restricted_to
 from .memory_limit import may_widen, widened
 from .request import PlanRequest, host_limit_of, memory_limit_of
 
@@ -46,6 +49,9 @@ def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:
 
 def _restricted(request: PlanRequest, instance: Instance) -> Instance:
     """The instance with only the choices that the options allow."""
+    if request.roles:
+        dims = {name: dim for name, dim in split_inputs(request.graph).items() if dim is not None}
+        instance = restricted_to(instance, request.roles, dims, words_of(request.options.layout))
     stage, free = request.options.zero, instance
     if stage is not None:
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)

@@ -41,7 +41,7 @@ def infeasible(instance: Instance, limit: float, fitting: int | None = None) -> 
         f"no plan {where} fits into {size(limit)} per device. The smallest limit found to fit is {math.ceil(least)} "
         f"bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {_largest(instance)}. "
         f"What would lower it: {advice}."
-    )
+    ).needing(math.ceil(least))
 
 
 def _least_host_bytes(group: Group) -> float:

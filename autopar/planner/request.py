@@ -11,12 +11,15 @@ from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.options import Options
 
+from .axis_roles import AxisRole
+
 
 @dataclass(frozen=True)
 class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
-    ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan."""
+    ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
+    ``roles``: what each axis of the mesh is for, if a layout says."""
 
     graph: Graph
     loss: str | None
@@ -30,6 +33,7 @@ class PlanRequest:
     memory_limit: float | None = None
     host_limit: float | None = None
     notes: tuple[str, ...] = ()
+    roles: tuple[AxisRole, ...] = ()
 
 
 def axes_are_fixed(request: PlanRequest) -> bool:
@@ -40,6 +44,8 @@ def axes_are_fixed(request: PlanRequest) -> bool:
 def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
     """The meshes to try: the requested one or, if it has one axis that may be regrouped, all ways to split its devices
     into two axes. A plan with equal placements on both axes amounts to one on the single axis, so that none is lost."""
+    if request.roles:
+        return [request.mesh]
     requested = request.mesh
     devices = math.prod(requested)
     splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]

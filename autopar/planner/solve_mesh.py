@@ -39,10 +39,13 @@ SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 def solve_mesh(
     request: PlanRequest, graph: Graph, timings: Timings
 ) -> tuple[MeshSolution, dict[str, Predicted | None]]:
-    """The best solution on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
+    """The best solution on just this mesh, and the baselines priced on it, none under a layout. Raises
+    :class:`InfeasibleError`."""
     annotated, plain = _formulate(request, graph, timings)
     with timings.phase("solve"):
-        compared = [(line, _solve_baseline(request, line.instance, timings)) for line in baselines(plain)]
+        # What people choose by hand is no plan of a layout that says something else.
+        lines = () if request.roles else baselines(plain)
+        compared = [(line, _solve_baseline(request, line.instance, timings)) for line in lines]
         feasible = [solution for _, solution in compared if _is_feasible(solution)]
         solved = _solve_within_memory(request, plain, timings, [solution.choices for solution in feasible])
         if _is_feasible(solved.solution):

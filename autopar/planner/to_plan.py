@@ -14,6 +14,7 @@ from autopar.placement.constraints import module_outputs
 from autopar.placement.predicted import plan_line, predicted
 from autopar.plans.plan import Plan
 
+from .axis_roles import role_names
 from .mesh_solution import MeshSolution
 from .rehearsed_memory import exact_memory
 from .request import PlanRequest, memory_limit_of
@@ -37,7 +38,7 @@ def make_plan(
         model=request.model,
         batch=request.batch,
         mesh=request.mesh,
-        axis_names=request.axis_names or default_names(request.mesh, assignment, graph),
+        axis_names=request.axis_names or role_names(request.roles, default_names(request.mesh, assignment, graph)),
         cluster=request.cluster.name,
         cluster_source=request.cluster.source,
         status="optimal" if solution.status == "optimal" else "feasible",

@@ -19,6 +19,7 @@ from autopar.ir.node import VIEWS
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.prices import Prices
 from autopar.planner.request import PlanRequest, axes_are_fixed
+from autopar.restriction import Restriction
 
 from .stage_meshes import StageLayout, layouts, microbatch_counts
 
@@ -33,27 +34,44 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
     best plan without stages, infinite if there is none."""
     options, devices = request.options, math.prod(request.mesh)
     one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
-    if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
+    may_lack_stages = options.stages in (None, 1) and not asks_for_chunks(request)
+    if may_lack_stages and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     if options.stages == 1 and options.microbatches is None and math.isinf(best):
-        yield one_stage, tuple(n for n in microbatch_counts(request.batch, 1, None) if n > 1)
+        yield one_stage, tuple(n for n in microbatch_counts(_own_batch(request), 1, None) if n > 1)
     if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(request))):
         return
     possible = [
-        (layout, microbatch_counts(request.batch, layout.stages, options.microbatches))
+        (layout, microbatch_counts(_own_batch(request), layout.stages, options.microbatches))
         for layout in layouts(request.mesh, options.stages)
+        if not request.roles or request.mesh[0] % layout.stages == 0
     ]
-    if options.stages is not None or options.schedule is not None:
+    if options.stages is not None or options.schedule is not None or asks_for_chunks(request):
         yield from possible
     else:
         yield from _promising(request, graph, best, possible)
 
 
+def asks_for_chunks(request: PlanRequest) -> bool:
+    """Whether a layout asks for several chunks of each stage, which only pipelines have."""
+    return (Restriction.of(request.options.layout).interleave or 1) > 1
+
+
 def keeps_axes(request: PlanRequest) -> bool:
-    """Whether the options refer to axes of the mesh. Then axes are not given to stages unless stages are requested."""
+    """Whether the options refer to axes of the mesh. Then axes are not given to stages unless stages are requested. Of
+    axes with roles, only an outermost one that a layout leaves open may be."""
     options = request.options
+    if request.roles:
+        return bool(request.roles[0].name)
     fixed = options.zero is not None or axes_are_fixed(request)
     return fixed and options.schedule is None and options.microbatches is None
+
+
+def _own_batch(request: PlanRequest) -> int:
+    """The samples of a step among which microbatches are divided: those of one data rank, if a layout says how many
+    there are."""
+    of_data = zip(request.roles, request.mesh, strict=False)
+    return request.batch // math.prod(size for role, size in of_data if role.products == {"data"})
 
 
 def _promising(

@@ -7,7 +7,7 @@ Plans without stages are searched first; pipelines are then tried where they cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,10 @@ from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 from autopar.plans.views.idle_axes import idle_devices
+from autopar.search.restricted.advice import layout_infeasible
+from autopar.search.restricted.arrangements import arrangements
 
+from .attempts import asks_for_chunks, keeps_axes
 from .candidate import Candidate, named_axes
 from .pipelines import with_stages
 from .segments import stage_pins
@@ -43,25 +46,84 @@ def best_plan(request: PlanRequest, timings: Timings) -> Plan:
     _check_schedule(request)
     pinned, placement_pins = stage_pins(request.options.pins)
     unstaged = replace(request, options=replace(request.options, pins=placement_pins))
-    candidates: list[Candidate] = []
-    failure: InfeasibleError | None = None
-    if _may_lack_stages(request, pinned):
-        candidates, failure = _without_stages(unstaged, timings)
-    best = min((candidate.seconds for candidate in candidates), default=math.inf)
-    staged, make_error = with_stages(unstaged, pinned, timings, best)
-    candidates += staged
-    if not candidates:
-        raise failure or make_error()
+    if pinned:
+        _check_stages_are_searched(unstaged)
+    try:
+        candidates = _of_arrangements(arrangements(unstaged), pinned, timings)
+    except InfeasibleError as error:
+        raise layout_infeasible(unstaged, error, partial(_predicted, pinned)) from error
     chosen = min(candidates, key=lambda candidate: candidate.seconds * _safety_factor(request, candidate))
     rejected = _rejected(candidates, chosen)
     if chosen.improved is not None:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
-        plan, listed = replace(chosen.make(), pinned=dict(request.options.pins)), _also_priced(candidates, chosen)
+        plan, listed = chosen.make(), _also_priced(candidates, chosen)
+        layout = request.options.layout
+        restriction = "" if layout is None else layout.restriction
+        plan = replace(plan, pinned=dict(request.options.pins), layout=restriction)
         notes = (*rejected, *_quicker_baselines(plan, listed), *idle_devices(plan, listed))
         warnings = (*plan.warnings, *notes, *_warnings_of_time(request, timings))
         return replace(plan, baselines=listed, warnings=warnings)
+
+
+def _check_stages_are_searched(request: PlanRequest) -> None:
+    """Raises :class:`OptionsError` if pins name stages, and nothing would be tried that has any."""
+    if math.prod(request.mesh) == 1:
+        raise OptionsError(f"pins name stages, but the mesh {request.mesh} has one device: leave them out")
+    if request.options.stages is None and keeps_axes(request):
+        raise OptionsError(
+            "pins name stages, but zero, pins of placements, named axes or mesh_search=False refer to the axes "
+            "of the mesh, of which stages would take some: say how many stages there are, Options(stages=2)"
+        )
+
+
+def _of_arrangements(
+    arranged: Sequence[PlanRequest], pinned: Mapping[str, str], timings: Timings, explains: bool = True
+) -> list[Candidate]:
+    """The candidates of all arrangements. Where there are several, those that are impossible are left out. Raises the
+    first error if there is no candidate at all; ``explains``: whether it says what would be possible, which takes a
+    search."""
+    candidates: list[Candidate] = []
+    failures: list[Exception] = []
+    for request in arranged:
+        try:
+            found = _of_arrangement(request, pinned, timings, _least(candidates), explains and not failures)
+        except (InfeasibleError, OptionsError) as error:
+            failures.append(error)
+        else:
+            candidates += found
+        if timings.is_spent(request.options.time_limit) and candidates:
+            break
+    if not candidates:
+        raise next((error for error in failures if isinstance(error, InfeasibleError)), failures[0])
+    return candidates
+
+
+def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
+    """Predicts the quickest plan for ``request``; the work is counted, as for all advice in errors. Raises
+    :class:`InfeasibleError` or :class:`OptionsError`."""
+    found = _of_arrangements(arrangements(request), pinned, Timings(counted=True), explains=False)
+    return min(found, key=lambda candidate: candidate.seconds).figures()[1]
+
+
+def _of_arrangement(
+    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float, explains: bool
+) -> list[Candidate]:
+    """The candidates of one arrangement; ``best``: seconds of the quickest of others. Raises :class:`InfeasibleError`
+    or :class:`OptionsError` if there is none."""
+    candidates: list[Candidate] = []
+    failure: InfeasibleError | None = None
+    if _may_lack_stages(request, pinned):
+        candidates, failure = _without_stages(request, timings)
+    staged, make_error = with_stages(request, pinned, timings, min(best, _least(candidates)))
+    if not candidates and not staged:
+        raise failure or (make_error() if explains else InfeasibleError(f"no pipeline on mesh {request.mesh} fits"))
+    return [*candidates, *staged]
+
+
+def _least(candidates: Sequence[Candidate]) -> float:
+    return min((candidate.seconds for candidate in candidates), default=math.inf)
 
 
 def _check_schedule(request: PlanRequest) -> None:
@@ -126,7 +188,8 @@ def _also_priced(candidates: list[Candidate], best: Candidate) -> dict[str, Pred
 def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
     """Whether the options allow plans without stages and microbatches."""
     options = request.options
-    return options.stages in (None, 1) and options.microbatches in (None, 1) and not pinned and not options.schedule
+    asks_for_stages = bool(pinned or options.schedule) or asks_for_chunks(request)
+    return options.stages in (None, 1) and options.microbatches in (None, 1) and not asks_for_stages
 
 
 def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candidate], InfeasibleError | None]:

@@ -9,6 +9,7 @@ from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.placement.axis_names import default_names
+from autopar.planner.axis_roles import role_names
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 
@@ -33,5 +34,5 @@ class Candidate:
 
 def named_axes(request: PlanRequest, assignment: Assignment, graph: Graph) -> str:
     """The mesh as text: ``(dp=2, tp=2)``."""
-    names = request.axis_names or default_names(request.mesh, assignment, graph)
+    names = request.axis_names or role_names(request.roles, default_names(request.mesh, assignment, graph))
     return f"({', '.join(f'{name}={n}' for name, n in zip(names, request.mesh, strict=True))})"

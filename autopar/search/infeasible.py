@@ -49,7 +49,7 @@ def pipeline_infeasible(
     return InfeasibleError(
         f"{problem}. With {microbatches} microbatch{'es' * (microbatches > 1)} {least} bytes ({size(least)}) are "
         f"enough: Options({settings}). What would lower it: {advice}."
-    )
+    ).needing(least)
 
 
 def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:

@@ -71,8 +71,8 @@ class PipelineSolution:
 class PipelineRequest:
     """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``memory_limit`` and
-    ``host_limit`` are bytes for each device. ``solve`` solves the placement program of a graph, with nodes for saved
-    activations, within limits of the device's and the host's bytes."""
+    ``host_limit`` are bytes for each device. ``chunks``: of each stage, None searches. ``solve`` solves the placement
+    program of a graph, with nodes for saved activations, within limits of the device's and the host's bytes."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -83,6 +83,21 @@ class PipelineRequest:
     memory_limit: float
     solve: Callable[[Graph, Repeats, float, float], MeshSolution]
     host_limit: float = math.inf
+    chunks: int | None = None
+
+    @property
+    def kinds(self) -> tuple[tuple[str, int], ...]:
+        """The schedules to try, with their numbers of chunks per stage. Raises :class:`OptionsError` if none has
+        ``chunks``."""
+        stages = self.layout.stages
+        every = tuple(schedule_choices(stages, self.schedule, self.chunks or MOST_CHUNKS))
+        matching = tuple(kind for kind in every if stages == 1 or self.chunks in (None, kind[1]))
+        if not matching:
+            raise OptionsError(
+                f"interleave={self.chunks}: {self.schedule!r} runs {' or '.join(str(n) for _, n in every)} chunks on "
+                "each stage"
+            )
+        return matching
 
 
 def search(request: PipelineRequest) -> PipelineSolution:
@@ -94,6 +109,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
     """
     pieces = microbatch(request.graph, request.microbatches, request.inputs)
     candidates, segment_of = _candidates(request, pieces.graph)
+    _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, math.inf
     limit, host = request.memory_limit * stages, request.host_limit * stages
     for _ in range(ROUNDS):
@@ -142,10 +158,7 @@ def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandid
 
 def _least_cuts(request: PipelineRequest) -> int:
     """How many cuts are needed at least: those of the requested schedule, or of one with a chunk per stage."""
-    return (
-        min((request.layout.stages * chunks for _, chunks in schedule_choices(request.layout.stages, request.schedule)))
-        - 1
-    )
+    return min(request.layout.stages * chunks for _, chunks in request.kinds) - 1
 
 
 def inner_repeats(microbatches: int, stages: int) -> Repeats:
@@ -163,17 +176,32 @@ def _too_full(request: PipelineRequest, worst: float) -> InfeasibleError:
     )
 
 
-def schedule_choices(stages: int, requested: str | None) -> Iterator[tuple[str, int]]:
-    """Names of schedules with the numbers of chunks per stage to try. A solved schedule starts from the cuts of the
-    best of them."""
+def schedule_choices(stages: int, requested: str | None, most_chunks: int = MOST_CHUNKS) -> Iterator[tuple[str, int]]:
+    """Names of schedules with the numbers of chunks per stage to try, up to ``most_chunks``. A solved schedule starts
+    from the cuts of the best of them."""
     requested = None if requested == SOLVED else requested
     if stages == 1 and requested is None:
         yield "1f1b", 1
         return
     for name, named in SCHEDULES.items():
         if requested in (None, name):
-            most = min(named.most or MOST_CHUNKS, MOST_CHUNKS)
+            most = min(named.most or most_chunks, most_chunks)
             yield from ((name, chunks) for chunks in range(named.least, most + 1) if chunks == 1 or name != "gpipe")
+
+
+def _kinds_within(request: PipelineRequest, segments: int) -> list[tuple[str, int]]:
+    """The schedules to try for which the model has enough ``segments``. Raises :class:`OptionsError` if it has too few
+    for any."""
+    stages = request.layout.stages
+    kinds = [kind for kind in request.kinds if stages * kind[1] <= segments]
+    if kinds:
+        return kinds
+    chunks = min(chunks for _, chunks in request.kinds)
+    most = f"; with {stages} stages interleave={segments // stages} is the most" if segments >= stages else ""
+    raise OptionsError(
+        f"stages={stages}: the model has {segments} regions between places where it can be cut, and at most that many "
+        f"stages (counting the chunks of interleaved schedules), not {stages} x {chunks}{most}"
+    )
 
 
 @dataclass(frozen=True)
@@ -198,12 +226,7 @@ def _scheduled(
     slowest = min(links.values(), key=lambda link: link.bandwidth)
     segments = price_segments(pieces.graph, candidates, segment_of, uncut, slowest)
     pinned = pinned_ranks(pieces.graph, segment_of, len(candidates) + 1, request.pins, stages)
-    kinds = [k for k in schedule_choices(stages, request.schedule) if stages * k[1] <= segments.count]
-    if not kinds:
-        raise OptionsError(
-            f"stages={stages}: the model has {segments.count} regions between places where it can be cut, and at most "
-            "that many stages (counting the chunks of interleaved schedules)"
-        )
+    kinds = _kinds_within(request, segments.count)
     if request.pins and not any(_cuts_at(segments, kind, request, pinned, math.inf) for kind in kinds):
         raise OptionsError(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "

@@ -17,6 +17,7 @@ from autopar.passes.pipeline.microbatch import split_inputs
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.planner.step_graphs import pipelined_graph
 from autopar.planner.timings import Timings
+from autopar.restriction import Restriction
 
 from .attempts import attempts
 from .candidate import Candidate, named_axes
@@ -56,7 +57,8 @@ def with_stages(
         return [], lambda: OptionsError(_NO_LOSS)
     graph = pipelined_graph(request.graph, request.loss, request.batch)
     candidates: list[Candidate] = []
-    make_error: MakeError = partial(AssertionError, "nothing was tried")
+    nothing = f"no pipeline stages are possible on the mesh {request.mesh} under these options: leave some of them out"
+    make_error: MakeError = partial(OptionsError, nothing)
     for layout, counts in attempts(request, graph, best):
         quickest = min([best, *(candidate.seconds for candidate in candidates)])
         if timings.is_spent(request.options.time_limit) and math.isfinite(quickest):
@@ -119,13 +121,15 @@ class _Pipeline:
         if none fits, :class:`OptionsError` if none is possible."""
         request, layout = self.request, self.layout
         names = tuple(request.axis_names[axis] for axis in layout.axes) if request.axis_names else ()
-        inside = replace(request, mesh=layout.mesh, axis_names=names)
+        roles = tuple(request.roles[axis] for axis in layout.axes) if request.roles else ()
+        inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles)
         pipeline_request = PipelineRequest(
             graph=self.graph,
             inputs=split_inputs(request.graph),
             layout=layout,
             microbatches=self.microbatches,
             schedule=request.options.schedule,
+            chunks=Restriction.of(request.options.layout).interleave,
             pins=dict(self.pinned),
             memory_limit=float(memory_limit_of(request)),
             solve=StagePrograms(inside, best, timings).solve,

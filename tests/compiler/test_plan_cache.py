@@ -17,7 +17,9 @@ from autopar.compiler import plan_cache
 from autopar.compiler.plan_cache import cached_plan, plan_key
 from autopar.content import source_hash
 from autopar.ir.microbatching import Repeats
+from autopar.layout import Layout
 from autopar.options import Options
+from autopar.planner.axis_roles import AxisRole
 from autopar.planner.prepare import make_request, prepare
 from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
@@ -110,6 +112,7 @@ _OTHER: dict[str, Any] = {
     "memory_limit": 2.0**30,
     "host_limit": 2.0**30,
     "notes": ("slow",),
+    "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {
     "memory_limit": 2**30,
@@ -126,6 +129,7 @@ _OPTIONS: dict[str, Any] = {
     "seed": 1,
     "mesh_search": False,
     "optimizer": "sgd",
+    "layout": Layout(data=2),
 }
 
 
@@ -155,7 +159,8 @@ def test_everything_in_a_question_counts(plan_request: PlanRequest, monkeypatch:
 def test_options_that_are_not_looked_at_here_count_too() -> None:
     """A new option needs a value in the table above."""
     known = {field.name for field in fields(Options)}
-    assert set(_OPTIONS) >= known - {"check_inputs", "last_batch", "timeout", "compile", "check_every", "nonfinite"}
+    others = {"check_inputs", "last_batch", "timeout", "compile", "check_every", "nonfinite", "pad_to"}
+    assert set(_OPTIONS) >= known - others
 
 
 def test_planning_twice_searches_once(searches: list[PlanRequest]) -> None:

@@ -98,7 +98,7 @@ def test_degrees_that_are_advised_can_be_had() -> None:
     for layout in (Layout(tensor=4), Layout(expert=2, data=12), Layout(expert=4, data=8, tensor=2)):
         assert mixture().price(layout, H100).predicted.step_seconds > 0
     with pytest.raises(OptionsError, match="does not divide 4 x 1; expert=2 and expert=4 do"):
-        Layout(expert=3, data=4)
+        mixture().price(Layout(expert=3, data=4), H100)
 
 
 def test_modules_that_are_not_there_are_named() -> None:
@@ -187,3 +187,9 @@ def test_products_without_a_rate_are_said_to_be_priced_as_the_slowest() -> None:
     note = "a V100-SXM2-16GB has no rate of products in bf16: they are priced as f64, its slowest"
     assert note in found.best.notes[0] and f"! {note}" in str(found)
     assert not price(model, inputs, "p3.16xlarge", layout=Layout(precision="fp16")).notes
+
+
+def test_fields_left_out_are_defaults_of_prices() -> None:
+    """As a restriction of plans such a layout is possible, since what it leaves out is searched."""
+    with pytest.raises(OptionsError, match="pipeline=1 has none"):
+        mixture().price(Layout(interleave=2), H100)

@@ -52,7 +52,7 @@ def test_a_model_is_priced_in_the_precision_of_the_layout(precision: str) -> Non
         ({"operands": "half"}, "operands='half'.: must be one of 'shards', 'whole'"),
         ({"capacity": "1"}, "capacity='1'.: not a positive number"),
         ({"capacity": float("inf")}, "capacity=inf"),
-        ({"schedule": "zb-v"}, "2 chunks of layers take turns on each stage, and pipeline=1 has none"),
+        ({"schedule": "zb-v", "pipeline": 1}, "2 chunks of layers take turns on each stage, and pipeline=1 has none"),
         ({"schedule": "interleaved", "pipeline": 2}, "at least 2 chunks on each stage; take interleave=2"),
     ],
 )

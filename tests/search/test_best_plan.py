@@ -222,6 +222,7 @@ def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
         ({"stages": 2, "pins": {"blocks.0": "stag 1"}}, "the pin 'blocks.0': .* or 'stage 1' for the pipeline"),
         ({"stages": 1, "schedule": "zb-v"}, "'zb-v' orders the work of pipeline stages, but stages=1"),
         ({"stages": 2, "pins": {"blocks.0": "stage 7"}}, "there are 2 stages"),
+        ({"zero": 1, "pins": {"blocks.0": "stage 0"}}, r"say how many stages there are, Options\(stages=2\)"),
     ],
 )
 def test_what_cannot_be_had_is_refused(options: dict[str, object], said: str) -> None:
@@ -232,6 +233,8 @@ def test_what_cannot_be_had_is_refused(options: dict[str, object], said: str) ->
 def test_a_schedule_needs_several_devices() -> None:
     with pytest.raises(OptionsError, match=r"the mesh \(1,\) has one device"):
         plan((1,), schedule="1f1b")
+    with pytest.raises(OptionsError, match=r"the mesh \(1,\) has one device"):
+        plan((1,), pins={"blocks.0": "stage 0"})
 
 
 def test_more_stages_than_regions_names_how_many_there_are() -> None:

@@ -1,0 +1,108 @@
+"""Checks that a layout divides a graph: its heads, its experts, its sequence. Errors name the dim, its module and what
+would work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.cost import family_of
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
+from autopar.ir.placements import Placement, is_shard
+from autopar.layout import Layout, degrees, matches
+from autopar.passes.rule_language.compose import op_call
+from autopar.passes.rule_language.registry import RULES
+from autopar.placement.axis_names import weight_values
+
+from .experts import FORWARD, MATRICES
+
+
+def expert_blocks(graph: Graph) -> dict[Node, int]:
+    """The blocks of experts of a graph, with how many experts they have."""
+    blocks = [node for node in graph.nodes if node.op == FORWARD]
+    return {node: int(graph.type_of(node.operands[MATRICES]).shape[0]) for node in blocks}
+
+
+def check_division(graph: Graph, layout: Layout, words: str = "") -> None:
+    """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
+    sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
+    ranks. ``words``: the layout as its user wrote it, if it restricts a plan."""
+    for node in graph.placeholders("input"):
+        if layout.context > 1 and node.type.rank > 1:
+            _check_sequence(graph, node, layout, words or str(layout))
+    counts = dict(_counted(graph, layout))
+    common = math.gcd(*counts.values())
+    for node, count in counts.items():
+        if count % layout.tensor:
+            kind = "experts" if node.op == FORWARD else "heads"
+            works = degrees("tensor", common, layout.tensor)
+            if kind == "heads" and not words:
+                works += f", or replicated=({node.module!r},), so that every tensor rank computes all of them"
+            raise OptionsError(
+                f"{words or layout}: {node.module or node.name} has {count} {kind}, which do not divide among "
+                f"{layout.tensor} tensor ranks; {works}"
+            )
+
+
+def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
+    """Nodes whose heads or experts tensor ranks divide, with their number. Query heads of attention: no system with
+    such a layout gives some ranks one more head, since all would wait for them. (Attention written out in products
+    shows no heads.) Experts: each tensor rank has its own."""
+    for node in graph.nodes:
+        if node.phase != "forward" or matches(node.module, layout.replicated):
+            continue
+        if node.op == FORWARD:
+            yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])
+        elif family_of(node.op).is_attention:
+            yield node, int(graph.type_of(node.operands[0]).shape[1])
+
+
+def _check_sequence(graph: Graph, node: Node, layout: Layout, words: str) -> None:
+    size = int(node.type.shape[1])
+    product = _summed_over(graph, Value(node.name), size) if size > 1 else None
+    if product is not None:
+        raise OptionsError(
+            f"{words}: context ranks divide a sequence, dim 1 of every input, but that of {node.target!r} {node.type} "
+            f"is not one: {product.module or product.name} ({product.op}) sums over it; take context=1, and more "
+            "data or tensor ranks"
+        )
+    if size % layout.context:
+        raise OptionsError(
+            f"{words}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
+            f"divide among {layout.context} context ranks; {degrees('context', size, layout.context)}"
+        )
+
+
+def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:
+    """A product with weights, convolution included, that sums over dim 1 of ``value``, or over what that dim has
+    become: devices with a piece each can only compute parts of the sum. Products of activations may sum over sequences
+    too (a masked mean); products with weights sum over features."""
+    weights = weight_values(graph)
+    waiting: list[tuple[Value, Placement]] = [(value, Shard(1))]
+    seen = set(waiting)
+    while waiting:
+        here, place = waiting.pop()
+        for user, index in graph.users.get(here, ()):
+            results = _results(graph, user, index, place, size) if user.phase == "forward" else []
+            if results and family_of(user.op).matrix is not None:
+                if all(isinstance(result, Partial) for result in results) and weights & {v.node for v in user.operands}:
+                    return user
+                continue
+            further = [(Value(user.name), result) for result in results if is_shard(result)]
+            waiting += [shard for shard in further if shard not in seen]
+            seen.update(further)
+    return None
+
+
+def _results(graph: Graph, node: Node, index: int, place: Placement, size: int) -> list[Placement]:
+    """The placements that a node's first result may have on ``size`` devices if operand ``index`` has ``place``."""
+    if node.op == SAVED_ACTIVATION:
+        return [place]
+    if node.op not in RULES:
+        return []
+    strategies = RULES[node.op](op_call(graph, node, size))
+    return list(dict.fromkeys(s.outputs[0] for s in strategies if s.inputs[index] == place))

@@ -1,0 +1,116 @@
+"""Which moves of values a layout forbids on a tensor axis: gathers of weights, and what sequence parallelism says of
+the values between products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch.distributed.tensor import Partial
+
+from autopar.cost import family_of
+from autopar.errors import OptionsError
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.node import VIEWS, Node, Value
+from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
+from autopar.placement.choices import Choice, operand_place, result_place
+from autopar.placement.constraints import with_choices
+from autopar.placement.edges import TensorEdge
+from autopar.placement.formulation import Instance
+from autopar.solver.problem import Floats, Transfer
+
+from .products import Products
+
+# Whether a value may not go from one placement to another on an axis.
+Forbidden = Callable[[Placement, Placement], bool]
+
+
+def keep_in_shards(instance: Instance, products: Products, axis: int) -> Instance:
+    """The instance in which the shards of products' weights on ``axis`` are neither gathered nor exchanged."""
+
+    def rule(edge: TensorEdge) -> Forbidden | None:
+        if edge.producer not in products.views or edge.role == "gradient":
+            return None
+        return lambda source, target: is_shard(source) and target != source
+
+    return _without_moves(instance, axis, rule)
+
+
+def divided_between(instance: Instance, products: Products, axis: int, sequence_parallel: bool | None) -> Instance:
+    """The instance in which values between products are divided along the sequence on ``axis``, or not at all; None:
+    as is cheapest. Raises :class:`OptionsError` if there is no sequence."""
+    if sequence_parallel is None:
+        return instance
+    if not sequence_parallel:
+        return with_choices(instance, lambda node, choice: _is_whole(products, axis, node, choice))
+    graph, positions = instance.graph, products.positions[axis]
+    if not any(Value(name) in positions for name in products.names):
+        raise OptionsError(
+            "Layout(sequence_parallel=True): no product computes one row for each position of a sequence, which is dim "
+            "1 of every input; leave sequence_parallel out"
+        )
+
+    def rule(edge: TensorEdge) -> Forbidden | None:
+        value = Value(edge.producer, edge.result)
+        known = positions.get(value, frozenset())
+        if edge.role == "gradient" or edge.producer in products.weights or not known:
+            return None
+        scattered = _is_sum(graph, products, value)
+
+        def forbidden(source: Placement, target: Placement) -> bool:
+            if is_shard(source):
+                return is_shard(target) and source != target
+            is_left = isinstance(source, Partial) and scattered
+            return is_left and (target == REPLICATE or (is_shard(target) and target not in known))
+
+        return forbidden
+
+    return _without_moves(instance, axis, rule)
+
+
+def _is_whole(products: Products, axis: int, node: Node, choice: Choice) -> bool:
+    """Whether no operand and no result is in shards of samples or of the sequence."""
+    if isinstance(choice, ParameterPlacement) or node.is_placeholder:
+        return True
+    operands = zip(node.operands, choice.inputs, strict=True)
+    results = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
+    shards = ((value, place[axis]) for value, place in (*operands, *results) if is_shard(place[axis]))
+    known = products.samples[axis], products.positions[axis]
+    return not any(place in of.get(value, ()) for value, place in shards for of in known)
+
+
+def _is_sum(graph: Graph, products: Products, value: Value) -> bool:
+    """Whether a value is the result of a product, or a view or sum of such."""
+    node = graph[value.node]
+    if node.op in VIEWS or node.op.startswith("aten.add."):
+        return any(_is_sum(graph, products, operand) for operand in node.operands)
+    return node.name in products.names or (not node.is_placeholder and family_of(node.op).matrix is not None)
+
+
+def _without_moves(instance: Instance, axis: int, rule: Callable[[TensorEdge], Forbidden | None]) -> Instance:
+    transfers = list(instance.problem.transfers)
+    for index, edge in enumerate(instance.edges):
+        forbidden = rule(edge)
+        if forbidden is not None:
+            cost = _forbidding(instance, edge, transfers[index], axis, forbidden)
+            transfers[index] = replace(transfers[index], cost=cost)
+    return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
+
+
+def _forbidding(instance: Instance, edge: TensorEdge, transfer: Transfer, axis: int, forbidden: Forbidden) -> Floats:
+    choices = instance.choices[transfer.producer]
+    sources: dict[int, Placements] = {
+        int(row): result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)
+    }
+    targets: dict[int, Placements] = {}
+    for (_, operand), consumer, columns in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
+        places = (operand_place(choice, operand) for choice in instance.choices[consumer])
+        targets.update(zip(map(int, columns), places, strict=True))
+    cost = transfer.cost.copy()
+    # Moves that are free change nothing, or feed a consumer that needs nothing.
+    for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
+        if forbidden(sources[int(row)][axis], targets[int(column)][axis]):
+            cost[row, column] = np.inf
+    return cost

@@ -1,0 +1,76 @@
+"""What a layout restricts in the search for a plan: the fields that were given, of those that plans can have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import OptionsError
+from .layout import Layout
+
+# Fields of a layout that are options of a plan too, by the names of the options.
+SHARED: Mapping[str, str] = {
+    "pipeline": "stages",
+    "schedule": "schedule",
+    "recompute": "recompute",
+    "zero": "zero",
+    "offload": "offload",
+    "precision": "precision",
+}
+# Values of shared fields that only prices know.
+_PRICED_ONLY: Mapping[str, tuple[object, ...]] = {"recompute": ("elementwise", "operations"), "precision": ("fp8",)}
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """What a layout fixes beyond the options of its :data:`SHARED` fields; None searches. Fields as those of
+    :class:`Layout`."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    microbatch: int | None = None
+    interleave: int | None = None
+    sequence_parallel: bool | None = None
+
+    @staticmethod
+    def of(layout: Layout | None) -> Restriction:
+        """The restriction by ``layout``; None restricts nothing."""
+        given = () if layout is None else layout.given
+        names = [field.name for field in fields(Restriction) if field.name in given]
+        return Restriction(**{name: getattr(layout, name) for name in names})
+
+
+def check_layout(layout: object) -> None:
+    """Raises :class:`OptionsError` for what is no layout, and for a field that no plan can have."""
+    if not isinstance(layout, Layout):
+        raise OptionsError(f"layout={layout!r} is not an autopar.Layout; write layout=autopar.Layout(tensor=2, data=4)")
+    can_have = (*(field.name for field in fields(Restriction)), *(name for name in SHARED if name != "pipeline"))
+    defaults = Layout()
+    for name in layout.given:
+        value = getattr(layout, name)
+        if name not in can_have and value != getattr(defaults, name):
+            raise OptionsError(
+                f"Options(layout=Layout({name}={value!r})): autopar.price() knows this field, plans do not; leave it "
+                f"out. A plan can be restricted by {', '.join(can_have)}"
+            )
+        if value in _PRICED_ONLY.get(name, ()):
+            others = [one for one in ("none", "selective", "full") if name == "recompute"] or ["fp32", "bf16", "fp16"]
+            raise OptionsError(
+                f"Options(layout=Layout({name}={value!r})): autopar.price() knows this value, plans do not; take "
+                f"{', '.join(map(repr, others))}, or leave {name} out"
+            )
+
+
+def shared_options(layout: Layout) -> dict[str, Any]:
+    """The options that the given fields of ``layout`` fix, by name."""
+    options = {SHARED[name]: getattr(layout, name) for name in layout.given if name in SHARED}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def words_of(layout: Layout | None) -> str:
+    """A layout as its user wrote it, for messages: ``Layout(tensor=2, data=4)``."""
+    return "" if layout is None else f"Layout({', '.join(layout.restriction.split())})"

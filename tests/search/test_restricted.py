@@ -1,0 +1,209 @@
+"""A layout restricts the search: its plans are what it says, equal one process, and what is impossible is explained."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Options, Plan
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.layout import Layout
+from benchmarks.layout_grid import batch, checked, model_of, rows, wrong
+from tests.helpers.models import Case
+from tests.helpers.planning import planned
+from tests.helpers.run_plan import Bench
+
+FAR = 3e-6
+
+
+def llama() -> Case:
+    return model_of("llama", 2), batch()
+
+
+def mixture() -> Case:
+    return model_of("mixture", 2), batch()
+
+
+@cache
+def bench(name: str) -> tuple[Bench, dict[str, torch.Tensor]]:
+    """The model ``name``, on which plans run, and what one process computes."""
+    run = Bench(model_of(name, 2), batch())
+    return run, run.expected()
+
+
+def plan_of(name: str, devices: int, **fields: Any) -> Plan:
+    source = {"llama": llama, "mixture": mixture}[name]
+    return planned(source, (devices,), layout=Layout(**fields))
+
+
+def farthest(plan: Plan, name: str) -> float:
+    """The largest relative difference of the loss and the gradients of a simulated step from those of one process."""
+    run, expected = bench(name)
+    found = run.run(plan)
+    assert found.keys() == expected.keys()
+    return max(float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items())
+
+
+def kinds(plan: Plan, axis: str) -> set[str]:
+    """The collectives of activations of at least two dims over ``axis``."""
+    number = plan.axis_names.index(axis)
+    lines = (line for line in plan.lines if line.kind == "reshard")
+    return {
+        step.kind
+        for line in lines
+        for step in line.steps
+        if step.communicates and number in step.axes and "," in plan.nodes[line.name].type
+    }
+
+
+QUICK: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 4, {"tensor": 2, "pipeline": 2, "microbatch": 2, "interleave": 2, "recompute": "full", "zero": 1}),
+    ("llama", 2, {"context": 2, "zero": 3}),
+    ("mixture", 2, {"data": 2, "expert": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "fields"), QUICK, ids=str)
+def test_plans_are_as_the_layout_says_and_equal_one_process(name: str, devices: int, fields: dict[str, Any]) -> None:
+    plan = plan_of(name, devices, **fields)
+    assert wrong(plan, Layout(**fields)) == []
+    assert farthest(plan, name) <= FAR
+    assert plan.layout == Layout(**fields).restriction
+    assert f"layout {plan.layout}" in str(plan)
+
+
+def test_sequence_parallelism_decides_what_is_between_products() -> None:
+    whole, divided = (plan_of("llama", 2, tensor=2, sequence_parallel=on) for on in (False, True))
+    assert "reduce_scatter" not in kinds(whole, "tp")
+    assert "reduce_scatter" in kinds(divided, "tp")
+    assert not {"all_reduce", "all_to_all"} & kinds(divided, "tp")
+    norms = [path for path in divided.outputs if path.endswith("input_layernorm")]
+    assert norms and all(str(divided.outputs[path][0]) == "S(1)" for path in norms)
+    assert all(str(whole.outputs[path][0]) == "R" for path in norms)
+    for plan in (whole, divided):
+        assert farthest(plan, "llama") <= FAR
+
+
+def test_a_plan_file_keeps_the_restriction() -> None:
+    plan = plan_of("llama", 2, context=2, zero=3)
+    assert plan.layout == "context=2 zero=3"
+    assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
+    free = replace(plan, layout="")
+    assert '"layout"' not in free.to_json()
+    assert Plan.from_json(free.to_json()) == free
+    assert "context=2 zero=3" in str(plan.diff(free))
+    assert "under the layout context=2 zero=3" in str(plan.why("model.lm_head.weight"))
+
+
+def test_what_is_given_is_remembered() -> None:
+    layout = Layout(tensor=2, data=1)
+    assert layout.given == ("tensor", "data")
+    assert replace(layout, pipeline=2).given == ("tensor", "pipeline", "data")
+    assert Layout.parse("tensor=2,data=1").given == layout.given
+    assert layout == Layout(tensor=2)
+    options = Options(layout=Layout(pipeline=2, zero=1, recompute="full", schedule="gpipe"))
+    assert (options.stages, options.zero, options.recompute, options.schedule) == (2, 1, "full", "gpipe")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layout": "tensor=2"}, "is not an autopar.Layout"),
+        ({"layout": Layout(eager=("*",))}, r"plans do not; leave it out\. A plan can be restricted by tensor"),
+        ({"layout": Layout(recompute="operations")}, "take 'none', 'selective', 'full'"),
+        ({"layout": Layout(precision="fp8")}, "take 'fp32', 'bf16', 'fp16'"),
+        ({"stages": 2, "layout": Layout(pipeline=4)}, r"stages=2, layout=Layout\(pipeline=4\)\) contradict"),
+    ],
+)
+def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionsError, match=said):
+        Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "fields", "said"),
+    [
+        ("llama", 8, {"tensor": 3}, "has 4 heads, which do not divide among 3 tensor ranks; tensor=2 and tensor=4 do"),
+        ("llama", 6, {"tensor": 4}, "tensor=4 = 4 devices, but the mesh (6,) has 6; tensor=3 and tensor=6 do"),
+        ("llama", 8, {"tensor": 2, "data": 2, "pipeline": 1, "context": 1}, "pipeline=2 or data=4 or context=2"),
+        ("llama", 3, {"data": 3}, "a batch of 8 does not divide among 3 data ranks; data=2 and data=4 do"),
+        ("llama", 4, {"data": 4, "microbatch": 4}, "each of 4 data ranks has 2 of 8 samples"),
+        ("llama", 3, {"context": 3}, "a sequence of 16 (dim 1), which does not divide among 3 context ranks"),
+        ("llama", 2, {"expert": 2}, "the model has no block of experts that can be divided"),
+        ("mixture", 3, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 and expert=4"),
+        ("llama", 4, {"pipeline": 4, "interleave": 99}, "not 4 x 99; with 4 stages interleave="),
+    ],
+    ids=str,
+)
+def test_what_does_not_divide_is_explained(name: str, devices: int, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionsError, match=re.escape(said)):
+        plan_of(name, devices, **fields)
+
+
+class Features(nn.Module):
+    """Samples of features, without a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def features() -> Case:
+    torch.manual_seed(0)
+    return Features(), (torch.randn(8, 32),)
+
+
+def test_a_sequence_that_is_none_is_refused() -> None:
+    """Dim 1 of the input are features: products sum over them."""
+    with pytest.raises(OptionsError, match=r"is not one: up .* sums over it"):
+        planned(features, (2,), layout=Layout(context=2))
+    with pytest.raises(OptionsError, match="no product computes one row for each position"):
+        planned(features, (2,), layout=Layout(tensor=2, sequence_parallel=True))
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_does() -> None:
+    layout = Layout(data=2, zero=0)
+    needed = planned(features, (2,), layout=layout, offload=False).predicted.peak_bytes
+    limit = needed * 3 // 4
+    with pytest.raises(InfeasibleError) as caught:
+        planned(features, (2,), layout=layout, memory_limit=limit, offload=False)
+    found = re.search(r"needs (\d+) bytes per device, (\d+) .* more than the limit of (\d+)", str(caught.value))
+    assert found and int(found[1]) - int(found[2]) == int(found[3]) == limit
+    assert "A single change that fits: zero=3 (" in str(caught.value)
+    changed = planned(features, (2,), layout=Layout(data=2, zero=3), memory_limit=limit, offload=False)
+    assert changed.predicted.peak_bytes <= limit
+
+
+@pytest.mark.slow
+def test_what_is_left_out_is_searched() -> None:
+    """A restriction by one degree is no slower than by all, whatever the others are."""
+    least = plan_of("llama", 4, tensor=2).predicted.step_seconds
+    for others in ({"data": 2}, {"context": 2}, {"pipeline": 2}):
+        assert least <= 1.011 * plan_of("llama", 4, tensor=2, **others).predicted.step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fields"), list(rows()), ids=str)
+def test_processes_agree(name: str, fields: dict[str, Any]) -> None:
+    row = checked(name, fields)
+    assert row["ok"] and not row["unpriced"] and not row["wrong"], row
+
+
+def test_training_under_a_layout() -> None:
+    """The grid has many layouts on processes; here one is trained, its optimizer state in shards."""
+    report = autopar.verify(
+        model_of("llama", 2), 2, batch(), options=Options(layout=Layout(tensor=2, zero=1)), steps=3, timeout=120,
+        cluster="dgx-a100-80gb",
+    )  # fmt: skip
+    assert report.ok, str(report)
+    assert wrong(report.plan, Layout(tensor=2, zero=1)) == []
