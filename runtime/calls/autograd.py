@@ -13,10 +13,13 @@ from autopar.errors import AutoparError
 from autopar.runtime.state.gradient_hooks import prepare_hooks
 from autopar.runtime.state.parameters import gather_whole
 from autopar.runtime.state.weights import gradient_like
+from autopar.runtime.torch_internals.profiling import span
 
 from .call import Call, Past
 
 OtherCall = Callable[[], Call]
+# Given local gradients, what backward began with, and what repeats both: the gradients to use.
+Check = Callable[[dict[tuple[str, str], torch.Tensor], Sequence[torch.Tensor], Callable[[], object]], Any]
 
 
 class _CompiledFunction(torch.autograd.Function):
@@ -25,11 +28,17 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], other: OtherCall, *tensors: torch.Tensor
+        ctx: Any,
+        call: Call,
+        leaves: Sequence[Any],
+        wanted: list[str],
+        other: OtherCall,
+        check: Check | None,
+        *tensors: torch.Tensor,
     ) -> Any:
         ctx.past = Past()
         outputs, ctx.saved = call.run(leaves, ctx.past)
-        ctx.call, ctx.wanted, ctx.leaves, ctx.other = call, wanted, leaves, other
+        ctx.call, ctx.wanted, ctx.leaves, ctx.other, ctx.check = call, wanted, leaves, other, check
         ctx.inputs = list(tensors[len(call.parameters) :])
         ctx.dtypes = {name: value.dtype for name, value in outputs.items()}
         ctx.set_materialize_grads(False)
@@ -46,7 +55,7 @@ class _CompiledFunction(torch.autograd.Function):
                 "retain_graph=True as well: add the losses "
                 "and call backward() once, or run the model again"
             )
-        with nullcontext() if call.watch is None else call.watch.call("backward()"):
+        with span("backward()"), nullcontext() if call.watch is None else call.watch.call("backward()"):
             return _CompiledFunction._differentiate(ctx, call, gradients)
 
     @staticmethod
@@ -58,8 +67,16 @@ class _CompiledFunction(torch.autograd.Function):
             # these runs forward once more. Later calls use that program from the beginning.
             call = ctx.other()
             saved = call.saved_again(ctx.leaves, ctx.past)
-        local = call.backward(saved, call.tangents(arrived, ctx.dtypes))
-        return (None, None, None, None, *_parameter_gradients(ctx.call, local), *_input_gradients(ctx, call, local))
+        tangents = call.tangents(arrived, ctx.dtypes)
+        local = call.backward(saved, tangents)
+        if ctx.check is not None:
+
+            def again() -> None:
+                call.backward(call.saved_again(ctx.leaves, ctx.past), tangents)
+
+            local = ctx.check(local, tangents, again)
+        of_parameters, of_inputs = _parameter_gradients(ctx.call, local), _input_gradients(ctx, call, local)
+        return (None, None, None, None, None, *of_parameters, *of_inputs)
 
 
 def _parameter_gradients(call: Call, local: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
@@ -87,11 +104,15 @@ def _input_gradients(ctx: Any, call: Call, local: dict[tuple[str, str], torch.Te
 
 
 def differentiate(
-    call: Call, leaves: Sequence[Any], other: OtherCall, name_of: Callable[[object], str]
+    call: Call,
+    leaves: Sequence[Any],
+    other: OtherCall,
+    name_of: Callable[[object], str],
+    check: Check | None = None,
 ) -> dict[str, torch.Tensor]:
     """Runs ``call`` with a backward; returns presented outputs by name. The ``other`` program computes gradients of
-    outputs that ``call`` does not differentiate. ``name_of``: the user's name of a leaf. Raises :class:`AutoparError`
-    if an input requires a gradient that the program does not compute."""
+    outputs that ``call`` does not differentiate. ``name_of``: the user's name of a leaf; ``check``: looks at gradients.
+    Raises :class:`AutoparError` if an input requires a gradient that the program does not compute."""
     names = call.signature.input_names
     wanted = [
         (name, leaf)
@@ -104,6 +125,6 @@ def differentiate(
             f"the input {missing[0]} requires a gradient, but the program computes none for it: pass "
             f"{missing[0]}.detach()"
         )
-    inputs = [leaf for _, leaf in wanted]
-    outputs = _CompiledFunction.apply(call, leaves, [name for name, _ in wanted], other, *call.parameters, *inputs)
+    tensors = (*call.parameters, *(leaf for _, leaf in wanted))
+    outputs = _CompiledFunction.apply(call, leaves, [name for name, _ in wanted], other, check, *tensors)
     return dict(zip(call.results, outputs, strict=True))

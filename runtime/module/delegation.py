@@ -123,14 +123,18 @@ class Delegating(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As :meth:`torch.nn.Module.load_state_dict`; also accepts whole plain tensors for distributed parameters."""
+        return super().load_state_dict(self.own_values(state_dict), strict, assign)
+
+    def own_values(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """``state_dict`` with DTensors, placed as the parameters are, for whole plain tensors."""
         own = dict(self.named_parameters(remove_duplicate=False))
-        ready = {
+        self._weights.take_buffers(state_dict)
+        return {
             key: self._weights.whole_to_own(key, value)
             if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             else value
             for key, value in state_dict.items()
         }
-        return super().load_state_dict(ready, strict, assign)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, OptionsError
 from autopar.runtime.calls.kind import leaf_names
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.randomness import RandomState
+from autopar.runtime.faults.watch import Watch
+from autopar.runtime.inputs.loader import GlobalLoader, Share, StreamShares
+from autopar.runtime.inputs.make_loader import (
+    as_plain,
+    batch_loader,
+    check_same_batch,
+    checked_batch_size,
+    stream_loader,
+    whole_batches,
+)
 from autopar.runtime.inputs.rank_local import join
 from autopar.runtime.inputs.sampler import GlobalBatchSampler, size_of
+from autopar.runtime.inputs.sequences import SequencePadding, key_of
 from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 
@@ -25,6 +37,8 @@ class OwnSamples:
     _groups: MeshGroups
     _exchange: Exchange
     _random: RandomState
+    _watch: Watch
+    _pad_to: int | None
 
     def from_local(self, *args: Any, **kwargs: Any) -> Any:
         """Joins the samples that each rank read (for example with a ``DistributedSampler``) to the global batch: a dict
@@ -71,6 +85,116 @@ class OwnSamples:
             seed=self._random.seed if seed is None else seed,
             drop_last=drop_last,
         )
+
+    def dataloader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        **options: Any,
+    ) -> GlobalLoader:
+        """A ``DataLoader`` of global batches of ``batch_size`` samples: those of a ``DataLoader`` in one process, of
+        which each rank reads its share. What it gives (mappings become dicts) is passed to :meth:`step` or the model as
+        it is; iterating is collective.
+
+        Args:
+            dataset: of torch's, or anything with ``__len__`` and ``__getitem__``. Of an ``IterableDataset`` every rank
+                reads all samples, and collates its own.
+            collate_fn: makes a batch of this rank's samples. Token sequences may be of any length: they are padded to
+                the longest of all ranks, and to a multiple of ``Options(pad_to=)``.
+            shuffle: the order is a function of ``seed`` (default: the model's) and the epoch, which each complete
+                iteration increases.
+            sampler, batch_sampler: torch's, instead of ``shuffle``; they give the global order, the same on all ranks.
+            options: others of ``DataLoader``, such as ``num_workers``.
+
+        Raises :class:`OptionsError` for options that exclude each other.
+        """
+        ranks, rank = len(self._exchange.ranks), self._exchange.index
+        options["collate_fn"] = collate_fn
+        if isinstance(dataset, IterableDataset):
+            if shuffle or sampler is not None or batch_sampler is not None:
+                raise OptionsError("a stream comes in its own order: shuffle it itself, such as stream.shuffle(seed=0)")
+            shared = StreamShares(dataset, checked_batch_size(batch_size), drop_last, rank, ranks)
+            return stream_loader(shared, self._finished, options)
+        if sampler is not None and shuffle:
+            raise OptionsError("shuffle=True and a sampler exclude each other: the sampler gives the order")
+        if batch_sampler is not None and (sampler is not None or shuffle or drop_last or batch_size is not None):
+            raise OptionsError(
+                "a batch_sampler gives whole batches: leave out batch_size, shuffle, sampler and drop_last"
+            )
+        order = None
+        if batch_sampler is None and sampler is None:
+            seed = self._random.seed if seed is None else seed
+            batch_sampler = order = whole_batches(dataset, checked_batch_size(batch_size), shuffle, seed, drop_last)
+        elif batch_sampler is None:
+            batch_sampler = BatchSampler(sampler, checked_batch_size(batch_size), drop_last)
+        return batch_loader(dataset, batch_sampler, order, self._exchange, self._finished, options)
+
+    def padded(self, **batch: Any) -> dict[str, Any]:
+        """``batch``, a global one, with its token sequences padded to a multiple of ``Options(pad_to=)`` and with a
+        mask of the real positions, as :meth:`dataloader` and :meth:`step` do it; outputs are as long as these."""
+        return self._padded_call((), batch)[1]
+
+    def _padded_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a call with a batch that is whole on every rank, padded as :meth:`padded`."""
+        if self._pad_to is None:
+            return args, kwargs
+        return self._sequences_padded(args, kwargs, lambda record: [record], named=True)
+
+    @property
+    def _sequences(self) -> SequencePadding:
+        return SequencePadding.of(self._original, self._pad_to)
+
+    def _finished(self, batch: Any, share: Share) -> Any:
+        """A whole batch of this rank's share of one."""
+        plain = as_plain(batch)
+        args, kwargs = ((), plain) if isinstance(plain, dict) else (plain if _is_many(plain) else (plain,), {})
+
+        def everyone(record: bytes) -> list[bytes]:
+            records = self._exchange.all_bytes(share.digest + record)
+            check_same_batch([each[: len(share.digest)] for each in records], self._exchange)
+            return [each[len(share.digest) :] for each in records]
+
+        with self._watch.call("model.dataloader()"):
+            args, kwargs = self._sequences_padded(tuple(args), kwargs, everyone, isinstance(plain, dict))
+            joined = self._join(args, kwargs, share.copies)
+        return joined if kwargs or _is_many(plain) else joined[0]
+
+    def _sequences_padded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], everyone: Callable[[bytes], list[bytes]], named: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs with sequences as long as on all ranks and a multiple, and a mask if one is wanted;
+        ``everyone``: exchanges what ranks have to know of each other; ``named``: whether keywords may be added."""
+        padding, names = self._sequences, leaf_names(self._original, args, kwargs)
+        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+        widths = padding.plan(everyone(padding.record(names, leaves)))
+        if widths.wants_mask(names) and (named or (widths.pads and not padding.causal)):
+            if not named:
+                raise OptionsError(
+                    "sequences have to be padded, and a batch without names has no place for the attention_mask that "
+                    "says which positions are real: have the collate function give a dict"
+                )
+            ids = next(leaf for name, leaf in zip(names, leaves, strict=True) if key_of(name) == "input_ids")
+            kwargs = {**kwargs, "attention_mask": torch.ones_like(ids)}
+            names = leaf_names(self._original, args, kwargs)
+            leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+            widths = widths.with_mask()
+        if not widths.pads:
+            return args, kwargs
+        with torch.no_grad():
+            longer = [widths.apply(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        positional, keywords = tree_unflatten(longer, spec)
+        return tuple(positional), {name: keywords[name] for name in kwargs}
+
+
+def _is_many(batch: object) -> bool:
+    return isinstance(batch, (tuple, list))
 
 
 def check_one_form(method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,7 +50,7 @@ from .delegation import Delegating, check_plain
 from .loss_factor import step_scale
 from .own_samples import OwnSamples, check_one_form
 from .parts import Parts
-from .value_checks import ValueChecks, checked_step
+from .value_checks import BackwardCheck, ValueChecks, checked_step
 from .watched import watched
 
 _NO_TAPE = (
@@ -72,6 +72,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
     ``check_inputs``: when ranks compare their inputs (:mod:`autopar.runtime.calls.input_checks`). ``watch``: names
     faults of other ranks (:mod:`autopar.runtime.faults.watch`). ``compilation``: given if pieces of programs are
     compiled (:mod:`autopar.runtime.execute.compiled_pieces`). ``values``: the checks of :mod:`.value_checks`.
+    ``pad_to``: the multiple that sequences are padded to (:mod:`autopar.runtime.inputs.sequences`).
     """
 
     _values: ValueChecks
@@ -88,6 +89,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         watch: Watch | None = None,
         compilation: Compilation | None = None,
         values: ValueChecks | None = None,
+        pad_to: int | None = None,
     ) -> None:
         check_plain(module)
         super().__init__()
@@ -97,7 +99,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         random = RandomState(shared_seed(weights.groups, seed))
         scale = LossScale() if scaled else None
         self._set_up(module, weights, random, compile, scale, check_inputs, watch, compilation)
-        self.__dict__["_values"] = values or ValueChecks()
+        self.__dict__.update(_values=values or ValueChecks(), _pad_to=pad_to)
         self._checks.compare_options()
 
     def _set_up(
@@ -144,7 +146,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         scale = None if self._loss_scale is None else self._loss_scale.copied()
         checked, random = self._check_inputs, copy.copy(self._random)
         copied._set_up(module, weights, random, compile, scale, checked, self._watch, self._compilation)
-        copied.__dict__["_values"] = replace(self._values)
+        copied.__dict__.update(_values=replace(self._values), _pad_to=self._pad_to)
         copied._plan = self._plan
         return copied
 
@@ -180,7 +182,11 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
             return call.rebuild(cut(call.run(leaves)))
         if grad:
             other, name = partial(self._for_each, args, kwargs, kind), partial(name_of, self._original, args, kwargs)
-            return call.rebuild(cut(differentiate(call, leaves, other, name)))
+            check = BackwardCheck(self._values, self._original, self._exchange, leaves) if self._values.due() else None
+            outputs = differentiate(call, leaves, other, name, check)
+            if check is not None:
+                check.saw(outputs.get(call.signature.loss or ""))
+            return call.rebuild(cut(outputs))
         return call.rebuild(cut({name: call.present(name, value) for name, value in call.run(leaves)[0].items()}))
 
     def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -190,6 +196,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         (1 / n to accumulate n batches as one of n times their size); the returned loss is not scaled. A model whose
         forward has a parameter ``scale`` gets it instead. Raises :class:`AutoparError` if there is no loss."""
         args, kwargs = before_step(self, args, kwargs)
+        args, kwargs = self._padded_call(args, kwargs)
         kwargs, factor = step_scale(self._original, kwargs, scale)
         call = self.prepare(args, kwargs, "loss", grad=True)
         leaves = call.leaves(args, kwargs)
@@ -327,12 +334,17 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
             return whole_everywhere(tensor.detach(), self._groups)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """:func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan. Returns the norm before clipping,
-        on every rank. Collective over the mesh."""
+        """:func:`torch.nn.utils.clip_grad_norm_` of all parameters (or those given), under any plan. Returns the norm
+        before clipping, on every rank. Collective over the mesh."""
         with torch.no_grad():
-            gradients = gradients_of(self.parameters())
+            gradients = gradients_of(self.parameters() if parameters is None else parameters)
             norm = total_norm(gradients, self._groups, float(norm_type))
             if error_if_nonfinite and not bool(norm.isfinite()):
                 raise AutoparError(f"the norm of order {norm_type} of the gradients is {float(norm)}: not clipped")

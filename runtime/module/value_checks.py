@@ -1,4 +1,5 @@
-"""``Options(check_every=N)``: at every Nth step, whether replicas are still equal and values still finite.
+"""``Options(check_every=N)``: at every Nth step, by ``model.step`` or ``loss.backward()``, whether replicas are still
+equal and values still finite.
 
 Replicas of a parameter are equal bit by bit, since every rank computes them from the same numbers; a flipped bit, or a
 rank that skipped its optimizer, makes them differ for good, and nothing else shows it. NaN and infinities are looked
@@ -9,7 +10,7 @@ to name where they begin.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -31,6 +32,8 @@ from autopar.runtime.torch_internals.dtensors import local_tensor
 from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.trees import tree_flatten
 
+# By kind and name, of this rank's parts.
+Gradients = dict[tuple[str, str], torch.Tensor]
 # How many parameters a message lists.
 # Chosen.
 _LISTED = 4
@@ -82,6 +85,40 @@ def checked_step(
         found = _not_finite_before(module, leaves) or looking.first
         raise ValueFaultError(_explain(exchange.ranks, exchange.all_objects(found), checks.steps))
     return loss
+
+
+class BackwardCheck:
+    """The checks of a call that ``loss.backward()`` differentiates: the first begins the call, the second comes with
+    its gradients. See :func:`checked_step`."""
+
+    def __init__(self, checks: ValueChecks, module: nn.Module, exchange: Exchange, leaves: Sequence[Any]) -> None:
+        compare_replicas(module, exchange)
+        self._checks, self._step, self._module, self._exchange = checks, checks.steps, module, exchange
+        self._leaves, self._loss = leaves, torch.zeros(())
+        self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    def saw(self, loss: torch.Tensor | None) -> None:
+        """Takes the model's own loss, if it returns one."""
+        if loss is not None:
+            self._loss = _local(loss)
+
+    def __call__(
+        self, gradients: Gradients, tangents: Sequence[torch.Tensor], again: Callable[[], object]
+    ) -> Gradients:
+        """The ``gradients`` if they are finite, or none if the step is skipped. ``tangents``: what backward began with;
+        ``again`` repeats the call, and its backward. Raises :class:`ValueFaultError`, on every rank. Collective."""
+        values = [self._loss, *gradients.values()]
+        if not any(map(any, self._exchange.all_bytes(bytes([not all(map(_is_finite, values))])))):
+            return gradients
+        looking = _Looking()
+        with torch.no_grad(), looking:
+            again()
+        _restore(self._module, self._buffers)
+        if self._checks.nonfinite == "raise":
+            outside = "" if all(map(_is_finite, tangents)) else "in the gradient that the loss outside of the model has"
+            found = _not_finite_before(self._module, self._leaves) or outside or looking.first
+            raise ValueFaultError(_explain(self._exchange.ranks, self._exchange.all_objects(found), self._step))
+        return {}
 
 
 def compare_replicas(module: nn.Module, exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError
 from autopar.runtime import ParallelModule
+from autopar.runtime.state.param_groups import ParamGroups
 from tests.helpers.runtime_tiny import Tiny
 from tests.runtime.test_parallel_module import check_weights, on_mesh
 
@@ -106,3 +107,11 @@ def test_what_is_no_group_is_told(params: Any, message: str) -> None:
             model.optimizer(torch.optim.SGD, params=params, lr=0.1)
 
     on_mesh((1, 1), work)
+
+
+def test_a_group_may_be_empty() -> None:
+    """As the Trainer's of parameters without decay, where an adapter has none."""
+    model = torch.nn.Linear(2, 2)
+    groups = ParamGroups(model).resolve([{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}])
+    optimizer = torch.optim.AdamW(groups)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0]

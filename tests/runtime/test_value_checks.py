@@ -72,6 +72,44 @@ def test_nan_is_named_and_skipped(options: dict[str, Any]) -> None:
     assert "aten.div.Tensor" in first
 
 
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_backward_of_a_loss_is_checked(zero: int) -> None:
+    """As ``step`` is: what is finite gives the same gradients, what is not is named, or skipped."""
+
+    def work(rank: int, world: int) -> list[str]:
+        def made(name: Any, every: int | None = 1) -> Any:
+            torch.manual_seed(0)
+            options = autopar.Options(zero=zero, stages=1, check_every=every, nonfinite=name, seed=3)
+            return autopar.parallelize(Net(), (2,), options=options)
+
+        plain, raising, skipping = made("raise", None), made("raise"), made("skip")
+        for model in (plain, raising, skipping):
+            model(X, FINE).backward()
+        for models in zip(*(model.parameters() for model in (plain, raising, skipping)), strict=True):
+            assert torch.equal(_local(models[0].grad), _local(models[1].grad))
+            assert torch.equal(_local(models[0].grad), _local(models[2].grad))
+        texts = []
+        for x, divisor, factor in ((X, BAD, 1.0), (X * float("nan"), FINE, 1.0), (X, FINE, float("inf"))):
+            with pytest.raises(autopar.ValueFaultError) as raised:
+                (raising(x, divisor) * factor).backward()
+            texts.append(str(raised.value))
+        skipping.zero_grad()
+        seen = skipping.get_buffer("middle.seen").clone()
+        skipping(X, BAD).backward()
+        assert all(parameter.grad is None for parameter in skipping.parameters())
+        assert skipping.get_buffer("middle.seen") == seen
+        skipping(X, FINE).backward()
+        assert all(parameter.grad is not None for parameter in skipping.parameters())
+        return texts
+
+    first, second = on(2, work)
+    assert first == second
+    assert first[0].startswith("step 2 computes values that are not finite") and "of module middle" in first[0]
+    assert (
+        "in input 0 of the batch" in first[1] and "in the gradient that the loss outside of the model has" in first[2]
+    )
+
+
 def _local(value: Any) -> torch.Tensor:
     return value.to_local() if hasattr(value, "to_local") else value  # type: ignore[no-any-return]
 
