@@ -4,6 +4,8 @@
 #   make test          the tests          (make test-slow: the slow ones)
 #   make smoke         some tests on the oldest and the newest torch that is supported (see noxfile.py)
 #   make check         style and types, as CI does
+#   make docs          the documents, in docs/_build/html; warnings are errors   (make linkcheck: links to the web)
+#   make gallery       plans of known models as pages, in docs/_build/gallery
 #   make bench         the figures under benchmarks/results
 #
 # On a machine without a CPU wheel of torch at hand, PyPI's default build for Linux carries gigabytes of CUDA; choose with
@@ -22,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow smoke check format bench bench-step bench-planning bench-schedules clean
+.PHONY: help install demo test test-slow smoke check docs linkcheck gallery format bench bench-step bench-planning bench-schedules clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -53,6 +55,24 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Sphinx is installed when it is first needed.
+DOCS := $(VENV)/.docs
+SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -c 'import sphinx, furo, myst_parser, sphinx_argparse_cli' 2>/dev/null || \
+	  $(PIP) --no-build-isolation --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS)
+	$(SPHINX) -b html docs docs/_build/html
+
+linkcheck: $(DOCS)
+	$(SPHINX) -b linkcheck docs docs/_build/linkcheck
+
+gallery: $(STAMP)
+	$(BIN)/python -m benchmarks.gallery
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autopar.errors import OptionsError
+from autopar.layout import Layout
 from autopar.optimizers import OPTIMIZERS
 from autopar.options import CHOICES, Options
 
@@ -28,7 +29,7 @@ CONFIG_HELP = "or, with --devices, the config.json of a transformers model"
 # Fields of Options that a command line may leave out.
 GIVEN = (
     *("memory_limit", "precision", "zero", "recompute", "offload", "microbatches", "stages", "schedule"),
-    *("time_limit", "gap", "seed", "optimizer"),
+    *("time_limit", "gap", "seed", "optimizer", "layout"),
 )
 
 # Prefixes of SI and IEC.
@@ -232,6 +233,8 @@ def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[obj
     group.add_argument("--microbatches", type=checked(positive))
     group.add_argument("--stages", type=checked(positive))
     group.add_argument("--schedule")
+    layout = "only plans of this layout; what it leaves out is searched: tensor=8,pipeline=2,sequence_parallel=true"
+    group.add_argument("--layout", type=checked(Layout.parse), metavar="NAME=VALUE,...", help=layout)
     group.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="decides the bytes of optimizer state")
     group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of computing, for the solvers")
     group.add_argument("--gap", type=float, help="relative distance from the proven bound that is good enough")

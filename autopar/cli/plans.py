@@ -48,7 +48,7 @@ def write_files(plan: Plan, arguments: argparse.Namespace) -> None:
         path = Path(arguments.output)
         write(path, plan.to_json() if path.suffix == ".json" else plan.to_text())
     if arguments.html:
-        plan.to_html(arguments.html)
+        plan.to_html(arguments.html, getattr(arguments, "record", None))
 
 
 def view(plan: Plan, form: str) -> object:

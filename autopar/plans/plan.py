@@ -14,8 +14,8 @@ from os import PathLike
 from typing import Any
 
 from autopar.ir.plan_record import PlanRecord
+from autopar.plans.page.page import embedded, write_html
 from autopar.plans.views.diff import Difference, difference
-from autopar.plans.views.html import write_html
 from autopar.plans.views.summary import plan_text
 from autopar.plans.views.table import PlanTable, plan_table
 from autopar.plans.views.tree import PlanTree
@@ -68,11 +68,18 @@ class Plan(PlanRecord):
         """
         return plan_table(self, by)
 
-    def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as one self-contained page. Raises :class:`~autopar.errors.OptionsError` if it cannot be
-        written.
+    def to_html(self, path: str | PathLike[str], record: str | PathLike[str] | None = None) -> None:
+        """Writes the plan as one self-contained page. ``record``: the ``steps.jsonl`` of a run of this plan
+        (:class:`autopar.monitor.Monitor`), whose steps are then shown beside the predicted one.
+
+        Raises:
+            OptionsError: the page cannot be written, or the record cannot be read.
         """
-        write_html(self, path)
+        write_html(self, path, record)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return embedded(self)
 
     def to_json(self) -> str:
         """The whole plan as JSON; placements in short form."""

@@ -102,8 +102,14 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     named = (line.name for line in plan.lines if line.kind != "hidden" and line.name != LOSS_SCALE)
     yield from _unknown("lines", named, nodes)
     if plan.pipeline is not None:
-        wired = (edge.name for edge in plan.pipeline.wires)
-        yield from _unknown("pipeline", (*plan.pipeline.cuts, *wired), nodes)
+        yield from _unknown("pipeline", (*plan.pipeline.cuts, *_wired(plan)), nodes)
+
+
+def _wired(plan: PlanRecord) -> Iterator[str]:
+    """The nodes whose values are sent between chunks; other results than the first are numbered."""
+    for edge in plan.pipeline.wires if plan.pipeline is not None else ():
+        node, result, number = edge.name.rpartition("_result")
+        yield node if result and number.isdecimal() and edge.name not in plan.nodes else edge.name
 
 
 def _shapes(text: str) -> list[tuple[int, ...]] | None:

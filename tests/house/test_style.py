@@ -71,7 +71,8 @@ def test_every_requirement_is_pinned() -> None:
             assert specifier.operator == "==", line
             pins[canonicalize_name(requirement.name)] = specifier.version
     project = PROJECT["project"]
-    for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+    extras = project["optional-dependencies"]
+    for line in [*project["dependencies"], *extras["dev"], *extras["docs"], *extras["hf"]]:
         requirement = Requirement(line)
         version = pins.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not pinned in constraints.txt"
@@ -99,7 +100,7 @@ def test_type_checkers_see_the_folders() -> None:
 def test_ci_can_run() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & stat.S_IXUSR
-    for target in ("check", "test"):
+    for target in ("check", "docs", "test"):
         assert f"make {target}" in script.read_text()
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -111,6 +112,13 @@ def test_pre_commit_runs_what_ci_runs() -> None:
     assert len(commands) == 3
     for command in commands:
         assert f"entry: .venv/bin/{command}" in hooks
+
+
+def test_one_version_and_one_licence() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {PROJECT['project']['version']}\n" in citation
+    assert f"\nlicense: {PROJECT['project']['license']}\n" in citation
+    assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text()
 
 
 def test_version_is_in_the_changelog() -> None:

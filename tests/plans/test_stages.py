@@ -206,7 +206,7 @@ def test_json_text_and_page(tmp_path: Path) -> None:
         assert str(Plan.from_json(plan.to_json())) == str(plan)
     staged().to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert "<h2>Stages</h2>" in page and "pp=2" in page and "bubble" in page
+    assert "<h2>Stages</h2>" in page and "pp=2" in page and "bubble" in page and "stage 1: backward" in page
 
 
 def test_others_that_were_priced_are_listed() -> None:

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```(\w*|\{[\w-]+\})\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ def blocks(root: Path) -> list[Block]:
     for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         text = path.read_text()
         for match in _FENCE.finditer(text):
+            if match[1].startswith("{"):  # A directive of MyST.
+                continue
             line = text.count("\n", 0, match.start(2)) + 1
             found.append(Block(str(path.relative_to(root)), line, match[1], match[2]))
     return found

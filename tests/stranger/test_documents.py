@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar import Cluster
+from benchmarks.gallery import EXHIBITS
 from tests.helpers.built_wheel import ROOT
 from tests.stranger.document_blocks import Block, blocks, commands
 from tests.stranger.stranger_user import HERE, Stranger
@@ -40,16 +42,28 @@ WAYS = [
     Way("docs/layouts.md", "autopar.price(", "layouts", 0),
     Way("docs/guards.md", "", "nothing", 0),
     Way("docs/module.md", "", "pair", 2),
+    Way("docs/tutorial.md", "def make", "nothing", 0),
+    Way("docs/tutorial.md", "", "nothing", 4),
+    Way("docs/howto/does-not-trace.md", "", "nothing", 0),
+    Way("docs/howto/from-megatron.md", "", "layouts", 0),
+    *(
+        Way(f"docs/howto/{name}.md", "", "planning", 0)
+        for name in ("does-not-fit", "pins-and-layouts", "long-sequences")
+    ),
     Way("*", "", "training", 4),
 ]
 
 # Commands that are not run, by how they begin, and why.
 NOT_RUN = {
+    "autopar run --nproc 4 examples/train_llm.py": "tests/integrations/test_train_llm.py trains it",
     "make demo": "sets up an environment from a package index; tests/cli/test_command_line.py runs the demo's parts",
     "make test": "this is it",
     "autopar run --nproc 4 train.py": "test_blocks_of_training runs this file",
     "autopar calibrate": "measures for most of a minute; tests/calibration/test_machine.py does",
     "torchrun --nnodes 2": "needs two hosts; tests/calibration/test_job.py starts a job on one",
+    "autopar run --nnodes 2": "needs two hosts; tests/cli/test_run.py emulates them",
+    "make docs": "CI runs it",
+    "python -m benchmarks.gallery": "takes minutes",
 }
 # Blocks without a language that are no code.
 NOT_CODE = ("model -> trace ->", "__main__\n")
@@ -80,7 +94,8 @@ def program(block: Block, folder: Path) -> str:
 
 def test_every_block_is_known() -> None:
     known = {*PYTHON, *SHELL, *TOML}
-    unknown = [str(block) for block in ALL if block not in known and not block.text.startswith(NOT_CODE)]
+    printed = {block for block in ALL if block.language == "text"}
+    unknown = [str(block) for block in {*ALL} - known - printed if not block.text.startswith(NOT_CODE)]
     assert unknown == [], "say how these are run, or in NOT_CODE that they are no code"
     assert len(PYTHON) >= 4 and len(SHELL) >= 4
 
@@ -129,13 +144,29 @@ def test_commands(stranger: Stranger, tmp_path: Path, block: Block) -> None:
     if not run:
         pytest.skip("; ".join(f"{start}: {why}" for start, why in NOT_RUN.items() if start in block.text))
     folder = setup_folder(tmp_path / "work")
-    before = ["autopar plan model.py:make --mesh 8,8 --cluster dgx-a100-80gb --zero 3 --output other.json"]
-    needed = [command for command in before if shlex.split(command)[-1] in block.text]
+    before = [
+        "autopar plan model.py:make --mesh 8,8 --cluster dgx-a100-80gb --output plan.json",
+        "autopar plan model.py:make --mesh 8,8 --cluster dgx-a100-80gb --zero 3 --output other.json",
+    ]
+    made = [shlex.split(command)[-1] for command in before]
+    needed = [
+        c for c, file in zip(before, made, strict=True) if file in block.text and f"--output {file}" not in block.text
+    ]
     for number, command in enumerate(itertools.chain(needed, run)):
         # As diff(1), it ends with 1 where the plans differ.
         differs = " || [ $? -eq 1 ]" if command.startswith("autopar diff") else ""
         (folder / f"{number}.sh").write_text(f"{command}{differs}\n")
         stranger.command(["bash", "-e", f"{number}.sh"], folder)
+
+
+@pytest.mark.slow
+def test_the_plan_in_the_readme_is_what_is_printed() -> None:
+    (shown,) = (block for block in ALL if block.document == "README.md" and block.language == "text")
+    exhibit = EXHIBITS["gpt2"]
+    model, batch = exhibit.build()
+    printed = str(autopar.plan(model, exhibit.mesh, batch, cluster=exhibit.cluster)).splitlines()
+    lines = [line for line in shown.text.splitlines() if line not in ("", "…")]
+    assert len(lines) > 20 and [line for line in lines if line not in printed] == []
 
 
 @pytest.mark.parametrize("block", TOML, ids=str)

@@ -125,3 +125,29 @@ def kill_one_rank(launcher: subprocess.Popen[bytes]) -> None:
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     assert children
     subprocess.run(["kill", "-KILL", children[0]], check=True)
+
+
+def run_example(folder: Path, log: Path, processes: int, steps: int, *words: str) -> list[dict[str, float]]:
+    """The lines of a run to its end, from the newest checkpoint in ``folder``."""
+    command = [sys.executable, "-m", "autopar", "run", "--nproc", str(processes), "examples/train_elastic.py"]
+    command += ["--folder", str(folder), "--log", str(log), "--steps", str(steps), "--every", "3", *words]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    return lines_of(log)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", ["accumulated", "scaled"])
+def test_the_global_batch_is_what_the_user_says(tmp_path: Path, how: str) -> None:
+    """Four processes of three rows each, then two: the same as one process with as many rows at a time."""
+    words = ("--global-batch", how, "--rows")
+    alone = ("--global-batch", "kept") if how == "accumulated" else words
+    for steps, processes in ((6, 4), (12, 2)):
+        found = run_example(tmp_path / "some", tmp_path / "log", processes, steps, *words, "3")
+        rows = () if how == "accumulated" else (str(3 * processes),)
+        wanted = run_example(tmp_path / "one", tmp_path / "alone", 1, steps, *alone, *rows)
+    assert [line["step"] for line in found] == list(range(12))
+    assert [line["samples"] for line in found] == [line["samples"] for line in wanted]
+    assert found[-1]["samples"] == (12 * 24 if how == "accumulated" else 6 * 12 + 6 * 6)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4), ours

@@ -1,4 +1,4 @@
-"""Runs the benchmarks of a checkout: ``python -m benchmarks.<name>``."""
+"""Runs the benchmarks of a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures this machine as the cluster ``local``, or, started by torchrun, the devices of all its processes."""
+"""Measures this machine; by torchrun, all of a job."""
 
 from __future__ import annotations
 

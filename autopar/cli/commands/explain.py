@@ -1,4 +1,4 @@
-"""Why the plan places a tensor or module as it does; and when each pipeline rank does what."""
+"""Why a tensor is placed so; when each rank does what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.cli.output import Output
 from autopar.cli.plans import make_plan, read_plan, write
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
-from autopar.plans.timeline import step_timeline
+from autopar.plans.views.step_timeline import step_timeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Starts a training script on several processes through torch's elastic launcher."""
+"""Starts a training script on several processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from autopar.cli import die_with_parent
 from autopar.cli.arguments import checked, not_negative, positive
 from autopar.cli.output import Output
 from autopar.cli.rendezvous import check_endpoint
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
+from autopar.processes import die_with_parent
 from autopar.torch_internals.elastic import launch
 
 # How long the least number of hosts waits for further ones, at each start and restart; torch's default is 30. A host

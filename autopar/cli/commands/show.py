@@ -1,4 +1,4 @@
-"""Prints a saved plan, its tree or a table of it, or writes it as a page or in its other form."""
+"""Prints a saved plan or a table of it, or writes its page."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "phase, collective or stage",
     )
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
+    parser.add_argument(
+        "--record", metavar="STEPS.jsonl", help="with --html: what a run of the plan measured (autopar.monitor)"
+    )
     parser.add_argument("--output", metavar="FILE", help="write the plan again: as JSON if called .json, else as text")
 
 

@@ -1,4 +1,4 @@
-"""Compares loss and every gradient on local processes with one process."""
+"""Compares loss and gradients on local processes with one."""
 
 from __future__ import annotations
 

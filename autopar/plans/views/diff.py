@@ -147,6 +147,7 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "stages",
         "schedule",
         "microbatches",
+        "layout",
     ):
         first, second = getattr(before, name), getattr(after, name)
         # Axis names are derived from the placements. They are not a setting of their own.
@@ -170,7 +171,7 @@ def _pipeline_settings(before: PlannedPipeline | None, after: PlannedPipeline | 
 
 
 def _setting(name: str, value: object) -> str:
-    return size(value) if name == "memory_limit" and isinstance(value, int) else str(value)
+    return size(value) if name == "memory_limit" and isinstance(value, int) else str(value) or ABSENT
 
 
 def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:

@@ -34,7 +34,7 @@ def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
     """The table of stages in at most ``budget`` lines (at least 4). If there are too few lines, messages of backward
     are left out first, then all messages, then stages."""
     head = [schedule_line(plan), _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")]
-    groups = _groups(plan)
+    groups = stage_groups(plan)
     for phases in (("forward", "backward"), ("forward",), ()):
         body = [line for group in groups for line in _group_lines(group, plan.microbatches, phases)]
         if len(head) + len(body) <= budget:
@@ -46,7 +46,7 @@ def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
     return head + body[:shown] + [more]
 
 
-def _groups(plan: PlanRecord) -> list[list[StageRow]]:
+def stage_groups(plan: PlanRecord) -> list[list[StageRow]]:
     """Groups stages whose rows read alike, in the order of their first stages."""
     groups: dict[Hashable, list[StageRow]] = {}
     for row in stage_rows(plan):
@@ -63,7 +63,7 @@ def _group_lines(group: list[StageRow], microbatches: int, phases: tuple[str, ..
     chunks = [[module for row in group for module in row.modules[i]] for i in range(len(first.modules))]
     yield _row(
         name + each,
-        _ranks(group),
+        ranks_text(group),
         " | ".join(map(folded_modules, chunks)),
         duration(first.forward),
         duration(first.backward),
@@ -75,7 +75,8 @@ def _group_lines(group: list[StageRow], microbatches: int, phases: tuple[str, ..
             yield _sent_line(message, microbatches, len(group) > 1)
 
 
-def _ranks(group: list[StageRow]) -> str:
+def ranks_text(group: list[StageRow]) -> str:
+    """``8-15``: the ranks of stages that are shown together; with ``…`` if others lie between."""
     low, high = group[0].ranks[0], group[-1].ranks[1]
     apart = group[-1].stage - group[0].stage + 1 > len(group)
     return f"{low}-{high}{'…' if apart else ''}" if high > low else str(low)

@@ -63,6 +63,8 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     figures = f"status {status}   {step}   {peak}"
     yield from [figures] if len(figures) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
     yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), page_width())
+    if plan.layout:
+        yield trim(f"layout {plan.layout} (given; the rest is searched)", page_width())
     yield ""
 
 

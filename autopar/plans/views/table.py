@@ -29,7 +29,8 @@ class PlanTable:
     rows: tuple[tuple[Cell, ...], ...]
     step_seconds: float
 
-    def __str__(self) -> str:
+    def texts(self) -> tuple[list[str], list[list[str]], list[int]]:
+        """The head, the rows and which columns are figures, with units and shares of the step."""
         shown = {"seconds": "time", "communicated": "sent", "held": "memory"}
         header = [shown.get(name, name) for name in self.columns]
         places = [i for i, name in enumerate(self.columns) if name in ("count", *_TIMES, *_SIZES)]
@@ -40,6 +41,10 @@ class PlanTable:
             for row, raw in zip(rows, self.rows, strict=True):
                 row.append(share(float(raw[at]), self.step_seconds))
             places.append(len(header) - 1)
+        return header, rows, places
+
+    def __str__(self) -> str:
+        header, rows, places = self.texts()
         return "\n".join(columns(header, rows, right=places)) if rows else f"nothing by {self.by}"
 
 

@@ -324,9 +324,11 @@ def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str
         reason = plan.rules.get(op, "").removeprefix("fallback").removeprefix(": ")
         fallback = f": {op} has no sharding rule" + (f" ({reason})" if reason else "") if op in plan.fallbacks else ""
         return "only", f"nobody: there is only one way{fallback}"
+    under = f" under the layout {plan.layout}" if plan.layout else ""
     if len(alike) > 1:
-        return "tied", f"price, one choice for the same place in {len(alike)} layers: {_layers(path, plan, alike)}"
-    return "price", "price: the cheapest step of all within memory"
+        places = _layers(path, plan, alike)
+        return "tied", f"price{under}, one choice for the same place in {len(alike)} layers: {places}"
+    return "price", f"price: the cheapest step of all{under} within memory"
 
 
 def _paths(plan: PlanRecord, name: str) -> list[str]:

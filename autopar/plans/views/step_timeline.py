@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.pipeline.simulate import simulate
-from autopar.ir.plan_record import ONCE_A_STEP
+from autopar.ir.plan_record import ONCE_A_STEP, PlanRecord
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.schedule.timeline import Lane, Span, Timeline
-
-from .plan import Plan
 
 # A step without stages is priced as a sum. The timeline shows the lines that run once a step in this order.
 _ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "offload", "refresh")
 _COMPUTES = ("compute", "optimizer")
 
 
-def step_timeline(plan: Plan) -> Timeline:
+def step_timeline(plan: PlanRecord) -> Timeline:
     """The timeline of a step of ``plan``: when each pipeline rank does what, simulated from the prices in the plan.
     Without stages, the priced items one after the other. ``save_chrome_trace(path)`` of the result writes it for
     ``chrome://tracing``.
@@ -50,7 +48,7 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
     return PipelinePrices(chunks, edges, step=pipeline.update_seconds, hides=pipeline.hides, shared=shared)
 
 
-def _one_after_the_other(plan: Plan) -> Timeline:
+def _one_after_the_other(plan: PlanRecord) -> Timeline:
     def when(position: int) -> tuple[bool, int, int]:
         line = plan.lines[position]
         once = line.kind in ONCE_A_STEP
@@ -76,7 +74,7 @@ def _one_after_the_other(plan: Plan) -> Timeline:
     return Timeline(1, tuple(spans), (), "step")
 
 
-def _exposed(plan: Plan) -> dict[tuple[str, str], float]:
+def _exposed(plan: PlanRecord) -> dict[tuple[str, str], float]:
     """The share of the messages that the step waits for, by kind and phase, where messages overlap computation."""
     hidden: dict[str, float] = {}
     for line in plan.lines:

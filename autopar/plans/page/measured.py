@@ -1,0 +1,113 @@
+"""What a run measured beside what the plan predicts: the JSON lines of :class:`autopar.monitor.Monitor`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import OptionsError
+from autopar.ir.plan_record import PlanRecord
+from autopar.plans.views.memory_over_step import Levels
+from autopar.plans.views.quantities import duration, size
+
+from .memory_picture import thinned
+from .timeline_picture import WIDTH
+
+# Units of the picture. Chosen: two thirds of the picture of memory.
+HEIGHT = 120
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``rows``: (what, predicted, measured, difference); ``path`` and ``predicted``: the seconds of each step as a
+    line, and the height of the prediction; ``about``: a sentence that says what is to be seen."""
+
+    source: str
+    rows: tuple[tuple[str, ...], ...]
+    width: float
+    height: float
+    path: str
+    predicted: float
+    about: str
+
+
+def read_measured(plan: PlanRecord, path: str | PathLike[str]) -> Measured:
+    """What the steps in ``path`` took. The first step of the file is left out: it includes planning and compiling.
+
+    Raises:
+        OptionsError: the file cannot be read, or has no two records of a step.
+    """
+    records = _records(path)
+    steps = [record for record in records[1:] if isinstance(record.get("seconds"), int | float)]
+    if not steps:
+        raise OptionsError(
+            f"{fspath(path)!r} has {len(records)} records of steps: give the steps.jsonl of a run of at least two "
+            "steps, which autopar.monitor.Monitor(folder=...) writes"
+        )
+    seconds = [float(record["seconds"]) for record in steps]
+    rows = tuple(_rows(plan, steps, seconds))
+    typical, top = statistics.median(seconds), max(*_within(seconds), plan.predicted.step_seconds) * 1.1
+    times: Levels = thinned(tuple((float(i), s) for i, s in enumerate(seconds)), float(len(seconds)))
+
+    def y(value: float) -> float:
+        return round(max(0.0, HEIGHT * (1 - value / top)), 1)
+
+    line = "".join(
+        f"{'L' if i else 'M'}{t / max(1, len(seconds) - 1) * WIDTH:.1f} {y(s)}" for i, (t, s) in enumerate(times)
+    )
+    about = (
+        f"{len(seconds)} steps took {duration(typical)} in the median, {duration(min(seconds))} to "
+        f"{duration(max(seconds))}; predicted {duration(plan.predicted.step_seconds)}"
+    )
+    return Measured(fspath(path), rows, WIDTH, HEIGHT, line, y(plan.predicted.step_seconds), about)
+
+
+def _records(path: str | PathLike[str]) -> list[Mapping[str, Any]]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise OptionsError(f"cannot read the record {fspath(path)!r}: {error.strerror}") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):  # A run that was killed may have left half a line.
+                continue
+            raise OptionsError(f"{fspath(path)!r}, line {number}: not JSON ({error})") from error
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _rows(plan: PlanRecord, steps: Sequence[Mapping[str, Any]], seconds: Sequence[float]) -> list[tuple[str, ...]]:
+    p, typical = plan.predicted, statistics.median(seconds)
+    rows: list[tuple[str, ...]] = []
+    rows.append(("step, median", duration(p.step_seconds), duration(typical), _difference(typical, p.step_seconds)))
+    memory = [int(record["memory_bytes"]) for record in steps if record.get("memory_bytes")]
+    if memory:
+        rows.append(("peak memory", size(p.peak_bytes), size(max(memory)), _difference(max(memory), p.peak_bytes)))
+    rates = [float(record["mfu"]) for record in steps if isinstance(record.get("mfu"), int | float)]
+    if rates:
+        rate = statistics.median(rates)
+        rows.append(("MFU", f"{p.mfu:.1%}", f"{rate:.1%}", _difference(rate, p.mfu)))
+    tokens = [float(r["tokens_per_second"]) for r in steps if isinstance(r.get("tokens_per_second"), int | float)]
+    if tokens:
+        rows.append(("tokens per second", "", f"{statistics.median(tokens):,.0f}", ""))
+    stragglers = [record["straggler"] for record in steps if record.get("straggler") is not None]
+    if stragglers:
+        rank = statistics.mode(stragglers)
+        rows.append(("waited for", "", f"rank {rank} in {stragglers.count(rank)} of {len(steps)} steps", ""))
+    return rows
+
+
+def _within(seconds: Sequence[float]) -> Sequence[float]:
+    """The seconds that set the scale: nine tenths of the steps, so that one slow step does not flatten all others."""
+    return sorted(seconds)[: max(1, round(0.9 * len(seconds)))]
+
+
+def _difference(measured: float, predicted: float) -> str:
+    return f"{measured / predicted - 1:+.0%}" if predicted else ""
