@@ -14,12 +14,13 @@ warn_of_other_torch()
 __version__ = installed_version()
 
 from autopar.cluster.description import Cluster
+from autopar.compiler.plan_ahead import PlansAhead, plan_ahead
 from autopar.ir.graph import Graph
 from autopar.layouts.model import price
 from autopar.layouts.price import Priced
 from autopar.layouts.report import LayoutReport, plan_layouts
 from autopar.plans.plan import Plan
-from autopar.plans.timeline import step_timeline
+from autopar.plans.views.step_timeline import step_timeline
 from autopar.runtime.faults.stopping import stopping
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.search.reprice import reprice
@@ -61,6 +62,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "PlanMismatchError",
+    "PlansAhead",
     "Priced",
     "Report",
     "TraceError",
@@ -68,6 +70,7 @@ __all__ = [
     "WorkerError",
     "parallelize",
     "plan",
+    "plan_ahead",
     "plan_layouts",
     "price",
     "reprice",

@@ -27,6 +27,7 @@ from autopar.runtime.checkpoint.stores import Folder
 from autopar.runtime.comm.devices import Gpu, check_gpus, own_gpu, require_nccl
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
 from autopar.runtime.execute.compiled_pieces import Compilation
+from autopar.runtime.faults.meeting import join_world
 from autopar.runtime.faults.watch import Watch, watch_over
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.value_checks import ValueChecks
@@ -167,7 +168,7 @@ def parallelize(
     """
     _check_plan(plan)
     settings = _options(options)
-    _join_processes(mesh)
+    _join_processes(mesh, settings.timeout)
     watch = watch_over(_ranks(mesh), settings.timeout)
     with watch.call("autopar.parallelize()"):
         parallel = _parallel_module(model, device_mesh(mesh), mesh, settings, cluster, loss_fn, plan, watch)
@@ -222,6 +223,7 @@ def _parallel_module(
         watch=watch,
         compilation=_compilation(settings, groups.device, watch),
         values=ValueChecks(settings.check_every, settings.nonfinite),
+        pad_to=settings.pad_to,
     )
 
 
@@ -262,7 +264,7 @@ def _ranks(mesh: Mesh) -> tuple[int, ...]:
     return tuple(range(math.prod(mesh_shape(mesh))))
 
 
-def _join_processes(mesh: Mesh) -> None:
+def _join_processes(mesh: Mesh, timeout: float = 0.0) -> None:
     """Initialises torch.distributed if it is not, for a shape with the variables of torchrun. Raises
     :class:`OptionsError` if the shape has another number of devices than there are processes."""
     if isinstance(mesh, DeviceMesh):
@@ -274,7 +276,7 @@ def _join_processes(mesh: Mesh) -> None:
             require_nccl()
             torch.cuda.init()  # Otherwise DeviceMesh chooses again, by the local rank.
             torch.cuda.set_device(own_gpu())
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        join_world("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != needed:
         raise OptionsError(

@@ -1,4 +1,5 @@
-"""The command line: ``autopar plan | show | explain | diff | run | verify | doctor | calibrate | bench``.
+"""The command line: ``autopar plan | show | explain | diff | verify | run | launch | calibrate | doctor | bench |
+completion``.
 
 Models are named ``file.py:function`` or ``module:function``: a function without arguments that returns
 ``(model, batch)``, where the batch is a tuple of positional inputs or a dict of keyword inputs, global.
@@ -47,9 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``command`` to its module."""
     parser = argparse.ArgumentParser(
-        prog="autopar", description="Automatic parallelism for PyTorch models.", allow_abbrev=False
+        prog="autopar",
+        description="Automatic parallelism for PyTorch models.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=18),
     )
     parser.add_argument("--version", action="version", version=_version())
+    parser.set_defaults(make_parser=make_parser)
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
         _add(subparsers, command)

@@ -16,7 +16,15 @@ class TraceError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan satisfies the limits; the message names the smallest change that does."""
+    """No plan satisfies the limits; the message names the smallest change that does. ``needed_bytes``: bytes per device
+    that were found to be enough, if any were."""
+
+    needed_bytes: int | None = None
+
+    def needing(self, count: int) -> InfeasibleError:
+        """This error with :attr:`needed_bytes`."""
+        self.needed_bytes = count
+        return self
 
 
 class PlanMismatchError(AutoparError):

@@ -11,8 +11,10 @@ from autopar.schedule.named import SCHEDULES
 
 from .errors import OptionsError, PlanMismatchError
 from .keywords import suggests_fields
+from .layout import Layout
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
+from .restriction import SHARED, check_layout, shared_options
 
 # A schedule that a solver builds for the model.
 SOLVED = "solved"
@@ -86,17 +88,25 @@ class Options:
             are those of the smaller batch. :class:`AutoparError` if rows influence each other (batch norm in training,
             a loss inside the model) and from ``step``. One row, or more than planned: as under ``"replicate"``.
             ``"error"``: :class:`PlanMismatchError` (:class:`OptionsError` for microbatches).
-        timeout: seconds for which ranks wait for one that does not answer, or does not move, before every rank raises
+        pad_to: token sequences are padded to a multiple of this length, by ``model.step``, ``model.padded`` and
+            ``model.dataloader``, so that batches of many lengths share a few programs. What is added is ignored: labels
+            of -100, positions that the attention mask excludes, which is added where forward takes one. A model whose
+            forward takes none must not look at later positions. None: no padding.
+        timeout: seconds for which ranks wait for one that does not answer, or rests, before every rank raises
             :class:`FaultError`; at least four predicted steps. Ranks that died, or wait for each other in different
-            calls, are named within seconds whatever it is. While a rank plans, computes, or is outside of autopar,
-            others wait ten times as long. 0: no watch (docs/faults.md).
-        check_every: at every so many-th ``model.step``, ranks compare hashes of the parameters that they hold in
-            common, and look for NaN and infinities in the loss and the gradients; :class:`ValueFaultError` names the
-            ranks and the parameter, or the module in which they begin. None: never.
+            calls, are named within seconds whatever it is. While a rank plans, or rests outside of autopar, others wait
+            ten times as long, and for one that computes, reads or writes as long as the process group's own timeout
+            allows. 0: no watch (docs/faults.md).
+        check_every: at every so many-th ``model.step``, or call for ``loss.backward()``, ranks compare hashes of the
+            parameters that they hold in common, and look for NaN and infinities in the loss and the gradients;
+            :class:`ValueFaultError` names the ranks and the parameter, or the module in which they begin. None: never.
         nonfinite: what a checked step with NaN or infinities does: ``"raise"``; ``"skip"``: it leaves no gradients, so
             that the optimizer does nothing, and the buffers of before.
         compile: whether the operations between collectives are compiled by Inductor, torch's compiler, at the first
             step; ``"auto"``: on GPUs, and not on CPUs. Plans do not depend on it (docs/compile.md).
+        layout: restricts the search to plans of this layout, by those of its fields that are given; the rest is
+            searched (docs/layouts.md, "A layout as a restriction"). What it says of ``stages`` (``pipeline``),
+            ``schedule``, ``recompute``, ``zero``, ``offload`` and ``precision`` becomes the value of these options.
     """
 
     memory_limit: int | None = None
@@ -116,13 +126,16 @@ class Options:
     optimizer: str = "adamw"
     check_inputs: Literal["first", "always", "never"] = "first"
     last_batch: Literal["replicate", "pad", "error"] = "replicate"
+    pad_to: int | None = None
     # Chosen: far longer than ranks of a step are apart, and short beside the day that a silent job would lose.
     timeout: float = 60.0
     check_every: int | None = None
     nonfinite: Literal["raise", "skip"] = "raise"
     compile: Literal["auto"] | bool = "auto"
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
+        self._take_from_layout()
         if self.optimizer not in OPTIMIZERS:
             names = ", ".join(sorted(OPTIMIZERS))
             raise OptionsError(
@@ -152,6 +165,20 @@ class Options:
                 "{'lm_head.weight': 'S(0),R', 'layers.3': 'stage 1'}"
             )
 
+    def _take_from_layout(self) -> None:
+        if self.layout is None:
+            return
+        check_layout(self.layout)
+        for name, value in shared_options(self.layout).items():
+            own = getattr(self, name)
+            if own not in (None, value):
+                field_name = next(field for field, option in SHARED.items() if option == name)
+                raise OptionsError(
+                    f"Options({name}={own!r}, layout=Layout({field_name}={value!r})) contradict each other: leave one "
+                    "of them out"
+                )
+            object.__setattr__(self, name, value)
+
     @property
     def solver_seed(self) -> int:
         """The seed of the solvers, which take 31 bits."""
@@ -163,7 +190,8 @@ class Options:
                 f"seed={self.seed!r} is not a seed: a whole number from -2**63 to 2**64 - 1, as for "
                 "torch.manual_seed, or None for torch's own seed"
             )
-        for name, none in (("microbatches", "to search"), ("stages", "to search"), ("check_every", "for never")):
+        counts = {"microbatches": "to search", "stages": "to search", "check_every": "for never", "pad_to": "for none"}
+        for name, none in counts.items():
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")
         if self.memory_limit is not None and not _is_number(self.memory_limit, 1):
@@ -183,6 +211,7 @@ def _is_number(value: object, least: float) -> bool:
 def without_stages(options: Options) -> Options:
     """``options`` with one stage and one microbatch, unless they fix stages, microbatches or a schedule."""
     requested = options.stages is not None or options.microbatches is not None or options.schedule is not None
+    requested |= options.layout is not None and not {"microbatch", "interleave"}.isdisjoint(options.layout.given)
     return options if requested else replace(options, stages=1, microbatches=1)
 
 

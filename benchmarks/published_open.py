@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cluster.description import Cluster
+from autopar.given_fields import own_fields
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
@@ -201,7 +202,7 @@ def choose(
         raise NotExpressible(
             f"no layout that the row allows divides {layers} layers and a batch of {batch} among {devices} devices"
         )
-    names = [one.name for one in fields(Layout) if len({getattr(quick.layout, one.name) for quick in tried}) > 1]
+    names = [one.name for one in own_fields(Layout) if len({getattr(quick.layout, one.name) for quick in tried}) > 1]
     found = quickest_layouts(model, cluster, tried, batch)
     leanest = min(tried, key=lambda one: one.peak - one.limit).layout
     return found[0] if found else model.price(leanest, cluster, batch), tuple(names)

@@ -52,18 +52,25 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is measured or found out on this machine is neither used nor written."""
+    """What is measured or found out on this machine is neither used nor written. Workers share what follows from
+    nothing but its key: half of the suite would be spent on tracing the same models, and on trying the same rules."""
+    folder, shared = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    for kind in ("traces", "rules", "compiled"):
+        (shared / f"shared-{kind}").mkdir(exist_ok=True)
+        (folder / kind).symlink_to(shared / f"shared-{kind}", target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOPAR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("AUTOPAR_CACHE", str(folder))
         yield
 
 
 @pytest.fixture(autouse=True)
-def own_work(own_cache: None) -> None:
-    """No test is served what another one planned or traced; rules that were found stay."""
-    for cache in (plan_cache, trace_cache):
-        cache.forget()
-        shutil.rmtree(cache_folder() / cache.KIND, ignore_errors=True)
+def own_plans(own_cache: None) -> None:
+    """No test is served what another one planned, and one that sets another folder finds no trace."""
+    plan_cache.forget()
+    trace_cache.forget()
+    shutil.rmtree(cache_folder() / plan_cache.KIND, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

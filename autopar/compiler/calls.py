@@ -63,7 +63,7 @@ TRACES = 15
 @dataclass
 class Compiler:
     """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh,
-    row-major."""
+    row-major; ``planned_from`` is what the plan was asked for."""
 
     model: nn.Module
     mesh: tuple[int, ...]
@@ -74,6 +74,7 @@ class Compiler:
     ranks: AxisGroup
     loss_fn: LossFunction | None = None
     plan: Plan | None = None
+    planned_from: PlanRequest | None = None
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
     _source: Compiler | None = None
@@ -108,10 +109,12 @@ class Compiler:
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
         plan_request, called = self._plan_request(base), request.outputs != "loss"
+        self.planned_from = _without_stages(plan_request) if called else plan_request
+        asked = self.planned_from
 
         def make_plan() -> Plan:
             try:
-                return cached_plan(_without_stages(plan_request) if called else plan_request, timings)
+                return cached_plan(asked, timings)
             except InfeasibleError:
                 if request.grad or not called:
                     raise
@@ -120,6 +123,7 @@ class Compiler:
         if self.plan is None:
             self.plan = on_first_rank(self.ranks, make_plan)
         else:
+            self.planned_from = None
             self.plan.validate()
             _check_devices(self.plan, self.mesh)
             if not request.grad and self._may_be_for_training(base):
@@ -199,14 +203,16 @@ class Compiler:
 
     def _training_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
         """The planned step, or the same with other sizes of inputs. Raises :class:`_Indivisible` if the plan's choices
-        do not apply to these and the options ask for another program instead of an error."""
+        do not apply to these and the options ask for another program instead of an error. What was planned runs as
+        planned, or is an error."""
         assert self._base is not None and self.plan is not None
+        is_planned = base is self._base and batch == self.plan.batch
         try:
             if self.plan.pipeline is not None:
                 return self._staged_training(base, batch)
             return self._whole_training(request, base, batch)
         except (PlanMismatchError, OptionsError) as error:
-            if self.options.last_batch == "error":
+            if is_planned or self.options.last_batch == "error":
                 raise
             raise _Indivisible from error
 

@@ -42,6 +42,9 @@ _OUTSIDE = frozenset(
 ) | {"numpy.random", "torch.distributed", "sys", "gc", "psutil", "requests", "urllib"}
 _OUTSIDE |= {"safetensors", "pyarrow", "h5py", "sqlite3", "pathlib", "mmap", "pickle"}
 _OUTSIDE_NAMES = frozenset(("open", "input", "globals", "exec", "eval", "__import__", "id", "hash"))
+# What a hash is made of, as in a frozen dataclass. Only code that uses ``hash`` itself, or the order of a set of
+# objects, which are refused, could tell one hash from another.
+_HASHED = frozenset(("id", "hash"))
 # Names under which libraries read files.
 _READERS = frozenset(("load", "loadtxt", "genfromtxt", "fromfile", "from_file", "memmap", "load_file", "safe_open")) | {
     *("read_text", "read_bytes", "read_csv", "read_json", "read_parquet", "read_pickle", "read_table", "read_feather"),
@@ -225,7 +228,8 @@ class Code:
         names, imported = _names_in(function.__code__)
         module_globals = function.__globals__
         referenced = {name: module_globals[name] for name in sorted(names) if name in module_globals}
-        reasons = [n for n in names & _OUTSIDE_NAMES if n not in module_globals and hasattr(builtins, n)]
+        allowed = _HASHED if function.__name__ == "__hash__" else frozenset()
+        reasons = [n for n in names & _OUTSIDE_NAMES - allowed if n not in module_globals and hasattr(builtins, n)]
         reasons += names & _READERS
         reasons += [name for name in imported if _is_outside(name)]
         modules = {n: v for n, v in referenced.items() if isinstance(v, types.ModuleType)}

@@ -82,6 +82,7 @@ def _is_stdlib(filename: str) -> bool:
     return filename.startswith(_STANDARD) and "site-packages" not in filename
 
 
+@lru_cache(maxsize=1)
 def _stdlib() -> str:
     return str(Path(sysconfig.get_paths()["stdlib"]) / "os.py")
 

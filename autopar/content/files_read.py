@@ -7,6 +7,7 @@ code that refers to those is recognised by name (:mod:`.code`).
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,11 +18,13 @@ from .code_origin import is_library
 _EVENTS = frozenset(("open", "subprocess.Popen", "os.system", "os.exec", "socket.connect", "sqlite3.connect"))
 _CODE = (".py", ".pyc", ".so", ".pyd")
 _watching: list[list[str]] = []
+_this_thread = threading.local()
 
 
 @contextmanager
 def files_read() -> Iterator[list[str]]:
-    """Records what any thread opens inside the ``with`` block. Code and files of installed libraries do not count."""
+    """Records what any thread opens inside the ``with`` block, but for those that called :func:`ignore_this_thread`.
+    Code and files of installed libraries do not count."""
     _install()
     opened: list[str] = []
     _watching.append(opened)
@@ -31,6 +34,11 @@ def files_read() -> Iterator[list[str]]:
         del _watching[next(i for i, watcher in enumerate(_watching) if watcher is opened)]
 
 
+def ignore_this_thread() -> None:
+    """What this thread opens from now on does not count: it is autopar's own and works beside whatever is watched."""
+    _this_thread.ignored = True
+
+
 @lru_cache(maxsize=1)
 def _install() -> None:
     """Installs the audit hook, once: it cannot be removed."""
@@ -38,7 +46,7 @@ def _install() -> None:
 
 
 def _record(event: str, args: tuple[Any, ...]) -> None:
-    if not _watching or event not in _EVENTS:
+    if not _watching or event not in _EVENTS or getattr(_this_thread, "ignored", False):
         return
     name = args[0] if args else ""
     text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)

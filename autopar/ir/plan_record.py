@@ -180,6 +180,7 @@ class PlanRecord:
             why there are none.
         recomputed: the forward nodes that backward runs again because memory is short; their copies are nodes too.
         precision: the policy (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
+        layout: the fields of the layout that restricted the search, as ``Layout.parse`` reads them; "" if none did.
     """
 
     model: str
@@ -217,6 +218,7 @@ class PlanRecord:
     pipeline: PlannedPipeline | None = None
     recomputed: tuple[str, ...] = ()
     precision: Precision = "fp32"
+    layout: str = ""
 
     @property
     def placements(self) -> Mapping[str, Placements]:

@@ -57,7 +57,7 @@ def verify(
     Raises:
         WorkerError: a rank died or did not finish in time; carries its traceback.
         TraceError: the model returns no loss and no ``loss_fn`` is given.
-        Whatever :func:`autopar.plan` raises.
+        AutoparError: whatever :func:`autopar.plan` raises.
     """
     start = time.perf_counter()
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import OptionsError
+from autopar.runtime.torch_internals.collectives import world_timeout
 from autopar.runtime.torch_internals.dtensors import without_advice_to_flatten
 
 from .settle_threads import settle_at_exit
@@ -100,7 +101,8 @@ class MeshGroups:
     def another_through_cpus(self) -> dist.ProcessGroup:
         """A new group as :meth:`through_cpus` gives; collective."""
         ranks = self.mesh.mesh.flatten().tolist()
-        group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        timeout = world_timeout("gloo")
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         return group
 
     def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
@@ -129,7 +131,7 @@ class MeshGroups:
         if size == dist.get_world_size():
             return AxisGroup(dist.group.WORLD, size, index, kind, axes=axes)
         # Only members call this; ranks outside the mesh need not.
-        group = dist.new_group(self._members(axes), use_local_synchronization=True)
+        group = dist.new_group(self._members(axes), world_timeout(), use_local_synchronization=True)
         return AxisGroup(group, size, index, kind, axes=axes)
 
     def _members(self, axes: tuple[int, ...]) -> list[int]:

@@ -14,6 +14,7 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType, TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,6 +25,7 @@ from autopar.errors import AutoparError, ExecutionError
 from autopar.ir.node import DTYPE_NAMES
 from autopar.ir.program import Section
 from autopar.ops.index_range import PROGRAM_FILE
+from autopar.runtime.torch_internals.profiling import profiling, span
 
 from .section_source import Operation, Source
 
@@ -71,12 +73,17 @@ def compile_section(
     """Compiles ``section`` to a function from the list of its inputs (which it empties) to the list of its outputs.
 
     ``operations``: the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where``: names the
-    rank in errors. Raises :class:`GraphError` for an unknown operation or value; the function raises
-    :class:`ExecutionError`.
+    rank in errors. While ``torch.profiler`` records, modules and instructions are ranges of its trace. Raises
+    :class:`GraphError` for an unknown operation or value; the function raises :class:`ExecutionError`.
     """
-    code = SectionCode(section, Source(section, operations, device), where)
+    plain = SectionCode(section, Source(section, operations, device), where)
+
+    @cache
+    def recorded() -> SectionCode:
+        return SectionCode(section, Source(section, operations, device, spans=span), where)
 
     def run(inputs: list[torch.Tensor]) -> list[Any]:
+        code = recorded() if profiling() else plain
         code.check(inputs)
         with code.explaining():
             return code.function(inputs)  # type: ignore[no-any-return]

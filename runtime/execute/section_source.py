@@ -64,17 +64,24 @@ def returns_sequence(operation: Operation) -> bool:
 
 class Source:
     """The Python text of one section. ``namespace``: the operations and constants it refers to; ``instructions``: the
-    instruction of each line. With ``pauses`` the function is a generator that stops before each wait."""
+    instruction of each line. With ``pauses`` the function is a generator that stops before each wait. ``spans`` (not
+    with pauses): makes a context of a name; each instruction, and each run of instructions of one module, is inside of
+    one."""
 
     def __init__(
-        self, section: Section, operations: Mapping[str, Operation], device: torch.device, pauses: bool = False
+        self,
+        section: Section,
+        operations: Mapping[str, Operation],
+        device: torch.device,
+        pauses: bool = False,
+        spans: Callable[[str], object] | None = None,
     ) -> None:
-        self.namespace: dict[str, Any] = {}
+        self.namespace: dict[str, Any] = {} if spans is None else {"span": spans}
         self.instructions: dict[int, Instruction] = {}
         self.names: dict[Value, str] = {}
         self._operations = operations
         self._device = device
-        self._taken: set[str] = {"inputs", "float", "piece", "_"}
+        self._taken: set[str] = {"inputs", "float", "piece", "span", "_"}
         self._called: dict[str, str] = {}
         self._bucketed: set[Value] = set()
         last = self._last_uses(section)
@@ -82,14 +89,20 @@ class Source:
         lines = [f"def {self.function}(inputs):", *self._unpack(section, last)]
         if pauses:
             lines.append("    if False: yield")  # Makes it a generator even without waits.
+        module = ""
         for index, instruction in enumerate(section.instructions):
             if pauses and instruction.op == WAIT:
                 lines.append("    yield")
-            lines += self._operands_of_piece(instruction, last, index)
-            lines.append(f"    {self._line(instruction, last)}")
-            self.instructions[len(lines)] = instruction
+            if spans is not None and instruction.module != module:
+                module = instruction.module
+                lines += [f"    with span({f'{section.name} {module}'!r}):"] if module else []
+            own = self._operands_of_piece(instruction, last, index)
+            within = f"with span({f'%{instruction.name} {instruction.op}'!r}): " if spans is not None else ""
+            own.append(f"    {within}{self._line(instruction, last)}")
+            self.instructions[len(lines) + len(own)] = instruction
             if not instruction.op.startswith(COMPILED):
-                lines += self._drop(instruction, last, index)
+                own += self._drop(instruction, last, index)
+            lines += [f"    {line}" for line in own] if module else own
         outputs = ", ".join("None" if value is None else self._name(value) for value in section.outputs)
         self.text = "\n".join([*lines, f"    return [{outputs}]"])
 

@@ -10,6 +10,7 @@ import torch
 from autopar.errors import ExecutionError
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.runtime.execute.gradient_reducer import Reduction
+from autopar.runtime.torch_internals.profiling import span
 from autopar.schedule.actions import Action, Kind, Message
 
 from .chunk_executable import ChunkExecutable, Exchange, Messages
@@ -63,7 +64,8 @@ class PipelineRun:
                 chunk = action.chunk
                 self._reducing[chunk] = self.chunks[chunk].reduce(self._raw.pop(chunk), to_come), self._began
             else:
-                self._do(action)
+                with span(action):
+                    self._do(action)
             if recorder is not None and not action.receives and action.kind not in ("reduce", "step"):
                 recorder.add(action, self._began)
         self.messenger.finish()

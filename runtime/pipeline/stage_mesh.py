@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, known_groups, mesh_groups
 from autopar.runtime.state.parameters import Place
+from autopar.runtime.torch_internals.collectives import world_timeout
 from autopar.runtime.torch_internals.dtensors import sub_mesh
 
 
@@ -53,7 +54,9 @@ class StageGroups:
         )
         self.ranks: tuple[int, ...] = tuple(int(block[whole.coordinate[1:]]) for block in ranks)
         self.peers = (
-            dist.new_group(list(self.ranks), use_local_synchronization=True, group_desc="pipeline messages")
+            dist.new_group(
+                list(self.ranks), world_timeout(), use_local_synchronization=True, group_desc="pipeline messages"
+            )
             if self.count > 1
             else None
         )

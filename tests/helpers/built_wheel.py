@@ -17,14 +17,14 @@ PACKAGES = {
 
 
 def build_wheel(folder: Path) -> Path:
-    """Builds the wheel into the existing ``folder``, from a copy there, so that the build leaves nothing in the
-    repository."""
+    """Builds the sdist, and from it the wheel, into the existing ``folder``; from a copy there, so that nothing is left
+    in the repository."""
     source, target = folder / "source", folder / "wheel"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(source)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
     build = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert build.returncode == 0, build.stdout + build.stderr
     (built,) = target.glob("*.whl")

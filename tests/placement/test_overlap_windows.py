@@ -14,7 +14,7 @@ from autopar.placement.prices import exchanged_bytes
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
-from autopar.plans.timeline import step_timeline
+from autopar.plans.views.step_timeline import step_timeline
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate, sides_of
 from tests.helpers.planning import CLUSTER, requested

@@ -300,6 +300,7 @@ class Holder(nn.Module):
         lambda: Holder({object()}),
         lambda: Holder(torch.ones(2, device="meta")),
         lambda: Holder(lambda x: x + random.random()),
+        lambda: Holder(lambda x: x + hash("a")),
     ],
 )
 def test_what_cannot_be_told_is_not_kept(model: Callable[[], nn.Module], folder: Path) -> None:
@@ -310,6 +311,18 @@ def test_what_cannot_be_told_is_not_kept(model: Callable[[], nn.Module], folder:
     request = request_for(made, (torch.ones(4, 2, requires_grad=True),), device="cpu")
     traced_once(request)
     assert not folder.exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    name: str = "a"
+    size: int = 4
+
+
+def test_a_frozen_dataclass_is_told_by_its_fields() -> None:
+    """Its hash is another in each process, but nothing of a trace follows from it."""
+    keys = [trace_key(_request(Holder(held))) for held in (Frozen(), Frozen(), Frozen("b"), Frozen(size=5))]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 def test_every_field_of_a_trace_has_its_place() -> None:

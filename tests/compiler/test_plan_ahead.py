@@ -1,0 +1,68 @@
+"""Plans made beside training are those that a run on other devices takes from the cache."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.compiler.plan_ahead import make, requests_for
+from tests.helpers.planning import on
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu()).square().mean()
+
+
+def batch(size: int) -> torch.Tensor:
+    return torch.randn(size, 8, generator=torch.Generator().manual_seed(0))
+
+
+OPTIONS = autopar.Options(zero=3, seed=1)
+
+
+def test_other_meshes_find_their_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+
+    def trained(rank: int, world: int) -> bytes:
+        model = autopar.parallelize(Net(), (world,), options=OPTIONS)
+        with pytest.raises(autopar.AutoparError, match="not planned here yet"):
+            autopar.plan_ahead(model, [3])
+        with pytest.raises(autopar.OptionsError, match="are no meshes"):
+            autopar.plan_ahead(model, {3: 0})
+        model.step(batch(12))
+        return pickle.dumps(requests_for(model, [((3,), None), ((1,), 6)]))
+
+    assert make(pickle.loads(on(2, trained)[0])) == []
+
+    def restarted(rank: int, world: int) -> list[str]:
+        return list(autopar.parallelize(Net(), (world,), batch(12), options=OPTIONS).plan.timings)
+
+    assert on(3, restarted)[0] == ["cache"]
+    assert list(autopar.plan(Net(), (1,), batch(6), options=OPTIONS).timings) == ["cache"]
+    assert list(autopar.plan(Net(), (1,), batch(12), options=OPTIONS).timings) != ["cache"]
+
+
+@pytest.mark.slow
+def test_a_process_beside_training_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+
+    def trained(rank: int, world: int) -> bool:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        model = autopar.parallelize(Net(), (world,), batch(12), options=OPTIONS)
+        ahead = autopar.plan_ahead(model, [3, (2, 2)])
+        assert ahead.done == (rank == 1)
+        return ahead.wait(120) and ahead.done
+
+    assert on(2, trained) == [True, True]
+    for mesh in ((3,), (2, 2)):
+        assert list(autopar.plan(Net(), mesh, batch(12), options=OPTIONS).timings) == ["cache"]
