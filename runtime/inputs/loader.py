@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -68,10 +69,18 @@ class Position:
 
 class BatchShares(Sampler[list[int]]):
     """This rank's shares of the batches of ``batches``, any batch sampler of torch's. It must give the same batches on
-    every rank: what it draws from torch's generator when it begins is drawn from the first rank's."""
+    every rank: what it draws from torch's generator when it begins is drawn from the first rank's. ``call``: what the
+    exchange for that is a part of."""
 
-    def __init__(self, batches: Iterable[list[int]], exchange: Exchange, position: Position) -> None:
-        self._batches, self._exchange, self._position = batches, exchange, position
+    def __init__(
+        self,
+        batches: Iterable[list[int]],
+        exchange: Exchange,
+        position: Position,
+        call: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.position = position
+        self._batches, self._exchange, self._call = batches, exchange, call
         self._shares: deque[Share] = deque()
 
     def __len__(self) -> int:
@@ -79,7 +88,7 @@ class BatchShares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._shares.clear()
-        begin = self._position.start()
+        begin = self.position.start()
         for batch in islice(self._drawn(), begin, None):
             indices = list(batch)
             copies, bounds = shares(len(indices), len(self._exchange.ranks))
@@ -89,7 +98,8 @@ class BatchShares(Sampler[list[int]]):
     def _drawn(self) -> Iterator[list[int]]:
         """The batches; the first is drawn with the first rank's generator, from which samplers draw seeds."""
         own = torch.get_rng_state()
-        first_ranks = self._exchange.all_bytes(own.numpy().tobytes())[0]
+        with self._call():
+            first_ranks = self._exchange.all_bytes(own.numpy().tobytes())[0]
         torch.set_rng_state(torch.frombuffer(bytearray(first_ranks), dtype=torch.uint8))
         iterator = iter(self._batches)
         first = next(iterator, None)
@@ -105,7 +115,7 @@ class BatchShares(Sampler[list[int]]):
 
     def next_share(self) -> Share:
         """That of the next batch that the loader gives."""
-        self._position.batches += 1
+        self.position.batches += 1
         return self._shares.popleft()
 
 

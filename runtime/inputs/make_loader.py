@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -35,21 +35,11 @@ def whole_batches(
     )
 
 
-def batch_loader(
-    dataset: Any,
-    batches: Iterable[list[int]],
-    order: GlobalBatchSampler | None,
-    exchange: Exchange,
-    finish: Finish,
-    options: Mapping[str, Any],
-) -> GlobalLoader:
-    """A loader of the samples that ``batches`` give; ``order``: the same, if it has a seed. Raises
-    :class:`OptionsError` for batches out of order."""
+def batch_loader(dataset: Any, shares: BatchShares, finish: Finish, options: Mapping[str, Any]) -> GlobalLoader:
+    """A loader of the samples of ``shares``. Raises :class:`OptionsError` for batches out of order."""
     if options.get("num_workers") and not options.get("in_order", True):
         raise OptionsError("in_order=False gives batches in another order on every rank: leave it out")
-    position = Position(order)
-    shared = BatchShares(batches, exchange, position)
-    return GlobalLoader(finish, position, dataset, batch_sampler=shared, **options)
+    return GlobalLoader(finish, shares.position, dataset, batch_sampler=shares, **options)
 
 
 def stream_loader(shares: StreamShares, finish: Finish, options: Mapping[str, Any]) -> GlobalLoader:

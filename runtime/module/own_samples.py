@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.randomness import RandomState
 from autopar.runtime.faults.watch import Watch
-from autopar.runtime.inputs.loader import GlobalLoader, Share, StreamShares
+from autopar.runtime.inputs.loader import BatchShares, GlobalLoader, Position, Share, StreamShares
 from autopar.runtime.inputs.make_loader import (
     as_plain,
     batch_loader,
@@ -28,6 +28,9 @@ from autopar.runtime.inputs.rank_local import join
 from autopar.runtime.inputs.sampler import GlobalBatchSampler, size_of
 from autopar.runtime.inputs.sequences import SequencePadding, key_of
 from autopar.torch_internals.trees import tree_flatten, tree_unflatten
+
+# What faults call the loader's exchanges.
+_LOADER = "model.dataloader()"
 
 
 class OwnSamples:
@@ -134,7 +137,8 @@ class OwnSamples:
             batch_sampler = order = whole_batches(dataset, checked_batch_size(batch_size), shuffle, seed, drop_last)
         elif batch_sampler is None:
             batch_sampler = BatchSampler(sampler, checked_batch_size(batch_size), drop_last)
-        return batch_loader(dataset, batch_sampler, order, self._exchange, self._finished, options)
+        batches = BatchShares(batch_sampler, self._exchange, Position(order), lambda: self._watch.call(_LOADER))
+        return batch_loader(dataset, batches, self._finished, options)
 
     def padded(self, **batch: Any) -> dict[str, Any]:
         """``batch``, a global one, with its token sequences padded to a multiple of ``Options(pad_to=)`` and with a
@@ -161,7 +165,7 @@ class OwnSamples:
             check_same_batch([each[: len(share.digest)] for each in records], self._exchange)
             return [each[len(share.digest) :] for each in records]
 
-        with self._watch.call("model.dataloader()"):
+        with self._watch.call(_LOADER):
             args, kwargs = self._sequences_padded(tuple(args), kwargs, everyone, isinstance(plain, dict))
             joined = self._join(args, kwargs, share.copies)
         return joined if kwargs or _is_many(plain) else joined[0]
@@ -174,14 +178,13 @@ class OwnSamples:
         padding, names = self._sequences, leaf_names(self._original, args, kwargs)
         leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
         widths = padding.plan(everyone(padding.record(names, leaves)))
-        if widths.wants_mask(names) and (named or (widths.pads and not padding.causal)):
+        if widths.wants_mask(names, leaves) and (named or (widths.pads and not padding.causal)):
             if not named:
                 raise OptionsError(
                     "sequences have to be padded, and a batch without names has no place for the attention_mask that "
                     "says which positions are real: have the collate function give a dict"
                 )
-            ids = next(leaf for name, leaf in zip(names, leaves, strict=True) if key_of(name) == "input_ids")
-            kwargs = {**kwargs, "attention_mask": torch.ones_like(ids)}
+            args, kwargs = _with_mask(args, kwargs, names)
             names = leaf_names(self._original, args, kwargs)
             leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
             widths = widths.with_mask()
@@ -191,6 +194,20 @@ class OwnSamples:
             longer = [widths.apply(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         positional, keywords = tree_unflatten(longer, spec)
         return tuple(positional), {name: keywords[name] for name in kwargs}
+
+
+def _with_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs with a mask of all positions of the ids, instead of a None if there is one."""
+    leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+    keys = [key_of(name) for name in names]
+    mask = torch.ones_like(leaves[keys.index("input_ids")])
+    if "attention_mask" not in keys:
+        return args, {**kwargs, "attention_mask": mask}
+    leaves[keys.index("attention_mask")] = mask
+    positional, keywords = tree_unflatten(leaves, spec)
+    return tuple(positional), {name: keywords[name] for name in kwargs}
 
 
 def _is_many(batch: object) -> bool:

@@ -118,6 +118,8 @@ class BackwardCheck:
             outside = "" if all(map(_is_finite, tangents)) else "in the gradient that the loss outside of the model has"
             found = _not_finite_before(self._module, self._leaves) or outside or looking.first
             raise ValueFaultError(_explain(self._exchange.ranks, self._exchange.all_objects(found), self._step))
+        for parameter in self._module.parameters():  # Of earlier calls of the step.
+            parameter.grad = None
         return {}
 
 
