@@ -123,8 +123,9 @@ def make(requests: Sequence[PlanRequest]) -> list[str]:
     for request in requests:
         try:
             cached_plan(request, Timings())
-        except AutoparError as error:
-            failures.append(f"mesh {request.mesh}: {str(error).splitlines()[0]}")
+        except Exception as error:  # Training goes on: a line says what is missing, and not a trace in its midst.
+            kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
+            failures.append(f"mesh {request.mesh}: {kind}{str(error).partition(chr(10))[0]}")
     return failures
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.runtime.comm.minority import named
+
 from .record import Record
 
 # Seconds for which a rank has been still in a wait before it counts as waiting: messages of a step are faster, and
@@ -91,7 +93,7 @@ def patience(everyone: Sequence[Seen]) -> tuple[float, str]:
         return waited, ""
     how = "rests" if others[0].record.still else "moves"
     state = f"and {how}" if others[0].hears else "and does not answer"
-    return waited, f"{named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting)} since {waited:.0f} s"
+    return waited, f"{_named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting)} since {waited:.0f} s"
 
 
 def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
@@ -109,7 +111,7 @@ def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         )
     if missed:
         return (
-            f"the script of {named(missed)} came to its end after {missed[0].record.number} collective calls; "
+            f"the script of {_named(missed)} came to its end after {missed[0].record.number} collective calls; "
             f"{_who_wait(waiting)}: every rank must make the same calls, with as many batches"
         )
     return None
@@ -134,7 +136,7 @@ def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         calls.setdefault(seen.record.call if seen.record.name else seen.record.place, []).append(seen)
     if len(calls) == 1:
         return None
-    groups = "; ".join(f"{named(group)} in {call}" for call, group in _smallest_first(calls))
+    groups = "; ".join(f"{_named(group)} in {call}" for call, group in _smallest_first(calls))
     return (
         f"ranks wait for each other in different calls: {groups.replace(' in outside', ' outside')}. All ranks must "
         "make the same collective calls in the same order: move the call out of a branch such as `if rank == 0:`"
@@ -161,12 +163,12 @@ def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     if silent:
         state = "is stopped (SIGSTOP)" if silent[0].stopped else "does not answer: it is stopped, or cut off"
         return (
-            f"{named(silent)} ({silent[0].record.where}) {state}, last seen {silent[0].record.place}; "
+            f"{_named(silent)} ({silent[0].record.where}) {state}, last seen {silent[0].record.place}; "
             f"{_who_wait(waiting)} since {waited:.0f} s"
         )
     absent = [seen for seen in others if not seen.waits_elsewhere] or others
     return (
-        f"{named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
+        f"{_named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
         f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows{_raised(absent[0])}"
     )
 
@@ -198,8 +200,8 @@ def _broken(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         return None
     others = [seen for seen in everyone if not seen.waiting and not seen.gone]
     verb = "was" if len(others) == 1 else "were"
-    meanwhile = f"; {named(others)} {verb} {others[0].record.place}" if others else ""
-    return f"the communication of {named(broken)} failed {broken[0].record.place}: {broken[0].record.note}{meanwhile}"
+    meanwhile = f"; {_named(others)} {verb} {others[0].record.place}" if others else ""
+    return f"the communication of {_named(broken)} failed {broken[0].record.place}: {broken[0].record.note}{meanwhile}"
 
 
 def _raised(seen: Seen) -> str:
@@ -213,7 +215,7 @@ def _who_wait(waiting: Sequence[Seen]) -> str:
         places.setdefault(seen.record.place, []).append(seen)
     place, group = max(places.items(), key=lambda entry: len(entry[1]))
     place = place.partition(", in the instruction")[0]
-    return f"{named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
+    return f"{_named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
 
 
 def _details(everyone: Sequence[Seen]) -> str:
@@ -221,7 +223,7 @@ def _details(everyone: Sequence[Seen]) -> str:
     lines: dict[str, list[Seen]] = {}
     for seen in everyone:
         lines.setdefault(_state(seen), []).append(seen)
-    return "\n".join(f"  {named(group)}: {text}" for text, group in _smallest_first(lines))
+    return "\n".join(f"  {_named(group)}: {text}" for text, group in _smallest_first(lines))
 
 
 def _state(seen: Seen) -> str:
@@ -241,8 +243,5 @@ def _smallest_first(groups: Mapping[str, list[Seen]]) -> Iterable[tuple[str, lis
     return sorted(groups.items(), key=lambda entry: (len(entry[1]), entry[1][0].rank))
 
 
-def named(group: Sequence[Seen]) -> str:
-    """``rank 2`` or ``ranks 0, 1, 3``; of many, the first eight."""
-    ranks = [str(seen.rank) for seen in group]
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}{more}"
+def _named(group: Sequence[Seen]) -> str:
+    return named([seen.rank for seen in group])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from autopar.errors import FaultError
+from autopar.processes.port_owner import port_owner
+from autopar.runtime.comm.minority import named
 from autopar.runtime.torch_internals.collectives import world_timeout
 
 from .diagnosis import LENIENCE
@@ -40,21 +44,45 @@ def _store(rank: int, timeout: float) -> Any:
             host, port, None, master, limit, wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
-        raise FaultError(
-            f"rank {rank} does not reach rank 0 at {host}:{port} within {limit.total_seconds():g} s: rank 0 did not "
-            f"come to autopar.parallelize, or cannot be reached from here ({str(error).splitlines()[0]})"
-        ) from error
+        raise FaultError(_why_no_store(error, rank, host, port, limit.total_seconds(), master)) from error
     usual = world_timeout("gloo")
     if usual is not None:
         store.set_timeout(usual)
     return PrefixStore(f"autopar/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _why_no_store(error: RuntimeError, rank: int, host: str, port: int, seconds: float, master: bool) -> str:
+    detail = str(error).splitlines()[0]
+    if not master:
+        return (
+            f"rank {rank} does not reach rank 0 at {host}:{port} within {seconds:g} s: rank 0 did not come to "
+            f"autopar.parallelize, cannot be reached from here, or another program has that port ({detail})"
+        )
+    if not _is_taken(port):
+        return f"rank 0 cannot wait for the other ranks at {host}:{port} (MASTER_ADDR and MASTER_PORT): {detail}"
+    return (
+        f"rank 0 cannot wait for the other ranks at {host}:{port}: another program has taken port {port} of this host"
+        f"{port_owner(port)}. End it, or choose another port: torchrun --master-port, or MASTER_PORT of all ranks; "
+        "`autopar run` takes a free one, so start it again"
+    )
+
+
+def _is_taken(port: int) -> bool:
+    """Whether another program listens at ``port`` of this host."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
 def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float) -> None:
     """Waits until all ``ranks`` have come to the ``store``, longer than in calls: they may still load weights or data.
     Raises :class:`FaultError` that names those that have not."""
     store.set(f"came{rank}", "")
-    keys, named = {each: f"came{each}" for each in ranks}, ""
+    keys, absent = {each: f"came{each}" for each in ranks}, ""
     for seconds in (timeout, (LENIENCE - 1) * timeout):
         with suppress(RuntimeError):
             store.wait(list(keys.values()), timedelta(seconds=seconds))
@@ -62,10 +90,10 @@ def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float) -> No
         missing = [each for each, key in keys.items() if not store.check([key])]
         if not missing:
             return
-        named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        absent = named(missing)
         if rank == min(set(ranks) - set(missing)):
-            print(f"autopar: {named} not in autopar.parallelize yet; the others wait", file=sys.stderr, flush=True)
+            print(f"autopar: {absent} not in autopar.parallelize yet; the others wait", file=sys.stderr, flush=True)
     raise FaultError(
-        f"{named} did not come to autopar.parallelize within {LENIENCE * timeout:g} s; the others wait there. Every "
+        f"{absent} did not come to autopar.parallelize within {LENIENCE * timeout:g} s; the others wait there. Every "
         "rank of the mesh must call it; Options(timeout=...) lets them wait ten times as long"
     )

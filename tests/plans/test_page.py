@@ -17,6 +17,7 @@ from autopar.ir.placements import parse_placements
 from autopar.plans.page.memory_picture import HEIGHT, memory_picture
 from autopar.plans.page.mesh_picture import mesh_pictures
 from autopar.plans.page.page import render
+from autopar.plans.page.step_records import read_records
 from autopar.plans.page.timeline_picture import WIDTH, timeline_picture
 from autopar.plans.views.memory_over_step import memory_over_step
 from autopar.schedule.timeline import Span, Timeline
@@ -138,6 +139,30 @@ def test_a_run_stands_beside_the_plan(tmp_path: Path) -> None:
         plan.to_html(page, record)
     with pytest.raises(OptionsError, match="cannot read the record"):
         plan.to_html(page, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"seconds": "\xff"}', "not UTF-8, byte 0xff at 13"),
+        (b'{"seconds": "soon"}', 'seconds is "soon", which no step has'),
+        (b'{"seconds": -1}', "seconds is -1, which"),
+        (b'{"seconds": true}', "seconds is true, which"),
+        (b'{"seconds": 1e400}', "seconds is Infinity, which"),
+        (b'{"memory_bytes": [1, 2]}', r"memory_bytes is \[1, 2\], which"),
+        (b'{"memory_bytes": ' + b"9" * 100 + b"}", r"memory_bytes is 9{37}\.\.\., which"),
+        (b'{"memory_bytes": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", r"\[1\] is not the record of a step"),
+    ],
+)
+def test_a_line_that_no_run_writes_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"seconds": 1.0}\n' + line + b'\n{"seconds": "nan", "mfu": null, "loss": "x"}\n')
+    with pytest.raises(OptionsError, match=f"line 2: {said}.* Give the steps.jsonl that autopar.monitor"):
+        read_records(path)
+    path.write_bytes(path.read_bytes().replace(line + b"\n", b""))
+    assert read_records(path) == [{"seconds": 1.0}, {}]
 
 
 def test_a_notebook_gets_the_page_in_a_frame() -> None:
