@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.runtime.comm.minority import named
 
+from .pace import INTERVAL
 from .record import Record
 
-# Seconds for which a rank has been still in a wait before it counts as waiting: messages of a step are faster, and
-# where they are not, nothing follows from it alone.
+# Intervals (:mod:`.pace`) for which a rank has been still in a wait before it counts as waiting: messages of a step are
+# faster, and where they are not, nothing follows from it alone. What two ranks have said may be an interval apart.
 # Chosen: three looks.
 STILL = 3.0
 # As STILL, for ranks outside of autopar's calls, whose communication may be with others than these ranks.
 # Chosen.
 STILL_OUTSIDE = 10.0
-# Seconds without a word after which a rank counts as silent, and no longer as waiting.
+# Intervals without a word after which a rank counts as silent, and no longer as waiting.
 # Chosen: three intervals and a half.
 SILENT = 3.5
-# Seconds for which the cause of a failed communication may come to light before the failure itself is reported.
+# Intervals for which the cause of a failed communication may come to light before the failure itself is reported.
 # Chosen.
 CAUSE = 4.0
+# Calls or places that a message lists.
+# Chosen: a screen; each of thousands of ranks may be at a place of its own.
+_LISTED = 16
 # Planning may take its time, and so may a rank that rests outside of autopar, or does not answer but is there: this
 # times the timeout. A rank that moves may take all the time that the process group's own timeout leaves.
 # Chosen: ten minutes for the default of one.
@@ -32,7 +36,7 @@ LENIENCE = 10.0
 class Seen:
     """What the others know of ``rank``: its last ``record``, the seconds since (``silent``), whether its connection is
     ``open``, for how many seconds it has been known to be ``broken``, and of a silent process whether it is ``stopped``
-    (False if nobody can tell) and its host can be ``reached``."""
+    (False if nobody can tell) and its host can be ``reached``. ``interval``: between two of its messages."""
 
     rank: int
     record: Record
@@ -41,10 +45,11 @@ class Seen:
     broken: float = 0.0
     stopped: bool = False
     reached: bool = True
+    interval: float = INTERVAL
 
     @property
     def hears(self) -> bool:
-        return self.open and self.silent < SILENT
+        return self.open and self.silent < SILENT * self.interval
 
     @property
     def gone(self) -> bool:
@@ -62,11 +67,16 @@ class Seen:
         record = self.record
         if not self.hears or not record.name:
             return False
-        return record.state == "broken" or (record.waits and record.still >= STILL)
+        return record.state == "broken" or (record.waits and record.still >= STILL * self.interval)
 
     @property
     def waits_elsewhere(self) -> bool:
-        return self.hears and not self.record.name and self.record.waits and self.record.still >= STILL_OUTSIDE
+        return (
+            self.hears
+            and not self.record.name
+            and self.record.waits
+            and self.record.still >= STILL_OUTSIDE * self.interval
+        )
 
 
 def diagnose(everyone: Sequence[Seen]) -> str | None:
@@ -136,7 +146,7 @@ def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         calls.setdefault(seen.record.call if seen.record.name else seen.record.place, []).append(seen)
     if len(calls) == 1:
         return None
-    groups = "; ".join(f"{_named(group)} in {call}" for call, group in _smallest_first(calls))
+    groups = "; ".join(f"{_named(group)} in {call}" for call, group in _smallest_first(calls)[:_LISTED])
     return (
         f"ranks wait for each other in different calls: {groups.replace(' in outside', ' outside')}. All ranks must "
         "make the same collective calls in the same order: move the call out of a branch such as `if rank == 0:`"
@@ -180,7 +190,7 @@ def _is_overdue(seen: Seen, waited: float, limit: float, waiting: Sequence[Seen]
     if not seen.hears:
         lenient = seen.reached and not seen.stopped  # Python's lock may be held by what computes.
         allowed = limit * (LENIENCE if lenient else 1)
-        return seen.silent >= allowed and waited + SILENT >= allowed
+        return seen.silent >= allowed and waited + SILENT * seen.interval >= allowed
     allowed = limit * (LENIENCE if _may_come(seen, waiting) else 1)
     return min(seen.record.still, waited) >= allowed
 
@@ -195,7 +205,7 @@ def _may_come(seen: Seen, waiting: Sequence[Seen]) -> bool:
 
 def _broken(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     """A communication that failed, though nothing is known to be wrong: the process group's own timeout, a cable."""
-    broken = [seen for seen in waiting if seen.broken >= CAUSE]
+    broken = [seen for seen in waiting if seen.broken >= CAUSE * seen.interval]
     if not broken:
         return None
     others = [seen for seen in everyone if not seen.waiting and not seen.gone]
@@ -212,18 +222,19 @@ def _raised(seen: Seen) -> str:
 def _who_wait(waiting: Sequence[Seen]) -> str:
     places: dict[str, list[Seen]] = {}
     for seen in waiting:
-        places.setdefault(seen.record.place, []).append(seen)
+        places.setdefault(replace(seen.record, instruction="").place, []).append(seen)
     place, group = max(places.items(), key=lambda entry: len(entry[1]))
-    place = place.partition(", in the instruction")[0]
     return f"{_named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
 
 
 def _details(everyone: Sequence[Seen]) -> str:
-    """A line for each set of ranks that are at the same place."""
+    """A line for each set of ranks that are at the same place, of many the smallest sets."""
     lines: dict[str, list[Seen]] = {}
     for seen in everyone:
         lines.setdefault(_state(seen), []).append(seen)
-    return "\n".join(f"  {_named(group)}: {text}" for text, group in _smallest_first(lines))
+    sets = _smallest_first(lines)
+    text = "\n".join(f"  {_named(group)}: {state}" for state, group in sets[:_LISTED])
+    return text + (f"\n  and {len(sets) - _LISTED} more places" if len(sets) > _LISTED else "")
 
 
 def _state(seen: Seen) -> str:
@@ -239,7 +250,7 @@ def _state(seen: Seen) -> str:
     return f"{'waiting' if record.waits else 'running'} {record.place}{'' if record.name else _raised(seen)}"
 
 
-def _smallest_first(groups: Mapping[str, list[Seen]]) -> Iterable[tuple[str, list[Seen]]]:
+def _smallest_first(groups: Mapping[str, list[Seen]]) -> list[tuple[str, list[Seen]]]:
     return sorted(groups.items(), key=lambda entry: (len(entry[1]), entry[1][0].rank))
 
 

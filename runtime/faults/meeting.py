@@ -21,6 +21,10 @@ from autopar.runtime.torch_internals.collectives import world_timeout
 
 from .diagnosis import LENIENCE
 
+# Seconds in which a rank that has come looks which others have not.
+# Chosen: thousands of questions to a store.
+_ASKED_SECONDS = 10.0
+
 
 def join_world(backend: str, timeout: float) -> None:
     """``init_process_group(backend)`` with the variables of torchrun. Ranks that do not come within ten times
@@ -80,20 +84,43 @@ def _is_taken(port: int) -> bool:
 
 def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float) -> None:
     """Waits until all ``ranks`` have come to the ``store``, longer than in calls: they may still load weights or data.
-    Raises :class:`FaultError` that names those that have not."""
-    store.set(f"came{rank}", "")
-    keys, absent = {each: f"came{each}" for each in ranks}, ""
-    for seconds in (timeout, (LENIENCE - 1) * timeout):
+    Raises :class:`FaultError` that names those that have not. Ranks wait for one key, and only the first of those that
+    have come looks at all: the store answers one after the other."""
+    store.set(_key(rank), "")
+    if store.add("count", 1) >= len(ranks):
+        store.set("all", "")
+    absent = ""
+    for number, seconds in enumerate((timeout, (LENIENCE - 1) * timeout)):
         with suppress(RuntimeError):
-            store.wait(list(keys.values()), timedelta(seconds=seconds))
+            store.wait(["all"], timedelta(seconds=seconds))
             return
-        missing = [each for each, key in keys.items() if not store.check([key])]
-        if not missing:
+        absent = _absent(store, ranks, rank, f"absent{number}")
+        if not absent:
             return
-        absent = named(missing)
-        if rank == min(set(ranks) - set(missing)):
+        if number == 0 and rank == _first(store, ranks, rank):
             print(f"autopar: {absent} not in autopar.parallelize yet; the others wait", file=sys.stderr, flush=True)
     raise FaultError(
         f"{absent} did not come to autopar.parallelize within {LENIENCE * timeout:g} s; the others wait there. Every "
         "rank of the mesh must call it; Options(timeout=...) lets them wait ten times as long"
     )
+
+
+def _key(rank: int) -> str:
+    return f"came{rank}"
+
+
+def _first(store: Any, ranks: Sequence[int], rank: int) -> int:
+    """The first of the ``ranks`` that have come, of which ``rank`` is one."""
+    return next(each for each in ranks if each == rank or store.check([_key(each)]))
+
+
+def _absent(store: Any, ranks: Sequence[int], rank: int, key: str) -> str:
+    """The ranks that have not come, in words; "" if none. The first that has come says it to the others by ``key``."""
+    if _first(store, ranks, rank) != rank:
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=_ASKED_SECONDS))
+            return str(store.get(key).decode())
+    missing = [each for each in ranks if not store.check([_key(each)])]
+    text = named(missing) if missing else ""
+    store.set(key, text)
+    return text

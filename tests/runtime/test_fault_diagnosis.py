@@ -16,6 +16,7 @@ import torch
 from autopar.errors import ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.faults import watch as watches
 from autopar.runtime.faults.diagnosis import CAUSE, LENIENCE, STILL, STILL_OUTSIDE, Seen, diagnose, patience
+from autopar.runtime.faults.pace import interval_of
 from autopar.runtime.faults.process_state import state_of
 from autopar.runtime.faults.record import Record, from_json, to_json
 from autopar.runtime.faults.stack import NOWHERE, Stillness, Thread, is_communication_file, place_of
@@ -243,6 +244,21 @@ def test_a_rank_that_left_the_last_call_is_not_missed() -> None:
     assert said(replace(WAITS, number=8), left).startswith("the script of rank 1 came to its end after 7")
     assert said(LONG, left).startswith("the script of rank 1 came to its end after 7")
     assert said(WAITS, replace(left, name="model.step()")) != "", "it ended inside of the call"
+
+
+def test_thousands_of_ranks_are_listed_in_a_screen() -> None:
+    """And are given as many intervals as others: they say less often where they are."""
+    interval = interval_of(3072)
+    assert interval == 3.0 and interval_of(2) == 1.0
+    records = [replace(WAITS, instruction=f"%a on the rank at ({rank},)", still=9.0) for rank in range(3072)]
+    everyone = [Seen(rank, record, interval=interval) for rank, record in enumerate(records)]
+    everyone[7] = replace(everyone[7], open=False)
+    message = diagnose(everyone) or ""
+    assert message.startswith("rank 7 died") and "ranks 0, 1, 2, 3, 4, 5, 6, 8 and 3063 more wait for it" in message
+    assert len(message) < 4000 and message.endswith("and 3056 more places")
+    slow = [replace(seen, record=replace(seen.record, still=8.0)) for seen in everyone]
+    assert diagnose(slow) is None
+    assert Seen(0, WAITS, silent=10.0, interval=interval).hears and not Seen(0, WAITS, silent=10.0).hears
 
 
 def test_long_waits_are_mentioned() -> None:
