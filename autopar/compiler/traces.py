@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanMismatchError
-from autopar.ir.node import TensorType
+from autopar.ir.node import Dim, TensorType, symbol
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, circumstances
 from autopar.runtime.calls.compiled import OutputsWanted, Request
 from autopar.runtime.calls.kind import Leaf
 from autopar.runtime.calls.signature import flatten_as
 from autopar.runtime.comm.groups import AxisGroup
-from autopar.trace.lengths import Length, Lengths, varying
+from autopar.trace.lengths import BATCH, Length, Lengths, varying
 
 from .rank_zero import gather_objects
 
@@ -146,9 +146,13 @@ def _tensors(base: Prepared, request: Request) -> dict[str, torch.Tensor] | None
 
 def _same_but_batch(base: Prepared, tensors: Mapping[str, torch.Tensor], batch: int) -> bool:
     """Whether tensors are the traced ones at this batch size."""
-    graph = base.graph.at(**{name: batch for name, _ in base.graph.symbols})
-    types = {node.target: node.type for node in graph.placeholders("input")}
+    types = _types(base)
     return all(
-        tuple(tensor.shape) == tuple(types[name].shape) and tensor.dtype == types[name].dtype
+        tuple(tensor.shape) == tuple(_at(size, batch) for size in types[name].shape)
+        and tensor.dtype == types[name].dtype
         for name, tensor in tensors.items()
     )
+
+
+def _at(size: Dim, batch: int) -> int:
+    return size if isinstance(size, int) else int(size.subs(symbol(BATCH), batch))

@@ -241,11 +241,11 @@ def _attempt(request: Request, *, symbolic: bool, outlined: bool, select: bool) 
             tracker = ModuleTracker(request.model)
             captured = capture(request, tracker, symbolic=symbolic, outlined=outlined, select=select)
             graph = convert(captured, request)
+            return None if symbolic and _is_specialised(captured, graph, request) else (captured, graph)
     except DrawError:
         raise
     except Exception:
         return None
-    return None if symbolic and _is_specialised(captured, graph, request) else (captured, graph)
 
 
 @contextlib.contextmanager
@@ -258,6 +258,8 @@ def _without_backward_traces() -> Iterator[None]:
 
 def _is_specialised(captured: Captured, graph: Graph, request: Request) -> bool:
     """Whether the symbolic trace holds only for its own hints, or not for the real sizes."""
+    if not all(isinstance(theirs, sympy.Symbol) for theirs in captured.symbols.values()):
+        return True  # It is a number now.
     call = request.call
     inputs = {node.target: node.type.shape for node in graph.placeholders("input") if node.type.rank}
     with_batch = [shape[0] for name, shape in inputs.items() if call.tensors[name].shape[0] == call.batch]
