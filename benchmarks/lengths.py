@@ -34,12 +34,15 @@ LENGTHS = (48, 56, 40, 64, 33, 57, 72, 50, 61)
 def make(model: str, layers: int) -> torch.nn.Module:
     """A small model of transformers with random weights."""
     torch.manual_seed(0)
-    if model == "gpt2":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=layers, n_head=4))
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": WORDS}
-    if model == "bert":
-        return hf.BertForMaskedLM(hf.BertConfig(intermediate_size=4 * WIDTH, **sizes))
-    return hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=4 * WIDTH, num_key_value_heads=2, **sizes))
+    made: torch.nn.Module
+    if model == "gpt2":
+        made = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=layers, n_head=4))
+    elif model == "bert":
+        made = hf.BertForMaskedLM(hf.BertConfig(intermediate_size=4 * WIDTH, **sizes))
+    else:
+        made = hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=4 * WIDTH, num_key_value_heads=2, **sizes))
+    return made
 
 
 def work(rank: int, world: int, model: str, layers: int) -> list[tuple[float, float]]:
