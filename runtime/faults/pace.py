@@ -7,7 +7,7 @@ from __future__ import annotations
 INTERVAL = 1.0
 # Messages that the hub reads in a second, in larger worlds.
 # Chosen: a few per cent of the first rank's processor (benchmarks/results/watch.json).
-_A_SECOND = 1024
+_A_SECOND = 512
 
 
 def interval_of(ranks: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 State = Literal["running", "broken", "failed", "ended"]
@@ -52,7 +52,7 @@ _KINDS: dict[str, Any] = {
 
 
 def to_json(record: Record) -> str:
-    return json.dumps(asdict(record))
+    return json.dumps(vars(record))
 
 
 def from_json(text: bytes) -> Record | None:
