@@ -41,10 +41,20 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=source), torch.randint(0, 4, (8,), generator=source)
 
 
+def set_clocks_apart() -> None:
+    """In this process, for Python: of the two clocks, one is before and one after those of others."""
+    for name, days in (("time", 3), ("monotonic", -40)):
+        clock = getattr(time, name)
+        setattr(time, name, lambda clock=clock, days=days: clock() + days * 86400)
+
+
 def messages(fault: Callable[[Any], Any]) -> list[str]:
-    """The messages of two ranks, the second of which has the ``fault`` instead of a third step, and then goes on."""
+    """The messages of two ranks, the second of which has the ``fault`` instead of a third step, and then goes on. Its
+    clocks are days apart from the first one's."""
 
     def work(rank: int, world: int) -> tuple[str, float]:
+        if rank == 1:
+            set_clocks_apart()
         model = autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=TIMEOUT, zero=3))
         for _ in range(2):
             model.step(*batch())
