@@ -13,7 +13,7 @@ import pytest
 from autopar import Plan, step_timeline
 from autopar.command_line import main
 from autopar.errors import OptionsError
-from autopar.ir.placements import parse_placements
+from autopar.ir.placements import parse_placements, short
 from autopar.plans.page.memory_picture import HEIGHT, memory_picture
 from autopar.plans.page.mesh_picture import mesh_pictures
 from autopar.plans.page.page import render
@@ -107,6 +107,8 @@ def test_devices_of_one_colour_hold_the_same_share() -> None:
     (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight)}))
     (grid,) = way.grids
     assert {cell.css for cell in grid.cells} == {"whole"} and "holds the whole" in grid.about
+    (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight, offload=True)}))
+    assert [grid.what for grid in way.grids] == ["weight and gradient", "optimizer state in host memory"]
 
 
 def test_a_run_stands_beside_the_plan(tmp_path: Path) -> None:
@@ -175,7 +177,11 @@ def test_a_notebook_gets_the_page_in_a_frame() -> None:
 def test_parameters_of_equal_layers_share_a_row() -> None:
     page = render(solved()[0])
     assert page.count("<code>blocks.{0..2}.first.weight</code>") == 1
-    assert "<code>blocks.1.first.weight</code>" not in page
+    assert "<code>blocks.1.first.weight</code>" not in page and "in host memory" not in page
+    plan = solved()[0]
+    moved = {path: replace(place, offload=path == "embed.weight") for path, place in plan.parameters.items()}
+    cell = f"{short(plan.parameters['embed.weight'].optimizer)} in host memory</td>"
+    assert render(replace(plan, parameters=moved)).count(cell) == 1
 
 
 def test_the_page_is_that_of_a_plan_read_again() -> None:
