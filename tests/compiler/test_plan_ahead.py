@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.compiler.plan_ahead import main, make, requests_for
+from autopar.compiler.plan_ahead import COMMAND, main, make, requests_for
 from tests.helpers.planning import on
 
 
@@ -80,5 +81,7 @@ def test_a_process_beside_training_makes_them(tmp_path: Path, monkeypatch: pytes
         return ahead.wait(120) and ahead.done
 
     assert on(2, trained) == [True, True]
+    own = subprocess.run(COMMAND, input=pickle.dumps([]), capture_output=True, check=True)
+    assert own.stdout + own.stderr == b"", "nothing in the midst of a training's own lines"
     for mesh in ((3,), (2, 2)):
         assert list(autopar.plan(Net(), mesh, batch(12), options=OPTIONS).timings) == ["cache"]

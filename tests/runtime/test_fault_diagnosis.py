@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from autopar.runtime.faults.pace import interval_of
 from autopar.runtime.faults.process_state import seconds_computed, state_of
 from autopar.runtime.faults.record import Record, from_json, to_json
 from autopar.runtime.faults.stack import NOWHERE, Stillness, Thread, is_communication_file, place_of
+from autopar.runtime.faults.traffic import _quiet
 from autopar.runtime.faults.watch import Watch, watch_over
 
 WAITS = Record(number=7, name="model.step()", waits=True, still=5.0, line="train.py:9", timeout=60.0)
@@ -227,6 +229,14 @@ def test_this_process_runs() -> None:
     own = watches._own_place()
     assert state_of(own, own.partition(" on ")[2]) in set("RSD")
     assert state_of(own, "elsewhere") == state_of("", "") == ""
+
+
+@pytest.mark.parametrize(("retransmits", "seconds"), [(0, 2.0), (3, 40.0)])
+def test_sending_again_what_nobody_takes_moves_nothing(retransmits: int, seconds: float) -> None:
+    """As to a host that is cut off: of 2 s since data was sent, 50 since some came, 40 since an acknowledgement."""
+    information = bytearray(struct.pack("=8B24I", 0, 0, retransmits, *[0] * 29))
+    struct.pack_into("=4I", information, 44, 2000, 0, 50_000, 40_000)
+    assert _quiet(bytes(information)) == seconds
 
 
 def test_checkpoints_and_dtensors_work_alone() -> None:
