@@ -215,6 +215,7 @@ def test_keyword_and_distributed_batches() -> None:
     on(2, work)
 
 
+@pytest.mark.slow
 def test_another_batch_size_runs_the_same_plan_where_it_divides() -> None:
     def work(rank: int, world: int) -> None:
         reference = small_stack()
@@ -239,6 +240,7 @@ def test_another_batch_size_runs_the_same_plan_where_it_divides() -> None:
     on(4, work)
 
 
+@pytest.mark.slow
 def test_uneven_batch_is_planned_and_right() -> None:
     def work(rank: int, world: int) -> None:
         reference, batch = small_stack(), text(6, 8)
@@ -252,7 +254,8 @@ def test_uneven_batch_is_planned_and_right() -> None:
     on(4, work)
 
 
-@pytest.mark.parametrize("given", ["mesh", pytest.param((4,), marks=pytest.mark.slow)], ids=["DeviceMesh", "shape"])
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["mesh", (4,)], ids=["DeviceMesh", "shape"])
 def test_a_mesh_may_be_regrouped(given: Any) -> None:
     """A plan of two axes for a mesh given as one: parameters and groups follow the plan's mesh."""
     reference, batch = small_stack(), text(8, 8)
@@ -342,6 +345,7 @@ def test_evaluation_and_no_grad() -> None:
     on(2, work)
 
 
+@pytest.mark.slow
 def test_hugging_face_outputs_keep_their_type() -> None:
     def work(rank: int, world: int) -> None:
         reference, batch = make("gpt2", layers=1)

@@ -31,6 +31,7 @@ from autopar.verification.tolerance import Closeness, distance
 from tests.helpers.eager_draws import STATE
 from tests.helpers.interpret import Results, interpret
 from tests.helpers.lowering import plain
+from tests.helpers.marks import slow_but
 from tests.helpers.models import make, pictures, text
 from tests.helpers.planning import CLUSTER, make_request, requested, setting, slow_devices
 from tests.helpers.simulate import World
@@ -116,7 +117,7 @@ def test_any_assignment_gives_what_one_device_does(name: str, mesh: tuple[int, .
             assert gradients[node.target].dtype == torch.float32, node.target
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", slow_but(["fp16"], ["bf16", "fp16"]))
 def test_the_cost_breakdown_is_what_the_program_does(precision: str) -> None:
     model, batch = make("stack")
     found = setting(make_request(model, batch, (2, 2), precision=precision))
@@ -230,6 +231,7 @@ def test_the_models_own_autocast_wins_where_it_is() -> None:
     assert kinds == {"first.weight": torch.bfloat16, "second.weight": torch.float32, "third.weight": torch.float16}
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_the_same_bits() -> None:
     """All ranks in one process: a step that keeps everything, and ones that compute some of it again."""
     graph, values, _, _ = _expected("bert", "bf16")
@@ -273,15 +275,17 @@ def test_models_that_a_policy_is_not_for(dtype: torch.dtype, precision: Any, mes
         autopar.plan(model, (2,), torch.randn(4, 4, dtype=dtype), options=Options(precision=precision))
 
 
+# tests/test_api.py trains in reduced precision on processes, quickly.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("gpt2", {"precision": "bf16", "stages": 2, "microbatches": 4, "schedule": "1f1b"}),
-        pytest.param("gpt2", {"precision": "bf16", "stages": 1, "zero": 3}, marks=pytest.mark.slow),
-        pytest.param("resnet", {"precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("bert", {"precision": "fp16", "stages": 1, "zero": 1}, marks=pytest.mark.slow),
-        pytest.param("llama", {"precision": "fp16", "stages": 2, "microbatches": 2}, marks=pytest.mark.slow),
-        pytest.param("vit", {"precision": "bf16", "recompute": "full", "stages": 1}, marks=pytest.mark.slow),
+        ("gpt2", {"precision": "bf16", "stages": 1, "zero": 3}),
+        ("resnet", {"precision": "bf16"}),
+        ("bert", {"precision": "fp16", "stages": 1, "zero": 1}),
+        ("llama", {"precision": "fp16", "stages": 2, "microbatches": 2}),
+        ("vit", {"precision": "bf16", "recompute": "full", "stages": 1}),
     ],
     ids=str,
 )
@@ -297,6 +301,7 @@ def _placed(name: str) -> tuple[nn.Module, tuple[int, ...], Any]:
     return model, (2, 2), batch
 
 
+@pytest.mark.slow
 def test_experts_compute_in_16_bits() -> None:
     """Matrices and tokens, as products do; the matrices are cast once a step, and their gradients are float32."""
     graph = _expected("mixtral", "bf16")[0]

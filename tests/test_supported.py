@@ -47,6 +47,7 @@ def test_another_version_is_warned_of(version: str, monkeypatch: pytest.MonkeyPa
         supported.warn_of_other_torch()
 
 
+@pytest.mark.slow
 def test_another_version_is_used_and_warned_of_once() -> None:
     """Also where it starts processes."""
     done = subprocess.run(

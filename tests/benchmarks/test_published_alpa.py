@@ -63,6 +63,7 @@ def test_stages_of_one_device_hold_as_many_layers_where_layers_divide() -> None:
     assert (even.layout.cuts, odd.layout.cuts, searched.layout.cuts) == ("layers", "operations", "operations")
 
 
+@pytest.mark.slow
 def test_embeddings_by_one_hot_products_are_priced() -> None:
     """Forward and for the gradient of each table: 2 x 2 FLOPs for each token and element of the tables."""
     row = row_of("gpt", "alpa.intra_only", 1)
@@ -75,6 +76,7 @@ def test_embeddings_by_one_hot_products_are_priced() -> None:
     assert by_products.predicted.step_seconds > by_lookup.predicted.step_seconds
 
 
+@pytest.mark.slow
 def test_masks_take_passes_by_their_dtype_and_by_what_is_fused() -> None:
     """Two masks of [tokens, experts, slots] forward; in fp32, operation by operation, several times as long."""
     row = change(row_of("moe", "alpa.intra_only", 1, experts={"n": 8, "top_k": 2}, ffn=512), "parallel", p=1, t=1)

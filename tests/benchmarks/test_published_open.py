@@ -87,6 +87,7 @@ def test_where_no_layout_divides_the_model_the_reason_is_said(tmp_path: Path) ->
     assert "divides 4 layers and a batch of 7 among 4 devices" in batch
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_leanest_is_priced() -> None:
     row = change(SMALL, "model", layers=24, hidden=4096, heads=32, params=5e9)
     priced, chosen = price_row(case_of({**row, "measured": {"oom": True}}), MODELS)
@@ -174,6 +175,7 @@ def test_mixtures_of_alpa_are_counted_as_there() -> None:
         assert counted == pytest.approx(seconds * rate * devices * 1e12, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_masks_that_bring_tokens_to_slots_are_priced() -> None:
     """Of a group of S tokens each chooses among 2 S slots: two products forward, three backward, none for the masks
     that send tokens out."""

@@ -110,6 +110,7 @@ def test_moments_are_those_of_the_optimizer(moments: int, names: tuple[str | Non
     assert {case_of(changed("parallel", optimizer=name)).layout.moments for name in names} == {moments}
 
 
+@pytest.mark.slow
 def test_kernels_and_dropout_are_those_of_the_system() -> None:
     """Of several years the first counts; dropout is read, written and its result kept."""
 
@@ -184,6 +185,7 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
     assert not scored and skipped[0].reason == "the file has no rows"
 
 
+@pytest.mark.slow
 def test_keys_that_several_queries_share_need_no_fused_kernel() -> None:
     """Each is repeated for its queries, so that scores cost as much as with keys of their own."""
     own, shared = (case_of(changed("model", kv_heads=heads)) for heads in (4, 2))

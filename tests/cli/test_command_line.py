@@ -358,6 +358,7 @@ def test_bench_needs_a_checkout(
     assert "checkout" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_reader_may_close_the_pipe() -> None:
     command = f"{sys.executable} -m autopar.command_line doctor --json | head -c 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -54,6 +54,7 @@ def target(tmp_path: Path) -> str:
     return f"{path}:make"
 
 
+@pytest.mark.slow
 def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--batch", "32", "--tokens", "1e9", "--compare", "tensor=2 data=2 recompute=full zero=1")
     assert main(["plan", target, *WORDS, *words]) == 0
@@ -66,6 +67,7 @@ def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -
     assert any(line.startswith("rule") for line in said.splitlines())
 
 
+@pytest.mark.slow
 def test_layouts_are_compared_by_old_names_of_their_fields(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(DeprecationWarning, match=r"use Layout\.head_as_layers"):
         assert main(["plan", target, *WORDS, "--batch", "32", "--compare", "data=2 pipeline=2 tail=1"]) == 0
@@ -84,6 +86,7 @@ def test_layouts_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert sum(best[f"{part}_bytes"] for part in parts) == best["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     config = hf.MixtralConfig(
@@ -177,7 +180,7 @@ def test_what_is_compared_has_its_own_precision() -> None:
         (("--compare", "data=8"), "takes 8 devices, not 4"),
         (("--tokens", "-5"), "tokens=-5.0: not a positive number"),
         (("--compare", "colour=8"), "'colour=8' in a layout"),
-        (("--memory-limit", "1KiB"), "no layout fits"),
+        pytest.param(("--memory-limit", "1KiB"), "no layout fits", marks=pytest.mark.slow),
     ],
 )
 def test_what_makes_no_sense_is_said(

@@ -64,7 +64,11 @@ def test_the_first_ranks_plan_runs_on_all(brought: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("brought", "said"), [("second", "rank 0, whose plan"), ("batches", "plan with batch 4, rank")]
+    ("brought", "said"),
+    [
+        ("second", "rank 0, whose plan"),
+        pytest.param("batches", "plan with batch 4, rank", marks=pytest.mark.slow),
+    ],
 )
 def test_plans_that_cannot_be_one_are_refused(brought: str, said: str) -> None:
     with pytest.raises(autopar.AutoparError, match=said):

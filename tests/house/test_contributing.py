@@ -63,6 +63,7 @@ def test_there_are_six() -> None:
     assert len(examples()) == 6
 
 
+@pytest.mark.slow
 def test_the_examples_work(extended: Path) -> None:
     tests = [shlex.split(body)[3] for _, body in blocks("bash")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "--show-capture=no", *tests]

@@ -90,6 +90,7 @@ def test_gradients_of_experts_are_reduced_over_the_other_ranks() -> None:
     assert own < every
 
 
+@pytest.mark.slow
 def test_work_is_the_same_however_experts_are_divided() -> None:
     whole = price(microbatch=4).flops
     for named in ({"expert": 4}, {"expert": 8, "tensor": 2}):
@@ -163,6 +164,7 @@ def test_every_way_to_divide_experts_is_tried() -> None:
     assert {(8, 1), (8, 2), (8, 4), (8, 8), (4, 4)} <= tried
 
 
+@pytest.mark.slow
 def test_the_search_divides_experts_where_they_do_not_fit() -> None:
     pairs = A100.with_node(2)
     limit = model().price(Layout(data=4, zero=1), pairs).predicted.peak_bytes * 2 // 3
@@ -171,6 +173,7 @@ def test_the_search_divides_experts_where_they_do_not_fit() -> None:
     assert found.rule is not None and found.rule.layout.expert == found.rule.layout.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_models_of_transformers(family: str) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}

@@ -29,6 +29,7 @@ from autopar.solver.problem import Ints, Problem, Solution, transfer_seconds
 from autopar.solver.solve import solve
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
+from tests.helpers.marks import slow_but
 
 H100 = Cluster.get("dgx-h100")
 A100 = Cluster.get("dgx-a100-80gb")
@@ -73,7 +74,7 @@ def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 @pytest.mark.parametrize("named", [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "overlap": ()}])
-@pytest.mark.parametrize("name", ["gpt", "mixture", pytest.param("grouped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(["gpt"], ["gpt", "mixture", "grouped"]))
 def test_the_program_believes_what_the_cost_breakdown_counts(
     name: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,12 +84,14 @@ def test_the_program_believes_what_the_cost_breakdown_counts(
     assert communication > 0 and counted == pytest.approx(communication, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_program_believes_what_the_cost_breakdown_counts_on_context_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, sections = believed("grouped", Layout(tensor=4, context=2, sequence_parallel=True), monkeypatch)
     communication = sum((section.forward + section.backward).communicate for section in sections.every)
     assert counted == pytest.approx(communication, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_of_two_answers_the_cheaper_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second answer is sought from the first, and is no better for being the second."""
     given: list[Solution] = []

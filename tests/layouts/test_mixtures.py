@@ -129,6 +129,7 @@ def test_head_and_routers_stay_in_bf16() -> None:
     assert cast.layers[0].forward.compute != plain.layers[0].forward.compute
 
 
+@pytest.mark.slow
 def test_a_further_token_is_predicted_by_a_layer_more() -> None:
     further = dataclasses.replace(SHAPE, beyond=1)
     plain, more = (model(shape).price(Layout(), H100) for shape in (SHAPE, further))

@@ -135,6 +135,7 @@ def test_layouts_are_read_as_they_are_written() -> None:
     assert Layout.parse(str(layout)) == layout
 
 
+@pytest.mark.slow
 def test_what_layers_keep_rests_on_the_host() -> None:
     """But for two layers that travel or are at work; a slow host is waited for, a quick one hides the way."""
     deep = replace(SHAPE, layers=6)

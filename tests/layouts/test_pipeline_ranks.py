@@ -53,6 +53,7 @@ def test_a_rank_that_has_both_ends_holds_a_tied_embedding_once() -> None:
         assert tied.parts["update"] <= apart.parts["update"]
 
 
+@pytest.mark.slow
 def test_a_weight_of_all_layers_is_on_every_stage_once() -> None:
     layout = Layout(pipeline=3, microbatch=4)
     shared, apart = (model(False, is_shared).price(layout, A100) for is_shared in (True, False))

@@ -40,6 +40,7 @@ def price(**named: object) -> autopar.Priced:
     return model().price(Layout(**named), A100)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_layer_stands_for_many() -> None:
     """Three kept layers priced for six: the work and the weights of the whole model."""
     deep = build(SHAPE)
@@ -270,6 +271,7 @@ def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypa
     assert whole == pytest.approx(quick, rel=2e-3 if "schedule" in like else 5e-4)
 
 
+@pytest.mark.slow
 def test_grouped_and_gated_models_are_priced() -> None:
     shape = dataclasses.replace(SHAPE, kv_heads=2, gated=True, flash=True)
     found = autopar.price(build(shape), batch(), A100, layout=Layout(tensor=2, data=2, pipeline=2, zero=1))
@@ -340,6 +342,7 @@ def test_heads_divide_among_tensor_ranks() -> None:
     assert flash.price(Layout(tensor=3, microbatch=8), A100).predicted.step_seconds > 0
 
 
+@pytest.mark.slow
 def test_two_layers_are_stages_too() -> None:
     """A list of layers too short to be shortened, and one of unlike layers."""
     short = LayoutModel.of(build(dataclasses.replace(SHAPE, layers=2)), batch())

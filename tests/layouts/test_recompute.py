@@ -19,6 +19,7 @@ from autopar.layouts.sections.exposed_communication import TAKEN
 from autopar.layouts.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
+from tests.helpers.marks import slow_but
 
 H100 = Cluster.get("dgx-h100")
 SHAPE = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=4096, flash=True)
@@ -68,7 +69,8 @@ def test_what_elementwise_operations_make_is_made_again() -> None:
     assert full.held[0].activations < light.held[0].activations < none.held[0].activations
 
 
-@pytest.mark.parametrize("changes", [{"upcast": True}, {"dropout": True}])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", slow_but([{"upcast": True}], [{"upcast": True}, {"dropout": True}]))
 def test_what_is_inside_attention_is_dropped_once(changes: dict[str, bool]) -> None:
     """Scores written out are kept several times over: as scores, in another precision, dropped out."""
     written = replace(SHAPE, flash=False, kv_heads=SHAPE.heads, seq=1024, **changes)
@@ -79,6 +81,7 @@ def test_what_is_inside_attention_is_dropped_once(changes: dict[str, bool]) -> N
     assert layer.saved_inside + layer.saved_rematerialised < layer.saved
 
 
+@pytest.mark.slow
 def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
     """One key head a tensor rank: queries are divided. Of n ranks the last attends to (2 n - 1) / n as much as the
     mean."""
@@ -141,6 +144,7 @@ def test_what_is_elementwise_gathers_the_weights_of_norms_again() -> None:
         assert tensor - layer == pytest.approx(2 * (gathered(False) - gathered(True)) + again)
 
 
+@pytest.mark.slow
 def test_what_travels_takes_a_share_of_the_processors() -> None:
     """Where computing takes longer than every gather beside it, it is slowed down by a share of what travels."""
     long = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=32768, flash=True)

@@ -44,6 +44,7 @@ def best() -> LayoutSearchResult:
     return best_layout(model(), A100, DEVICES, batch=BATCH)
 
 
+@pytest.mark.slow
 def test_best_is_at_least_as_good_as_the_rule_of_thumb() -> None:
     found = best()
     assert found.best.fits and found.rule is not None

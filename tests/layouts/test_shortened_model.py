@@ -16,6 +16,7 @@ from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
 from autopar.layouts.sections.shortened_model import Depth, shortened, traced_short
 from autopar.layouts.step.chunks import cut_into_chunks
+from tests.helpers.marks import slow_but
 
 DEPTH, WIDTH = 5, 16
 
@@ -146,11 +147,11 @@ def every_layer(model: nn.Module, trace: Callable[[], object], _needed: object) 
         return trace(), depth
 
 
-# What they add to the others: an attribute's name, two layers a turn, another order.
-LONG = ("by name", "in pairs", "backwards", "zipped")
+# The others add how a model finds its layers: by name, in pairs, backwards.
+QUICK = ("gated", "ever shorter", "of strides", "one layer often")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, run, kept = CASES[name]
     with torch.device("meta"):
@@ -208,6 +209,7 @@ def test_a_model_that_cannot_be_traced_says_so_of_itself() -> None:
         traced_short(model, lambda: (_ for _ in ()).throw(TraceError("nothing")), lambda *_: ())
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_learn_are_held_and_not_updated() -> None:
     with torch.device("meta"):
         model = Stack(nn.ModuleList(blocks()), in_turn)

@@ -94,6 +94,7 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         outputs.TensorBoard(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_take_part_is_named() -> None:
     def work(rank: int, world: int) -> None:
         batch = text(8, 8)

@@ -46,8 +46,8 @@ def _jobs() -> list[tuple[str, str, str, int]]:
 
 
 JOBS = _jobs()
-# The operation has no rule and none that probing finds, which takes it many trials (tests/passes/test_probe.py).
-LONG = ("nn.functional.channel_shuffle",)
+# The operation has no rule, and probing takes many trials (tests/passes/test_probe.py).
+LONG = ("nn.functional.channel_shuffle", "nn.functional.pixel_unshuffle", "rot90")
 SOME = [*ONCE_WRONG, *(job for job in JOBS[::EVERY] if job not in ONCE_WRONG and job[1] not in LONG)]
 
 

@@ -17,6 +17,7 @@ from autopar.planner.timings import Timings
 from autopar.search.best_plan import best_plan
 from autopar.trace.moe_blocks import activation_text
 from autopar.trace.tracer import trace
+from tests.helpers.marks import slow_but
 from tests.helpers.planning import make_request
 from tests.zoo.check import check_assignments, make_case
 
@@ -82,7 +83,8 @@ def one_layer(implementation: str = "eager") -> tuple[nn.Module, dict[str, torch
     return model, batch
 
 
-@pytest.mark.parametrize("implementation", ["eager", pytest.param("batched_mm", marks=pytest.mark.slow), "grouped_mm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", slow_but(["eager"], ["eager", "batched_mm", "grouped_mm"]))
 def test_every_implementation_is_traced_alike_and_left_as_it_was(implementation: str) -> None:
     model, batch = one_layer(implementation)
     assert operations(model, batch).count("autopar.experts.default") == 1
@@ -90,6 +92,7 @@ def test_every_implementation_is_traced_alike_and_left_as_it_was(implementation:
     assert set(model.model.layers[0].mlp.experts.__dict__) == set(one_layer()[0].model.layers[0].mlp.experts.__dict__)
 
 
+@pytest.mark.slow
 def test_a_block_the_operation_cannot_express_takes_the_sorted_form() -> None:
     model, batch = one_layer()
     model.model.layers[0].mlp.experts.act_fn = nn.PReLU()
@@ -120,6 +123,7 @@ def heavy(experts: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [(2,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((4,), (2, 2), (8, 8)))], ids=str
 )

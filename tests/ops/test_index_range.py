@@ -12,6 +12,7 @@ import autopar
 from autopar.ops.index_range import any_outside, take_out_of_range
 from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.execute.index_guards import GUARDED
+from tests.helpers.marks import slow_but
 from tests.helpers.planning import on, slow_devices
 
 ROWS, CLASSES = 24, 20
@@ -39,7 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("vocabulary", marks=pytest.mark.slow), "data", "stages"])
+@pytest.mark.parametrize("name", slow_but(["data"], ["vocabulary", "data", "stages"]))
 def test_every_rank_is_told_of_an_index_that_some_meet(name: str) -> None:
     """In the last sample alone, which half of the ranks read. The next step is as if nothing had happened."""
 
@@ -87,7 +88,8 @@ class Masked(nn.Module):
         return torch.where(keep[:, None], scores, 0.0).mean(), scores.argmax(-1)
 
 
-@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("integers", slow_but([False], [False, True]))
 def test_every_rank_is_told_of_an_index_that_no_result_tells_of(integers: bool) -> None:
     def work(rank: int, world: int) -> str:
         options = autopar.Options(stages=2, microbatches=2)  # Stage 0 alone meets it.

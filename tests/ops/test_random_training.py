@@ -61,6 +61,7 @@ class Noisy(nn.Module):
         return scored.mean() + F.dropout1d(x, 0.5).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_any_assignment_draws_what_an_eager_model_draws() -> None:
     """``make_case`` compares the graph with the eager model, the rest compares assignments with the graph."""
     torch.manual_seed(0)

@@ -259,6 +259,7 @@ def test_chunks_cut_anywhere_at_length(name: str, count: int) -> None:
     _check_random_cuts(name, count, 100 + count, 15)
 
 
+@pytest.mark.slow
 def test_batch_norm_in_chunks() -> None:
     """Of the whole batch, running statistics and all."""
     _check_random_cuts("resnet", 1, 0, 4)

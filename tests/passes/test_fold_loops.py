@@ -124,6 +124,7 @@ def request(steps: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], PlanReques
     return model, batch, make_request(model, batch, (2, 2), slow_devices())
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_loop_is_priced_step_by_step_and_computes_what_one_device_does() -> None:
     model, batch, asked = request(20)
     graph = step_graph(asked.graph, asked.loss, asked.batch)

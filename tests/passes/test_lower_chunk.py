@@ -156,11 +156,13 @@ QUICK = [
     ("gpt2", Wanted((4, 1), "1f1b", 5)),
     ("gpt2", Wanted((2, 2), "interleaved", 2, anywhere=True, seed=1)),
     ("gpt2", Wanted((1, 2), "gpipe", 4)),
-    ("t5", Wanted((2, 2), "zb-v", 5, anywhere=True, seed=2)),
     ("unet", Wanted((3, 2), "zb-h1", 4, anywhere=True, seed=3)),
     ("resnet", Wanted((3, 2), "1f1b", 1, seed=5)),
 ]
-REST = [("vit", Wanted((2, 3), "1f1b", 2, anywhere=True, seed=4))] + [
+REST = [
+    ("t5", Wanted((2, 2), "zb-v", 5, anywhere=True, seed=2)),
+    ("vit", Wanted((2, 3), "1f1b", 2, anywhere=True, seed=4)),
+] + [
     (name, Wanted(mesh, schedule, count, seed=seed * 10 + turn, anywhere=True))
     for seed, (name, mesh) in enumerate(product(MODELS, [(4, 1), (2, 2), (3, 2), (2, 2, 2)]))
     for turn, (schedule, count) in enumerate(zip(SCHEDULE_NAMES, (1, 2, 5, 8, 5), strict=True))

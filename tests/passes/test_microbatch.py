@@ -152,12 +152,14 @@ def test_all_microbatches_are_the_batch(name: str) -> None:
         compare(run_microbatches(microbatch(case.graph, count), case.values), case.expected, f"{name} {count}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta", pytest.param("t5", marks=pytest.mark.slow)])
 def test_padding(name: str) -> None:
     case = _case(*FAMILIES[name]())
     compare(run_microbatches(microbatch(case.graph, 3), case.values), case.expected, name)
 
 
+@pytest.mark.slow
 def test_batch_norm_couples_samples() -> None:
     case = _case(*models.make("resnet"))
     with pytest.raises(OptionsError, match=r"in resnet\.embedder.*couples the samples of a batch.*microbatches=1"):

@@ -19,6 +19,7 @@ from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from tests.helpers.eager_draws import STATE
 from tests.helpers.interpret import interpret
 from tests.helpers.lowering import plain
+from tests.helpers.marks import slow_but
 from tests.helpers.microbatches import run_microbatches
 from tests.helpers.simulate import World
 from tests.helpers.stage_run import check_staged, run_chunks
@@ -150,7 +151,7 @@ def _check_cuts(made: Microbatched, case: Case, seed: int, trials: int) -> None:
         compare(found, case.expected, f"cut at {cuts}")
 
 
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("count", slow_but([3], [2, 3, 6]))
 def test_a_model_that_draws_everywhere(count: int) -> None:
     """Dropout, attention that drops, noise: in backward, recomputed, and in chunks cut anywhere."""
     case = _noisy()

@@ -17,6 +17,7 @@ from autopar.passes.probe import found_rules, sandbox
 from autopar.passes.probe.found_rules import KNOWN, found_strategies, refuted, source
 from autopar.passes.probe.sandbox import run_apart
 from autopar.passes.rule_language.registry import OpCall
+from tests.helpers.marks import slow_but, slow_rows_but
 from tests.helpers.probing import call_of, texts
 
 
@@ -68,8 +69,11 @@ EXPECTED: dict[str, tuple[OpCall, str]] = {
     "half precision": (custom("swish", x(8, 6).half()), "S(0) -> S(0); S(1) -> S(1)"),
 }
 
+# A trial of an operation takes a second or more.
+QUICK = ("another dim", "no bias", "no dim divides", "gradients", "two results")
 
-@pytest.mark.parametrize("name", EXPECTED)
+
+@pytest.mark.parametrize("name", slow_but(QUICK, EXPECTED))
 def test_all_that_is_true_is_found(name: str) -> None:
     asked, expected = EXPECTED[name]
     assert texts(found_strategies(asked)) == set(filter(None, expected.split("; ")))
@@ -78,33 +82,36 @@ def test_all_that_is_true_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "among"),
-    [
-        (
-            custom("take_rows", x(16, 4), i(8, 4), torch.ones(8, 4).bool()),
-            {"S(1) R R -> S(2)", "R S(0) S(0) -> S(0)", "R S(1) S(1) -> S(1)", "P(sum) R R -> P(sum)"},
-        ),
-        (custom("segment_sum", x(16, 4), i(16), 8), {"S(0) S(0) -> P(sum)", "S(1) R -> S(1)"}),
-        (
-            custom("scale_all", (x(8, 4), x(8, 4), x(16)), (1.0, 2.0, 3.0)),
-            {
-                "S(0) S(0) R -> S(0) S(0) R",
-                "S(1) S(1) R -> S(1) S(1) R",
-                "P(sum) P(sum) P(sum) -> P(sum) P(sum) P(sum)",
-            },
-        ),
-        (custom("plain_linear", x(8, 16), x(32, 16), x(32)), {"S(1) S(1) P(sum) -> P(sum)"}),
-        (call_of("aten._cdist_forward.default", x(8, 16, 5), x(8, 7, 5), 2.0, None), {"S(1) R -> S(1)"}),
-        (call_of("aten.reflection_pad2d.default", x(8, 16, 5, 7), (1, 1, 1, 1)), {"S(0) -> S(0)", "S(1) -> S(1)"}),
-        # These kernels compare no sizes: what is resized alone is read beyond its end.
-        (
-            call_of("aten.reflection_pad2d_backward.default", x(8, 16, 7, 9), x(8, 16, 5, 7), (1, 1, 1, 1)),
-            {"S(0) S(0) -> S(0)", "S(1) S(1) -> S(1)"},
-        ),
-        (
-            call_of("aten._cdist_backward.default", x(6, 16, 7), x(6, 16, 5), x(6, 7, 5), 2.0, x(6, 16, 7)),
-            {"S(0) S(0) S(0) S(0) -> S(0)", "S(1) S(1) R S(1) -> S(1)", "S(2) R S(1) S(2) -> P(sum)"},
-        ),
-    ],
+    slow_rows_but(
+        [0, 1],
+        [
+            (
+                custom("take_rows", x(16, 4), i(8, 4), torch.ones(8, 4).bool()),
+                {"S(1) R R -> S(2)", "R S(0) S(0) -> S(0)", "R S(1) S(1) -> S(1)", "P(sum) R R -> P(sum)"},
+            ),
+            (custom("segment_sum", x(16, 4), i(16), 8), {"S(0) S(0) -> P(sum)", "S(1) R -> S(1)"}),
+            (
+                custom("scale_all", (x(8, 4), x(8, 4), x(16)), (1.0, 2.0, 3.0)),
+                {
+                    "S(0) S(0) R -> S(0) S(0) R",
+                    "S(1) S(1) R -> S(1) S(1) R",
+                    "P(sum) P(sum) P(sum) -> P(sum) P(sum) P(sum)",
+                },
+            ),
+            (custom("plain_linear", x(8, 16), x(32, 16), x(32)), {"S(1) S(1) P(sum) -> P(sum)"}),
+            (call_of("aten._cdist_forward.default", x(8, 16, 5), x(8, 7, 5), 2.0, None), {"S(1) R -> S(1)"}),
+            (call_of("aten.reflection_pad2d.default", x(8, 16, 5, 7), (1, 1, 1, 1)), {"S(0) -> S(0)", "S(1) -> S(1)"}),
+            # These kernels compare no sizes: what is resized alone is read beyond its end.
+            (
+                call_of("aten.reflection_pad2d_backward.default", x(8, 16, 7, 9), x(8, 16, 5, 7), (1, 1, 1, 1)),
+                {"S(0) S(0) -> S(0)", "S(1) S(1) -> S(1)"},
+            ),
+            (
+                call_of("aten._cdist_backward.default", x(6, 16, 7), x(6, 16, 5), x(6, 7, 5), 2.0, x(6, 16, 7)),
+                {"S(0) S(0) S(0) S(0) -> S(0)", "S(1) S(1) R S(1) -> S(1)", "S(2) R S(1) S(2) -> P(sum)"},
+            ),
+        ],
+    ),
     ids=lambda value: value.op if isinstance(value, OpCall) else None,
 )
 def test_found_among_others(asked: OpCall, among: set[str]) -> None:
@@ -115,14 +122,17 @@ def test_found_among_others(asked: OpCall, among: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "lies"),
-    [
-        (custom("gated", x(8, 4)), {"S(0) -> S(0)", "S(1) -> S(1)"}),
-        (custom("tame", x(8, 4)), {"S(0) -> P(sum)", "P(sum) -> P(sum)"}),
-        (custom("nearly_linear", x(8, 4)), {"S(0) -> P(sum)", "P(sum) -> P(sum)"}),
-        (custom("small_identity", x(256, 4)), {"S(0) -> S(0)"}),
-        (custom("of_width", x(8, 64), 64), {"S(1) -> S(1)"}),
-        (call_of("aten.slice.Tensor", x(8, 256), 1, 0, 128), {"S(1) -> S(1)"}),
-    ],
+    slow_rows_but(
+        [0, 1, 2],
+        [
+            (custom("gated", x(8, 4)), {"S(0) -> S(0)", "S(1) -> S(1)"}),
+            (custom("tame", x(8, 4)), {"S(0) -> P(sum)", "P(sum) -> P(sum)"}),
+            (custom("nearly_linear", x(8, 4)), {"S(0) -> P(sum)", "P(sum) -> P(sum)"}),
+            (custom("small_identity", x(256, 4)), {"S(0) -> S(0)"}),
+            (custom("of_width", x(8, 64), 64), {"S(1) -> S(1)"}),
+            (call_of("aten.slice.Tensor", x(8, 256), 1, 0, 128), {"S(1) -> S(1)"}),
+        ],
+    ),
     ids=lambda value: value.op if isinstance(value, OpCall) else None,
 )
 def test_what_only_seems_true_is_not_believed(asked: OpCall, lies: set[str]) -> None:

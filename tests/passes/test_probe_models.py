@@ -112,7 +112,8 @@ def samples(every_pair: bool) -> list[tuple[Sample, int]]:
     return found
 
 
-@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every_pair", [False, True])
 def test_probing_finds_what_is_written_and_nothing_false(every_pair: bool) -> None:
     """The oracle, which knows nothing of probing, judges what it finds where somebody has written a rule."""
     written, missed, ops = 0, Counter[str](), set()

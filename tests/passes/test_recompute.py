@@ -30,6 +30,7 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate
+from tests.helpers.marks import slow_but
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.pass_text import check
 from tests.helpers.planning import CLUSTER, Setting, make_request, requested, setting
@@ -108,7 +109,7 @@ def stack(mesh: tuple[int, ...]) -> tuple[PlanRequest, Setting]:
     return request, setting(request)
 
 
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("mesh", slow_but([(2,)], [(2,), (2, 2)]))
 def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_cost_breakdown_says(mesh: tuple[int, ...]) -> None:
     request, found = stack(mesh)
     torch.manual_seed(0)
@@ -150,6 +151,7 @@ def planned(request: PlanRequest, **options: Any) -> Plan:
     return best_plan(replace(request, options=replace(request.options, **options)), Timings())
 
 
+@pytest.mark.slow
 def test_policies_trade_seconds_for_bytes() -> None:
     request, _ = stack((2,))
     none, full = planned(request, recompute="none"), planned(request, recompute="full")
@@ -187,6 +189,7 @@ def wide_and_free() -> tuple[PlanRequest, Plan]:
     return request, planned(request, recompute="none")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_recomputed() -> None:
     request, free = wide_and_free()
     limit = int(0.7 * free.predicted.peak_bytes)
@@ -196,6 +199,7 @@ def test_what_does_not_fit_is_recomputed() -> None:
     assert sum(h.bytes for h in found.holdings) + found.predicted.temporary_bytes == found.predicted.peak_bytes
 
 
+@pytest.mark.slow
 def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.trace.tracer import trace
 from tests.helpers.interpret import interpret
+from tests.helpers.marks import slow_but
 from tests.helpers.planning import requested
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 
@@ -116,7 +117,7 @@ def largest_square(graph: Graph, assignment: Assignment) -> int:
     return max(found)
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), pytest.param((2,), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mesh", slow_but([(4,)], [(4,), (2, 2), (2,)]), ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_sharded_sequence_is_exact(name: str, mesh: tuple[int, ...]) -> None:
     torch.manual_seed(0)

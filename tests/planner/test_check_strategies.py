@@ -44,7 +44,8 @@ def test_the_node_that_a_name_copies(copy: str, original: str) -> None:
     assert original_name(copy) == original
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_stages_recompute_as_planned(schedule: str) -> None:
     """Chunks receive values that the whole step would recompute: that is no other model, for which another program
     would be solved."""

@@ -20,6 +20,7 @@ from autopar.search.best_plan import best_plan
 from autopar.search.infeasible import smallest_limit
 from autopar.solver import solve
 from autopar.solver.highs import Outcome
+from tests.helpers.marks import slow_but
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import requested
 from tests.solver.test_budget import hurry
@@ -64,13 +65,14 @@ def enough(request: PlanRequest) -> int:
     return limit
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", slow_but(["one device"], REQUESTS))
 def test_the_limit_that_is_named_is_enough_and_less_is_not(name: str) -> None:
     request = REQUESTS[name]()
     limit = enough(request)
     assert named(refused(request, int(0.9 * limit))) == limit
 
 
+@pytest.mark.slow
 def test_the_limit_that_is_named_is_enough_for_a_solver_that_is_cut_off() -> None:
     assert enough(requested("plain", (2,), Cluster.get("local"), time_limit=2.0))
 

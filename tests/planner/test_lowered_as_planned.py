@@ -3,6 +3,7 @@ is their prediction, their programs communicate what they say, and no baseline b
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +21,7 @@ from autopar.plans.plan import Plan
 from autopar.search import best_plan as search
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate, memory_of
+from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import make
 from tests.helpers.planning import Setting, make_request, requested, setting, slow_devices
 
@@ -33,6 +35,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     "slow devices": {"cluster": slow_devices()},
 }
+
+
+def on_meshes(*kinds: str) -> list[Any]:
+    """Each of the ``kinds`` on each of the meshes. On more than one axis, those that ask for a stage of ZeRO or another
+    optimizer are slow, as is an axis of one device."""
+    quick = [(kind, mesh) for kind in kinds for mesh in MESHES[: 2 if kind in ("best", "slow devices") else 1]]
+    rows = list(itertools.product(kinds, MESHES))
+    return slow_rows_but([rows.index(pair) for pair in quick], rows)
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,7 @@ def settled(mesh: tuple[int, ...], slow: bool) -> Setting:
     return setting(requested("stack", mesh, **KINDS["slow devices" if slow else "best"]))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["best", "zero-1", "zero-3", "sgd", "slow devices"])
+@pytest.mark.parametrize(("kind", "mesh"), on_meshes("best", "zero-1", "zero-3", "sgd", "slow devices"))
 def test_objective_is_the_cost_breakdown_is_the_prediction(kind: str, mesh: tuple[int, ...]) -> None:
     found = planned("plain" if mesh == (2, 1, 2) else "stack", mesh, kind)
     best, plan = found.best, found.plan
@@ -84,8 +93,7 @@ def test_objective_is_the_cost_breakdown_is_the_prediction(kind: str, mesh: tupl
     assert plan.bound <= plan.objective * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["best", "slow devices"])
+@pytest.mark.parametrize(("kind", "mesh"), on_meshes("best", "slow devices"))
 def test_never_worse_than_its_baselines(kind: str, mesh: tuple[int, ...]) -> None:
     plan = planned("stack", mesh, kind).plan
     assert len(plan.baselines) == 3
@@ -106,16 +114,7 @@ def test_zero_stages(stage: int) -> None:
         assert (place.gradient == place.optimizer) or stage < 2, path
 
 
-def kinds_and_meshes() -> list[Any]:
-    """Stages of ZeRO meet an axis of one device in the slow tests alone, and with a smaller model above."""
-    pairs = [(kind, mesh) for kind in KINDS if kind != "sgd" for mesh in MESHES]
-    return [
-        pytest.param(*pair, marks=pytest.mark.slow) if pair[0].startswith("zero") and len(pair[1]) == 3 else pair
-        for pair in pairs
-    ]
-
-
-@pytest.mark.parametrize(("kind", "mesh"), kinds_and_meshes())
+@pytest.mark.parametrize(("kind", "mesh"), on_meshes(*(kind for kind in KINDS if kind != "sgd")))
 def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
     plan, found = planned("stack", mesh, kind).plan, settled(mesh, kind == "slow devices")
     assignment = plan.assignment({n.target: n.name for n in found.graph.placeholders("param")})

@@ -89,6 +89,7 @@ def test_sgd_has_no_state_to_offload() -> None:
     assert plan.predicted.host_bytes == 0 and not any(place.offload for place in plan.parameters.values())
 
 
+@pytest.mark.slow
 def test_what_the_error_says_of_offload() -> None:
     with pytest.raises(InfeasibleError, match=r"offload=None or True, [\d.]+ [KM]iB"):
         planned(offload=False, recompute="none", memory_limit=1000)
@@ -111,6 +112,7 @@ def test_a_host_that_is_too_small() -> None:
         planned(with_host(1000), offload=True, zero=0)
 
 
+@pytest.mark.slow
 def test_what_the_host_cannot_hold_stays_on_devices() -> None:
     free = planned(mesh=(1,), recompute="none")
     limit = free.predicted.peak_bytes - free.predicted.optimizer_bytes // 3
@@ -124,6 +126,7 @@ def stacked(cluster: Cluster = CLUSTER, **options: Any) -> Plan:
     return best_plan(replace(request, options=replace(request.options, recompute="none", **options)), Timings())
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
     """Room for so many matrices' state, so much of the device's memory: one that visits it takes its part of that. What
     the error says is enough is, and more of the host's memory leaves more of the device's."""
@@ -286,6 +289,7 @@ def trained_in_stages(rank: int, world: int) -> tuple[list[torch.Tensor], list[t
     return wanted, [model.full_tensor(tensor) for tensor in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_train_as_one_process_with_their_state_in_host_memory(world: int) -> None:
     for wanted, found in on(world, trained_in_stages):

@@ -35,6 +35,7 @@ def test_repricing_at_its_own_size_changes_nothing() -> None:
     assert again.status == "feasible" and again.bound == 0.0
 
 
+@pytest.mark.slow
 def test_repricing_is_the_price_planning_has_there() -> None:
     base, plan = planned(8)
     there = autopar.reprice(plan, base, 16, cluster=slow_devices())

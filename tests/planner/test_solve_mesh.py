@@ -33,6 +33,7 @@ from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import Problem, Solution, evaluate, memory_of
 from autopar.solver.solve import solve
+from tests.helpers.marks import slow_but
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import make_request, requested, setting, slow_devices
 
@@ -85,7 +86,7 @@ def objectives(request: PlanRequest) -> tuple[float, float, float]:
     return found[0].objective, found[1].objective, found[1].bound
 
 
-@pytest.mark.parametrize("unequal", [False, True], ids=["equal layers", "first layer wider"])
+@pytest.mark.parametrize("unequal", slow_but([False], [False, True]), ids=["equal layers", "first layer wider"])
 def test_folding_costs_no_more_than_the_gap(unequal: bool) -> None:
     model = Stack(layers=4, unequal=unequal)
     folded, whole, bound = objectives(make_request(model, text(8, 8), (2, 2), slow_devices()))
@@ -127,6 +128,7 @@ def wide() -> Case:
     return Stack(layers=3, width=32, hidden=128), text(8, 8)
 
 
+@pytest.mark.slow
 def test_memory_limit_is_kept_and_costs_time() -> None:
     free = best_plan(requested(wide, (4,)), Timings())
     least = smallest_limit(requested(wide, (4,), memory_limit=1))
@@ -141,6 +143,7 @@ class SoughtError(Exception):
     """Raised instead of tying layers only within stretches of depth."""
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -196,7 +199,7 @@ def test_mesh_search_splits_one_axis_but_not_what_is_named_pinned_or_fixed() -> 
     [
         ({"embed.weight": "S(0),R"}, "embed.weight", "(S(0),R)"),
         pytest.param({"layers.*.1.weight": "R,S(0)"}, "layers.2.1.weight", "(R,S(0))", marks=pytest.mark.slow),
-        ({"layers.0": "S(0),S(1)"}, "layers.0", "(S(0),S(1))"),
+        pytest.param({"layers.0": "S(0),S(1)"}, "layers.0", "(S(0),S(1))", marks=pytest.mark.slow),
     ],
 )
 def test_pins_are_honoured(pins: dict[str, str], path: str, place: str) -> None:

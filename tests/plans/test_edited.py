@@ -19,6 +19,7 @@ from autopar.command_line import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
 from autopar.ir.plan_record import PlanLine
 from autopar.plans.plan import Plan
+from tests.helpers.marks import slow_but
 from tests.helpers.plan_mutations import mutated, mutated_lines
 from tests.helpers.run_plan import Bench
 
@@ -88,7 +89,7 @@ def _ask(one: Plan, other: Plan, folder: Path) -> None:
     assert Plan.from_json(one.to_json()) == one and one.collectives() is not None
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", slow_but(["pinned", "staged"], ASKED))
 def test_a_plan_that_autopar_makes_is_valid_and_runs(name: str) -> None:
     made = plan(name)
     made.validate()

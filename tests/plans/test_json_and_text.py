@@ -47,8 +47,8 @@ def test_json_and_text_give_the_same_plan(plan: Plan, pinned: Plan) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"precision": "fp16"},
-        {"precision": "bf16", "zero": 3},
+        pytest.param({"precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16", "zero": 3}, marks=pytest.mark.slow),
         {"offload": True},
         {"precision": "fp16", "stages": 2, "microbatches": 2},
         {"zero": 1, "microbatches": 4},

@@ -209,6 +209,7 @@ def test_json_text_and_page(tmp_path: Path) -> None:
     assert "<h2>Stages</h2>" in page and "pp=2" in page and "bubble" in page and "stage 1: backward" in page
 
 
+@pytest.mark.slow
 def test_others_that_were_priced_are_listed() -> None:
     asked = planned((4,), microbatches=4, schedule="1f1b")
     assert asked.stages in (2, 4)

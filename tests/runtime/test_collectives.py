@@ -179,6 +179,7 @@ def test_one_axis(work: Callable[[Collectives], None], size: int) -> None:
     on_mesh((size,), work)
 
 
+@pytest.mark.slow
 def test_large_messages_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "SMALL_BYTES", 16)
     on_mesh((3,), gathers)

@@ -160,6 +160,7 @@ def test_loaders_give_what_one_process_gets() -> None:
     on(2, work)
 
 
+@pytest.mark.slow
 def test_what_is_added_is_ignored() -> None:
     """Each kind of model in one process: the same loss from a longer batch, and the same outputs at real positions."""
     ids = torch.randint(2, WORDS, (4, 13), generator=torch.Generator().manual_seed(0))

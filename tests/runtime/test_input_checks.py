@@ -14,6 +14,7 @@ import autopar
 from autopar.runtime import Compiled, ParallelModule, Request
 from autopar.runtime.calls.input_checks import Check
 from autopar.runtime.inputs.content_hash import WHOLE_BYTES, content_hash
+from tests.helpers.marks import slow_rows_but
 from tests.helpers.planning import on
 from tests.helpers.runtime_tiny import FEATURES, Tiny, compile_tiny
 
@@ -41,7 +42,9 @@ def message(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("count, options", [(3, {}), (2, {"stages": 2, "microbatches": 2})], ids=["plain", "stages"])
+@pytest.mark.parametrize(
+    "count, options", slow_rows_but([0], [(3, {}), (2, {"stages": 2, "microbatches": 2})]), ids=["plain", "stages"]
+)
 def test_every_rank_is_told_how_ranks_differ(count: int, options: dict[str, Any]) -> None:
     """Before there is a program, and once there is one; the model then still trains."""
 

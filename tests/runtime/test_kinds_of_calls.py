@@ -99,6 +99,7 @@ def check_evaluation(model: ParallelModule, reference: nn.Module, **inputs: Any)
     model.train(), reference.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "named"),
     [
@@ -161,6 +162,7 @@ def test_batches_of_any_size(mesh: tuple[int, ...], named: dict[str, Any]) -> No
     on(math.prod(mesh), work, timeout=500.0)
 
 
+@pytest.mark.slow
 def test_a_given_plan_meets_an_evaluation_first_and_a_batch_too_large_is_an_error() -> None:
     named = {"cluster": slow_devices(), "options": autopar.Options(mesh_search=False)}
     torch.manual_seed(0)
@@ -193,6 +195,7 @@ class Compared(nn.Module):
         return F.mse_loss(self.down(self.up(x).relu()).squeeze(-1), t)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"microbatches": 2}, pytest.param(STAGED, marks=pytest.mark.slow)], ids=["microbatches", "stages"]
 )

@@ -11,14 +11,13 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime import run_local
+from tests.helpers.marks import slow_but
 
 SHARDED, STAGED = autopar.Options(zero=2), autopar.Options(stages=2, microbatches=2)
 HALF = autopar.Options(precision="fp16")
 
 
-@pytest.mark.parametrize(
-    "options", [SHARDED, STAGED, pytest.param(HALF, marks=pytest.mark.slow)], ids=["sharded", "staged", "half"]
-)
+@pytest.mark.parametrize("options", slow_but([SHARDED], [SHARDED, STAGED, HALF]), ids=["sharded", "staged", "half"])
 def test_batches_add_up_to_a_large_one(options: autopar.Options) -> None:
     def work(rank: int, world: int) -> None:
         torch.manual_seed(0)

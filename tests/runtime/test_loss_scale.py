@@ -102,7 +102,10 @@ def test_one_process() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero": 3, "stages": 1}, {"stages": 2, "microbatches": 4, "schedule": "1f1b"}],
+    [
+        {"zero": 3, "stages": 1},
+        pytest.param({"stages": 2, "microbatches": 4, "schedule": "1f1b"}, marks=pytest.mark.slow),
+    ],
     ids=["sharded", "stages"],
 )
 def test_ranks_agree(options: dict[str, Any]) -> None:

@@ -142,6 +142,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["all divided", *(pytest.param(n, marks=pytest.mark.slow) for n in list(ASKED)[1:])])
 def test_several_steps_end_in_the_same_state_whatever_the_plan(asked: str) -> None:
     torch.manual_seed(1)

@@ -181,6 +181,7 @@ def test_a_loss_that_is_a_module_gets_the_batch_by_that_name() -> None:
     torch.testing.assert_close(call_loss(OfBatch(), output, (x,), {}), (output - x).square().mean())
 
 
+@pytest.mark.slow
 def test_a_flagged_model_has_no_loss_without_labels() -> None:
     def work(rank: int, world: int) -> None:
         model = autopar.parallelize(Flagged(), (1,), cluster=CLUSTER)

@@ -16,6 +16,7 @@ from autopar import Options, Plan
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
 from benchmarks.layout_grid import batch, checked, model_of, rows, wrong
+from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case
 from tests.helpers.planning import planned
 from tests.helpers.run_plan import Bench
@@ -63,14 +64,14 @@ def kinds(plan: Plan, axis: str) -> set[str]:
     }
 
 
-QUICK: list[tuple[str, int, dict[str, Any]]] = [
+CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, {"tensor": 2, "pipeline": 2, "microbatch": 2, "interleave": 2, "recompute": "full", "zero": 1}),
     ("llama", 2, {"context": 2, "zero": 3}),
     ("mixture", 2, {"data": 2, "expert": 2}),
 ]
 
 
-@pytest.mark.parametrize(("name", "devices", "fields"), QUICK, ids=str)
+@pytest.mark.parametrize(("name", "devices", "fields"), slow_rows_but([1], CASES), ids=str)
 def test_plans_are_as_the_layout_says_and_equal_one_process(name: str, devices: int, fields: dict[str, Any]) -> None:
     plan = plan_of(name, devices, **fields)
     assert wrong(plan, Layout(**fields)) == []

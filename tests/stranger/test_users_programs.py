@@ -59,6 +59,7 @@ def test_samples_that_differ_are_named(stranger: Stranger) -> None:
     assert "from_local" in output and "not fine" not in output
 
 
+@pytest.mark.slow
 def test_cells_of_a_notebook(stranger: Stranger) -> None:
     stranger.run("programs/notebook.py")
 

@@ -14,6 +14,7 @@ from autopar.errors import TraceError
 from autopar.trace.tracer import trace
 from tests.helpers.eager import assert_close
 from tests.helpers.interpret import interpret
+from tests.helpers.marks import slow_but
 
 
 class Branch(nn.Module):
@@ -180,7 +181,7 @@ class Stacked(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("cell", [False, True])
+@pytest.mark.parametrize("cell", slow_but([True], [False, True]))
 def test_a_loop_over_steps_is_warned_of_by_its_line(cell: bool) -> None:
     name = "what calls Identity" if cell else "module '0'"
     with pytest.warns(

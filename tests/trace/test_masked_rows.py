@@ -14,6 +14,7 @@ from autopar.errors import TraceError
 from autopar.trace.tracer import trace
 from tests.helpers.eager import assert_close
 from tests.helpers.interpret import interpret
+from tests.helpers.marks import slow_but
 from tests.zoo.check import KINDS, check_plans, make_case
 from tests.zoo.hugging_face import FAMILIES
 from tests.zoo.models import ZOO
@@ -113,11 +114,7 @@ class Roots(Mixture):
 MIXTURES = (IndexAdd, MaskAssignment, Continues, AddsToRows, LoopOverHit, Roots)
 
 
-# Experts that no token chose are left out by LoopOverHit too.
-LONG = (Continues,)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in LONG else k for k in MIXTURES])
+@pytest.mark.parametrize("kind", slow_but([LoopOverHit], MIXTURES))
 def test_experts_compute_what_eager_does(kind: type[Mixture]) -> None:
     model = kind().double()
     traced = trace(model, (torch.randn(BATCH, 5, WIDTH).double(),), device="cpu")
@@ -253,6 +250,7 @@ class Losses(nn.Module):
         return (each * torch.arange(1, len(losses) + 1)).sum(), each.detach()
 
 
+@pytest.mark.slow
 def test_losses_of_selected_rows() -> None:
     model = Losses().double()
     x, target = torch.randn(6, 5, WIDTH).double(), torch.randint(0, 6, (6, 5))
@@ -267,9 +265,8 @@ def test_losses_of_selected_rows() -> None:
         torch.testing.assert_close(found["gradient", path], parameter.grad)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "kinds"), [((2,), ("zero", "compute")), pytest.param((2, 2), KINDS, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "kinds"), [((2,), ("zero", "compute")), ((2, 2), KINDS)], ids=str)
 def test_a_mixture_of_experts_under_any_plan(mesh: tuple[int, ...], kinds: tuple[str, ...]) -> None:
     check_plans(make_case(LoopOverHit(), (torch.randn(6, 5, WIDTH),)), mesh, kinds)
 

@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.passes.normalise.standard import normalise
 from autopar.trace.tracer import trace
 from tests.helpers.eager import Batch, assert_same_step, doubled
+from tests.helpers.marks import slow_but
 
 Case = tuple[nn.Module, Callable[[int], Batch]]
 
@@ -113,9 +114,9 @@ CASES = [plain, gpt2, llama, bert, vit, resnet, mixtral]
 
 
 @pytest.mark.parametrize(
-    # tests/ops/test_experts.py traces mixtures too.
+    # The others are traced by tests of what is done with them.
     "case",
-    [pytest.param(c, marks=pytest.mark.slow) if c is mixtral else c for c in CASES],
+    slow_but([plain, resnet], CASES),
     ids=lambda case: case.__name__,
 )
 def test_same_as_eager(case: Callable[[], Case]) -> None:
@@ -156,7 +157,8 @@ def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     assert {o.name for o in traced.graph.outputs if o.kind == "mutation"} == {"steps", "average"}
 
 
-@pytest.mark.parametrize("kind", ["meta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("real", "fake"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["meta", "real", "fake"])
 def test_any_kind_of_model_gives_the_same_graph(kind: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

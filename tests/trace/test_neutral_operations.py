@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.trace.tracer import trace
+from tests.helpers.marks import slow_but
 
 
 class Attends(nn.Module):
@@ -31,7 +32,7 @@ class NamesItsDevice(nn.Module):
         return (x.cuda() * positions + shift.to(device="cuda", dtype=torch.float32)).sum()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but([None], [None, torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_graphs_for_all_devices_are_equal(dropout: float, dtype: torch.dtype | None) -> None:
     model, x = Attends(dropout), torch.randn(3, 5, 8)

@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import TraceError
 from autopar.runtime.launch import run_local
 from autopar.trace.tracer import trace
+from tests.helpers.marks import slow_but, slow_rows_but
 from tests.op_db.outcome import outcome_of
 from tests.op_db.wrapped import OperatorCase
 
@@ -68,8 +69,8 @@ def test_as_eager(name: str) -> None:
     assert outcome.kind == "equal", outcome
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}], ids=str)
+@pytest.mark.parametrize("kind", slow_but([nn.LSTM], [nn.LSTM, nn.GRU, nn.RNN]))
+@pytest.mark.parametrize("options", slow_but([{}], [{}, {"bidirectional": True, "bias": False}]), ids=str)
 def test_recurrent_layers_in_single_precision(kind: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = kind(4, 6, batch_first=True, **options)
@@ -92,7 +93,7 @@ def test_dropout_between_recurrent_layers_is_drawn(kind: Any, training: bool) ->
     assert len(draws) == (2 if training else 0)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(nn.GRU, (1, 3, 4)), (nn.LSTM, (4, 1, 4))])
+@pytest.mark.parametrize(("kind", "shape"), slow_rows_but([1], [(nn.GRU, (1, 3, 4)), (nn.LSTM, (4, 1, 4))]))
 def test_dropout_between_recurrent_layers_is_as_eager(kind: Any, shape: tuple[int, ...]) -> None:
     """One sample or one step: eager draws here count elements as they lie, a trace counts sample by sample."""
     torch.manual_seed(0)
@@ -163,10 +164,10 @@ class Decoder(nn.Module):
     ("kind", "training", "given"),
     [
         pytest.param(Encoder, True, (), marks=pytest.mark.slow),
-        (Encoder, True, (UNLIKE,)),
-        (Encoder, False, (CAUSAL,)),
+        pytest.param(Encoder, True, (UNLIKE,), marks=pytest.mark.slow),
+        pytest.param(Encoder, False, (CAUSAL,), marks=pytest.mark.slow),
         (Encoder, False, (CAUSAL < 0, PADDED)),
-        (Decoder, True, (CAUSAL,)),
+        pytest.param(Decoder, True, (CAUSAL,), marks=pytest.mark.slow),
     ],
 )
 def test_transformers_of_torch_take_masks(kind: Any, training: bool, given: tuple[torch.Tensor, ...]) -> None:

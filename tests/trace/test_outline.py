@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.errors import TraceError
 from autopar.trace.record import UnrecordedError
 from autopar.trace.tracer import trace
+from tests.helpers.marks import slow_but, slow_rows_but
 from tests.helpers.outlined import Batch, assert_same, captured, request_for
 
 LAYERS = 4
@@ -82,8 +83,8 @@ def gpt2(**settings: Any) -> nn.Module:
 
 # How many calls are taken out of line: one a layer, the layers of each class together. T5's first layers differ.
 FAMILIES = [
-    (llama, 4), (mixtral, 4),
-    *(pytest.param(make, 4, marks=pytest.mark.slow) for make in (gpt2, gemma2, bert, opt, deepseek, t5)),
+    (llama, 4),
+    *(pytest.param(make, 4, marks=pytest.mark.slow) for make in (mixtral, gpt2, gemma2, bert, opt, deepseek, t5)),
 ]  # fmt: skip
 
 
@@ -92,18 +93,21 @@ def test_equal_layers_are_captured_once(make: Callable[[], nn.Module], calls: in
     assert assert_same(make(), text()) >= calls
 
 
+@pytest.mark.slow
 def test_constants_that_differ_by_layer_stay_apart() -> None:
     """What layers share all the same, their feed-forward parts, is captured once."""
     model = gpt2(scale_attn_by_inverse_layer_idx=True, attn_implementation="eager")
     assert assert_same(model, text()) == LAYERS
 
 
+@pytest.mark.slow
 def test_outputs_of_every_layer() -> None:
     model = llama()
     model.config.output_hidden_states = True  # type: ignore[union-attr]
     assert assert_same(model, text(), differentiate="all") == LAYERS
 
 
+@pytest.mark.slow
 def test_without_gradients_and_with_real_sizes() -> None:
     model = llama().eval()
     assert assert_same(model, text(), grad=False) == LAYERS
@@ -285,9 +289,13 @@ CASES: list[tuple[type[Stack], int]] = [
     (Stack, 7), (OneDiffers, 6), (Scaled, 7), (UsedTwice, 7), (Skips, 7), (Tied, 7), (Appends, 5), (Dropping, 7),
     (Auxiliary, 4), (Frozen, 7), (WritesInside, 7), (Checkpointed, 7), (Transposed, 7),
 ]  # fmt: skip
+# One that differs, one with tied weights, one that draws.
+QUICK = (1, 5, 7)
 
 
-@pytest.mark.parametrize(("kind", "calls"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "calls"), slow_rows_but(QUICK, CASES), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_odd_models(kind: type[Stack], calls: int) -> None:
     assert assert_same(kind(), (torch.randn(4, 6),)) == calls
 
@@ -330,7 +338,7 @@ class Catching(Stack):
             return block(x)
 
 
-@pytest.mark.parametrize("kind", [Own, Hooked, Catching])
+@pytest.mark.parametrize("kind", slow_but([Own], [Own, Hooked, Catching]))
 def test_a_derivative_of_its_own_is_respected(kind: type[Stack]) -> None:
     model, batch = kind(), (torch.randn(4, 6),)
     with pytest.raises(UnrecordedError, match="what autograd does"):

@@ -72,7 +72,7 @@ class Dropping(Model):
     ("mesh", "options"),
     [
         pytest.param((2, 2), {"stages": 2, "microbatches": 4, "schedule": "1f1b"}, marks=pytest.mark.slow),
-        ((2,), {"stages": 2, "microbatches": 2, "schedule": "zb-v"}),
+        pytest.param((2,), {"stages": 2, "microbatches": 2, "schedule": "zb-v"}, marks=pytest.mark.slow),
         pytest.param((4,), {"stages": 4, "microbatches": 2, "schedule": "zb-h1"}, marks=pytest.mark.slow),
         pytest.param((3,), {"stages": 3, "microbatches": 4, "schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param((2,), {"stages": 1, "microbatches": 8}, marks=pytest.mark.slow),

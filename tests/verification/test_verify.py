@@ -132,6 +132,7 @@ def test_zeros_are_as_good_as_no_gradient_and_named() -> None:
     assert "zeros, where one process leaves None: expert" in str(replace(report_with(0.0), unset=("expert",)))
 
 
+@pytest.mark.slow
 def test_a_model_without_loss_needs_a_loss_function() -> None:
     model, x = nn.Linear(12, 4), torch.randn(8, 12)
     with pytest.raises(TraceError, match="returns no loss"):
@@ -140,6 +141,7 @@ def test_a_model_without_loss_needs_a_loss_function() -> None:
     assert check(model, (x,), loss_fn=lambda out, batch: (out.sum(1) - batch[0].sum(1)).pow(2).mean()).ok
 
 
+@pytest.mark.slow
 def test_a_meta_model_gets_weights() -> None:
     with torch.device("meta"):
         model = Stack(layers=1)
@@ -183,7 +185,7 @@ class Failing(nn.Module):
     [
         ("raises", r"(?s)fail_here.*the number was seven|the number was seven"),
         ("killed", r"rank 1 of 2 was killed by SIGKILL"),
-        ("hangs", r"(?s)no result from rank .* within 6 s.*in fail_here"),
+        pytest.param("hangs", r"(?s)no result from rank .* within 6 s.*in fail_here", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_it(what: str, message: str) -> None:

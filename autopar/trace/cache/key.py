@@ -42,11 +42,9 @@ def trace_key(request: Request) -> str:
 
 def _add_call(contents: Contents, request: Request) -> None:
     contents.add(str(request.call.spec), *request.call.names)
-    symbols = {(length.input, length.dim): length.symbol for length in request.lengths}
-    for index, (name, leaf) in enumerate(zip(request.call.names, request.call.leaves, strict=True)):
+    for index, leaf in enumerate(request.call.leaves):
         if isinstance(leaf, torch.Tensor):
-            shape = tuple(symbols.get((str(name), dim), size) for dim, size in enumerate(leaf.shape))
-            contents.add(shape, leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
+            contents.add(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
         else:
             contents.feed(leaf, f"input {index}")
 

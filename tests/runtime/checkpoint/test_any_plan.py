@@ -84,6 +84,7 @@ def check_files(folder: Path) -> None:
     assert sum(t.numel() for shard in shards for n, t in shard.items() if n.startswith("model.up.weight")) == 42
 
 
+@pytest.mark.slow
 def test_plain_torch_goes_on_from_shards_and_back(tmp_path: Path) -> None:
     """Without dropout, whose numbers are torch's own in a plain model."""
 

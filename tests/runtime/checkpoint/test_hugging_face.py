@@ -88,6 +88,7 @@ class Normed(nn.Module):
         return (self.norm(self.linear(x)) * self.table).square().mean()
 
 
+@pytest.mark.slow
 def test_what_is_loaded_into_a_meta_model_is_not_initialised_again() -> None:
     """Tied weights under both names; tables that no state has are initialised."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -113,6 +114,7 @@ def test_what_is_loaded_into_a_meta_model_is_not_initialised_again() -> None:
         torch.testing.assert_close(other.eval()(x), normed.eval()(x))
 
 
+@pytest.mark.slow
 def test_a_meta_model_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Weights and optimizer state are read when the first batch has brought the plan; buffers, too."""
 
