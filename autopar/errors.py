@@ -15,6 +15,10 @@ class TraceError(AutoparError):
     """The model could not be captured as one graph; the message names module and source line."""
 
 
+class FixedLengthError(TraceError):
+    """A trace was to leave lengths of inputs open, but what the model runs depends on them."""
+
+
 class InfeasibleError(AutoparError):
     """No plan satisfies the limits; the message names the smallest change that does. ``needed_bytes``: bytes per device
     that were found to be enough, if any were."""

@@ -1,8 +1,10 @@
 """Kills a training at random moments, again and again, under ``autopar run``: what is lost, and for how long.
 
-``python -m benchmarks.kills [--kills 100] [--ranks 2]`` sends SIGKILL to a random rank at a random moment after the
-training has begun or gone on (in a step, in a save, while it loads), and writes ``benchmarks/results/kills.json``:
-kills survived, steps lost, seconds from a kill to the next step, and whether every loss is that of an undisturbed run.
+``python -m benchmarks.kills [--kills 20] [--ranks 2] [--resume]`` sends SIGKILL to a random rank at a random moment
+after the training has begun or gone on (in a step, in a save, while it loads), and writes
+``benchmarks/results/kills.json``: kills survived, steps lost, seconds from a kill to the next step, and whether every
+loss is that of an undisturbed run. ``--resume`` adds a run to those of the file, at other random moments: a hundred
+kills take some twenty minutes.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
 SCRIPT = Path(__file__).with_name("killed_training.py")
@@ -104,37 +107,50 @@ def losses_of(training: Training) -> dict[int, set[float]]:
     return found
 
 
-def measure(kills: int, ranks: int, seed: int = 0) -> dict[str, object]:
-    """The figures."""
+def measure(kills: int, ranks: int, seed: int = 0) -> dict[str, Any]:
+    """What a run with so many kills comes to."""
     with tempfile.TemporaryDirectory() as name:
         undisturbed = Training(Path(name, "undisturbed"), ranks, kills * BETWEEN, 0)
         undisturbed.process.wait(10 * LIMIT)
         survived, losses = disturbed(Path(name, "disturbed"), ranks, kills, random.Random(seed))
-        return {**summary(survived, kills, ranks), "equal_losses": losses == losses_of(undisturbed)}
+        return {
+            "seed": seed,
+            "kills": kills,
+            "ranks": ranks,
+            "lost": [kill.lost for kill in survived],
+            "seconds": [round(kill.seconds, 2) for kill in survived],
+            "equal_losses": losses == losses_of(undisturbed),
+        }
 
 
-def summary(survived: Sequence[Kill], kills: int, ranks: int) -> dict[str, object]:
-    lost, seconds = [kill.lost for kill in survived], [kill.seconds for kill in survived]
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """The figures of all runs together."""
+    lost, seconds = [each for run in runs for each in run["lost"]], [each for run in runs for each in run["seconds"]]
     return {
-        "kills": kills,
-        "ranks": ranks,
-        "survived": len(survived),
+        "kills": sum(run["kills"] for run in runs),
+        "ranks": runs[0]["ranks"],
+        "survived": len(lost),
         "steps_between_checkpoints": EVERY,
         "steps_lost": {"mean": round(statistics.mean(lost), 1), "most": max(lost)} if lost else {},
         "seconds_to_the_next_step": (
             {"median": round(statistics.median(seconds), 1), "most": round(max(seconds), 1)} if seconds else {}
         ),
+        "equal_losses": all(run["equal_losses"] for run in runs),
+        "runs": list(runs),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
-    arguments = parser.parse_args()
-    figures = measure(arguments.kills, arguments.ranks)
-    print(json.dumps(figures, indent=1))
-    (RESULTS / "kills.json").write_text(json.dumps(figures, indent=1) + "\n")
+    parser.add_argument("--resume", action="store_true", help="adds to the runs of the file")
+    arguments, path = parser.parse_args(), RESULTS / "kills.json"
+    runs = json.loads(path.read_text()).get("runs", []) if arguments.resume and path.exists() else []
+    runs.append(measure(arguments.kills, arguments.ranks, len(runs)))
+    text = json.dumps(summary(runs), indent=1)
+    print(text)
+    path.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Changes every kind of file that autopar reads, at random, and reads it: an error that says so, or a correct load.
 
-``python -m benchmarks.mutations [--count 10000]`` writes ``benchmarks/results/mutations.json``: for each kind of file
-how many were refused, how many were read, and how many ended in an internal error (which is printed).
+``python -m benchmarks.mutations [--count 10000] [--only TEXT]`` writes ``benchmarks/results/mutations.json``: for each
+kind of file how many were refused, how many were read, and how many ended in an internal error (which is printed).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import autopar
 from autopar import checkpoint
 from autopar.cli.model_config import load_config
 from autopar.cluster.description import Cluster
+from autopar.monitor import StepRecord
+from autopar.plans.page.step_records import read_records
 from autopar.plans.plan import Plan
 from autopar.runtime.checkpoint.claim import CLAIM
 from autopar.runtime.checkpoint.manifest import FileRecord, read_manifest
@@ -72,18 +74,25 @@ def files(folder: Path) -> dict[str, tuple[bytes, Reader]]:
     model, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 8)
     plan = autopar.plan(model, (2, 2), batch, loss_fn=lambda out: out.square().mean())
     (trace,) = (folder / "cache" / "traces").rglob("*.*")
-    config = folder / "config.json"
+    config, steps = folder / "config.json", folder / "steps.jsonl"
 
     def read_config(text: bytes) -> object:
         config.write_bytes(text)
         return load_config(config)
 
+    def read_steps(text: bytes) -> object:
+        steps.write_bytes(text)
+        return read_records(steps)
+
+    record = StepRecord(1, 2.5, 0.5, 0.4, 1000.0, 0.3, 1 << 30, 1 << 29, 1.0, None, (0.1, 0.2), 1)
+    lines = "".join(json.dumps(replace(record, step=step).to_dict()) + "\n" for step in range(3))
     return {
         "plan, JSON": (plan.to_json().encode(), lambda text: _validated(Plan.from_json(text.decode()))),
         "plan, text": (plan.to_text().encode(), lambda text: _validated(Plan.from_text(text.decode()))),
         "cluster": (Cluster.get("dgx-h100").to_toml().encode(), lambda text: Cluster.from_toml(text.decode())),
         "configuration of a model": (json.dumps(CONFIG).encode(), read_config),
         "cached trace": (trace.read_bytes().partition(b"\n")[2], _trace),
+        "record of steps": (lines.encode(), read_steps),
         "message of the watch": (to_json(Record()).encode(), lambda text: (from_json(text), letters_from_json(text))),
         **_checkpoint_files(folder / "checkpoints"),
     }
@@ -153,11 +162,13 @@ def attempt(text: bytes, read: Reader) -> str:
     return "read"
 
 
-def measure(count: int, seed: int = 0) -> dict[str, Mapping[str, Any]]:
+def measure(count: int, only: str = "", seed: int = 0) -> dict[str, Mapping[str, Any]]:
     """The rows; internal errors with an example."""
     found: dict[str, Mapping[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         for kind, (text, read) in files(Path(name)).items():
+            if only not in kind:
+                continue
             if attempt(text, read) != "read":
                 raise AssertionError(f"{kind}: {attempt(text, read)}, unchanged")
             source, outcomes, begin = random.Random(seed), collections.Counter[str](), time.perf_counter()
@@ -177,8 +188,10 @@ def measure(count: int, seed: int = 0) -> dict[str, Mapping[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
-    rows = measure(parser.parse_args().count)
-    (RESULTS / "mutations.json").write_text(json.dumps(rows, indent=1) + "\n")
+    parser.add_argument("--only", default="", help="kinds with this text in their name")
+    arguments, path = parser.parse_args(), RESULTS / "mutations.json"
+    rows = json.loads(path.read_text()) if arguments.only else {}
+    path.write_text(json.dumps({**rows, **measure(arguments.count, arguments.only)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

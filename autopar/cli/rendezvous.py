@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from autopar.errors import OptionsError
+from autopar.processes.port_owner import port_owner
 
 # That of torch's launcher.
 DEFAULT_PORT = 29400
@@ -41,8 +41,8 @@ def check_endpoint(endpoint: str) -> None:
     if own:
         if any(_bind(address, port) == errno.EADDRINUSE for address in own) and not _is_store(host, port):
             raise OptionsError(
-                f"--rendezvous {endpoint}: port {port} of this host is taken by another program{_owner(port)}, which "
-                "is no rendezvous of torch: choose another port, the same on every host, or end that program"
+                f"--rendezvous {endpoint}: port {port} of this host is taken by another program{port_owner(port)}, "
+                "which is no rendezvous of torch: choose another port, the same on every host, or end that program"
             )
     elif not _listens(host, port):
         print(
@@ -113,20 +113,3 @@ def _without_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nothing)
-
-
-def _owner(port: int) -> str:
-    """`` (process 12: python server.py)`` for the process of this user that listens at ``port``; "" if that is not
-    known."""
-    wanted = f":{port:04X}"
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-            inodes |= {f"socket:[{row[9]}]" for row in rows if row[1].endswith(wanted) and row[3] == "0A"}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if any(os.readlink(link) in inodes for link in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f" (process {process.name}: {command[:100]})"
-    return ""

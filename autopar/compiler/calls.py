@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autopar.cluster.description import Cluster
-from autopar.errors import InfeasibleError, OptionsError, PlanMismatchError
+from autopar.errors import FixedLengthError, InfeasibleError, OptionsError, PlanMismatchError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
@@ -38,26 +38,22 @@ from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import check_offered
 from autopar.planner.fixed_parameters import fixed_assignment
 from autopar.planner.plan_graph import check_same_graph
-from autopar.planner.prepare import LossFunction, Prepared, batch_size, circumstances, make_request, prepare
+from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
 from autopar.planner.request import PlanRequest
 from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.runtime.calls.compiled import Compiled, OutputsWanted, Request
-from autopar.runtime.calls.kind import Leaf
-from autopar.runtime.calls.signature import flatten_as
+from autopar.runtime.calls.compiled import Compiled, Request
 from autopar.runtime.comm.groups import AxisGroup
+from autopar.trace.lengths import Lengths
 
 from .agreed_plan import plan_identity
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
 from .stages import StageCompiler
-
-# How many traces are cached for other batch sizes.
-# Chosen: batch sizes of one loop are few; not measured.
-TRACES = 15
+from .traces import Traces
 
 
 @dataclass
@@ -78,12 +74,12 @@ class Compiler:
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
     _source: Compiler | None = None
-    _traced: list[tuple[tuple[bool, bool, OutputsWanted], Prepared]] = field(default_factory=list)
+    _traces: Traces = field(default_factory=Traces)
 
     def copied_for(self, model: nn.Module) -> Compiler:
         """A compiler for ``model``, a copy of this one, under this one's plan, if there is one when the copy is first
         called. Traces are not shared, since the attributes of the copy may change."""
-        return replace(self, model=model, _annotated={}, _source=self, _traced=[])
+        return replace(self, model=model, _annotated={}, _source=self, _traces=Traces())
 
     def __call__(self, request: Request) -> Compiled:
         source = self._source
@@ -91,7 +87,8 @@ class Compiler:
             self.plan, self._base, self.cluster = source.plan, source._base, source.cluster
         if self.plan is None or self._base is None:
             self._plan_for(replace(request, training=True))
-        base = self._cached_trace(request) or self._prepare(request, grad=request.grad)
+        base = self._traces.find(self.model, request, self._loss_fn(request), self.ranks)
+        base = base or self._at_other_lengths(request) or self._prepare(request, grad=request.grad)
         batch = batch_size(request.args, request.kwargs)
         self._check_padded(request, batch)
         if self._base is not None and request.grad and request.outputs != "each" and self._carries_over(base, batch):
@@ -150,44 +147,45 @@ class Compiler:
         base = same_on_all_ranks(
             self.ranks, lambda: self._trace(request, grad, timings), lambda prepared: prepared.graph.to_text()
         )
-        self._traced = [*self._traced[-TRACES:], ((grad, request.training, request.outputs), base)]
+        self._traces.add(replace(request, grad=grad), base)
         return base
 
-    def _trace(self, request: Request, grad: bool, timings: Timings | None) -> Prepared:
-        """Traces a call. A model that is called, not stepped, does not run ``loss_fn``: its own outputs are
-        differentiated."""
+    def _at_other_lengths(self, request: Request) -> Prepared | None:
+        """The trace of a call that differs from an earlier one in lengths of its inputs, from a trace in which they are
+        open; None if the model fixes them. Collective."""
+        lengths = self._traces.lengths(request)
+        if not lengths:
+            return None
+        base = None
+        with suppress(FixedLengthError):
+            base = self._trace(request, request.grad, None, lengths)
+        if not all(gather_objects(self.ranks, base is not None)):
+            self._traces.close(lengths)
+            return None
+        assert base is not None
+        same_on_all_ranks(self.ranks, base.graph.to_text, str)
+        self._traces.add(request, base)
+        return self._traces.find(self.model, request, self._loss_fn(request), self.ranks)
+
+    def _loss_fn(self, request: Request) -> LossFunction | None:
+        """A model that is called, not stepped, does not run ``loss_fn``: its own outputs are differentiated."""
+        return self.loss_fn if request.outputs == "loss" else None
+
+    def _trace(self, request: Request, grad: bool, timings: Timings | None, lengths: Lengths = ()) -> Prepared:
         return prepare(
             self.model,
             request.args,
             request.kwargs,
             device=self.device,
-            loss_fn=self.loss_fn if request.outputs == "loss" else None,
+            loss_fn=self._loss_fn(request),
             training=request.training,
             grad=grad,
             differentiate="all" if request.outputs == "each" else "loss",
             precision=self.options.precision,
             timings=timings,
             ranks=self.ranks,
+            lengths=lengths,
         )
-
-    def _cached_trace(self, request: Request) -> Prepared | None:
-        """An earlier trace that also applies to this call, up to the batch size; None unless every rank has it."""
-        key = request.grad, request.training, request.outputs
-        matches = (i for i, (traced, base) in enumerate(self._traced) if traced == key and self._applies(base, request))
-        everyone = gather_objects(self.ranks, next(matches, None))
-        index = everyone[0]
-        return None if index is None or set(everyone) != {index} else self._traced[index][1]
-
-    def _applies(self, base: Prepared, request: Request) -> bool:
-        loss_fn = self.loss_fn if request.outputs == "loss" else None
-        if base.loss_fn is not loss_fn or base.circumstances != circumstances(self.model, request.training):
-            return False
-        if base.traced.reads.changed(self.model) is not None:
-            return False
-        batch = batch_size(request.args, request.kwargs)
-        # A symbolic size means 2 or more: models may treat a batch of one differently (``squeeze``), without a guard.
-        holds = batch == base.batch or (batch >= 2 and base.traced.holds_for(batch))
-        return holds and _same_but_batch(base, request)
 
     def _carries_over(self, base: Prepared, batch: int) -> bool:
         """Whether the plan's choices apply to this trace: it has the same operations on the same parameters."""
@@ -355,29 +353,6 @@ def _loss_outputs(base: Prepared) -> tuple[Any, ...]:
 
 class _Indivisible(Exception):
     """The plan's choices do not apply to inputs of these sizes, or do not fit into memory."""
-
-
-def _same_but_batch(base: Prepared, request: Request) -> bool:
-    """Whether the request's inputs are the traced ones at another batch size."""
-    signature = base.traced.signature
-    try:
-        leaves = flatten_as(signature.input_spec, request.args, request.kwargs)
-    except PlanMismatchError:
-        return False
-    batch = batch_size(request.args, request.kwargs)
-    graph = base.graph.at(**{name: batch for name, _ in base.graph.symbols})
-    types = {node.target: node.type for node in graph.placeholders("input")}
-    gradients = {output.name for output in graph.outputs if output.kind == "input_gradient"}
-
-    def same(index: int, name: str | None, leaf: object) -> bool:
-        if name is None:
-            return Leaf.of(leaf, False) == Leaf.of(signature.constants[index], False)
-        kind = types[name]
-        if not isinstance(leaf, torch.Tensor) or (leaf.requires_grad and name not in gradients):
-            return False
-        return tuple(leaf.shape) == tuple(kind.shape) and leaf.dtype == kind.dtype
-
-    return all(same(*entry) for entry in zip(range(len(leaves)), signature.input_names, leaves, strict=True))
 
 
 def _without_stages(request: PlanRequest) -> PlanRequest:

@@ -1,7 +1,7 @@
 """Makes plans for other numbers of devices beside training, so that a restart on them finds its plan in the cache.
 
 A process of its own makes them, at the lowest priority, from what the model was planned from: it needs neither the
-model nor the user's code. ``python -m autopar.compiler.plan_ahead`` is that process.
+model nor the user's code. :data:`COMMAND` starts that process.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from .plan_cache import cached_plan
 
 # A number of devices, or the shape of a mesh.
 Mesh = int | tuple[int, ...]
+# Not ``python -m``, which warns that importing autopar has imported this module before.
+COMMAND = [sys.executable, "-c", "from autopar.compiler.plan_ahead import main; main()"]
 # The processes of this one, so that none is dropped while it runs.
 _STARTED: list[subprocess.Popen[bytes]] = []
 
@@ -77,9 +79,8 @@ def plan_ahead(model: ParallelModule, meshes: Sequence[Mesh] | Mapping[Mesh, int
     requests = requests_for(model, [(shape, batches.get(mesh)) for mesh, shape in shapes.items()])
     if not requests or os.environ.get("LOCAL_RANK", "0") != "0":
         return PlansAhead(None)
-    own = [sys.executable, "-m", "autopar.compiler.plan_ahead"]
     through = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
-    process = subprocess.Popen([*through, *own], stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen([*through, *COMMAND], stdin=subprocess.PIPE, start_new_session=True)
     _STARTED.append(process)
     threading.Thread(target=_send, args=(pickle.dumps(requests), process), name="autopar plans", daemon=True).start()
     return PlansAhead(process)
@@ -123,8 +124,9 @@ def make(requests: Sequence[PlanRequest]) -> list[str]:
     for request in requests:
         try:
             cached_plan(request, Timings())
-        except AutoparError as error:
-            failures.append(f"mesh {request.mesh}: {str(error).splitlines()[0]}")
+        except Exception as error:  # Training goes on: a line says what is missing, and not a trace in its midst.
+            kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
+            failures.append(f"mesh {request.mesh}: {kind}{str(error).partition(chr(10))[0]}")
     return failures
 
 
@@ -132,7 +134,3 @@ def main() -> None:
     os.nice(19)
     for failure in make(pickle.load(sys.stdin.buffer)):
         print(f"autopar: no plan is made ahead for {failure}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

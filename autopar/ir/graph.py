@@ -38,7 +38,7 @@ from autopar.errors import GraphError
 from .annotation_text import annotate_lines, split_annotations
 from .graph_text import parse_graph, print_graph, print_node, text_lines
 from .invariants import check_nodes, check_outputs
-from .node import PLACEHOLDERS, SAVED_ACTIVATION, Arg, Node, Output, TensorType, Value, map_arg
+from .node import PLACEHOLDERS, SAVED_ACTIVATION, Arg, Node, Output, TensorType, Value, map_arg, symbol
 from .placements import Strategy
 
 
@@ -121,15 +121,19 @@ class Graph:
         sizes = {**dict(self.symbols), **symbols}
         if not self.symbols:
             return self
-        names = {sympy.Symbol(k, positive=True, integer=True): v for k, v in sizes.items()}
-        cache: dict[sympy.Expr, int | float] = {}
+        return self.fixed(sizes)
+
+    def fixed(self, sizes: Mapping[str, int]) -> Graph:
+        """The graph with these symbols replaced by integers; others stay."""
+        names = {symbol(name): size for name, size in sizes.items()}
+        cache: dict[sympy.Expr, Arg] = {}
 
         def leaf(arg: Arg) -> Arg:
             if not isinstance(arg, sympy.Expr):
                 return arg
             if arg not in cache:
                 number = sympy.sympify(arg).subs(names)
-                cache[arg] = int(number) if number.is_integer else float(number)
+                cache[arg] = number if number.free_symbols else int(number) if number.is_integer else float(number)
             return cache[arg]
 
         def concrete(node: Node) -> Node:
@@ -137,7 +141,8 @@ class Graph:
             kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
             return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)
 
-        return replace(self, nodes=tuple(map(concrete, self.nodes)), symbols=())
+        symbols = tuple((name, hint) for name, hint in self.symbols if name not in sizes)
+        return replace(self, nodes=tuple(map(concrete, self.nodes)), symbols=symbols)
 
     def verify(self) -> Graph:
         """Returns itself, or raises :class:`GraphError` naming the first broken invariant."""

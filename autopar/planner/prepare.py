@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autopar.runtime.calls.kind import kind_of
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.cache.cache import traced_once
 from autopar.trace.call import Differentiate, describe_call
+from autopar.trace.lengths import BATCH, Lengths
 from autopar.trace.tracer import Traced, request_for
 
 from .request import PlanRequest
@@ -54,6 +55,16 @@ class Prepared:
     def loss(self) -> str | None:
         return self.traced.signature.loss
 
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The symbols of sizes of inputs, besides the batch size, that the graph leaves open."""
+        return tuple(name for name, _ in self.graph.symbols if name != BATCH)
+
+    def fixed(self, lengths: Mapping[str, int]) -> Prepared | None:
+        """This at certain :attr:`lengths`; None if the model runs other operations then."""
+        traced = self.traced.fixed(lengths)
+        return None if traced is None else replace(self, traced=traced, graph=self.graph.fixed(lengths))
+
 
 def prepare(
     model: nn.Module,
@@ -68,9 +79,11 @@ def prepare(
     precision: Precision | None = None,
     timings: Timings | None = None,
     ranks: AxisGroup | None = None,
+    lengths: Lengths = (),
 ) -> Prepared:
     """Traces a call under a policy of :mod:`autopar.precision`, once for all ``ranks``, and normalises the graph.
-    Raises :class:`OptionsError` if the policy is not for such a model."""
+    ``lengths``: sizes of inputs to leave open, if the model allows it. Raises :class:`OptionsError` if the policy is
+    not for such a model."""
     timings = timings or Timings()
     check_precision(model, precision)
     around = circumstances(model, model.training if training is None else training)
@@ -86,13 +99,13 @@ def prepare(
             grad=grad,
             differentiate=differentiate,
             autocast=half,
+            lengths=lengths,
         )
         traced = traced_once(request, ranks)
     with timings.phase("normalise"):
         graph = normalise(traced.graph)
         graph = with_scaled_loss(graph) if scales_loss(precision) else graph
-    sizes = dict(graph.symbols)
-    batch = next(iter(sizes.values()), batch_size(args, kwargs))
+    batch = dict(graph.symbols).get(BATCH, batch_size(args, kwargs))
     return Prepared(traced, graph, batch, loss_fn, around)
 
 

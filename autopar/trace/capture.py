@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,11 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.torch_internals.fake_tensors import (
     FakeTensorMode,
+    ShapeEnv,
     conditions,
     enable_python_dispatcher,
     expression_of,
+    hint_of,
     new_symbol,
     shape_environment,
     without_error_log,
@@ -44,6 +46,7 @@ from .counters import (
     refilled,
     with_attributes,
 )
+from .lengths import BATCH, Lengths, fresh_prime, prime_below, real_lengths
 from .loss import LossFunction, run_with_loss
 from .model_state import State, exchanged
 from .moe_blocks import experts_as_operations
@@ -61,7 +64,8 @@ CAPTURE_DEVICE = torch.device("cpu")
 @dataclass(frozen=True)
 class Request:
     """What to trace: see :func:`autopar.trace.tracer.trace`. ``device`` is the kind that the model is written for: what
-    its code says of it is said of the device that it is traced on."""
+    its code says of it is said of the device that it is traced on. ``lengths``: further sizes of inputs that become
+    symbols (:mod:`.lengths`)."""
 
     model: nn.Module
     state: tuple[State, ...]
@@ -73,18 +77,19 @@ class Request:
     differentiate: Differentiate
     reads: Reads
     autocast: torch.dtype | None = None
+    lengths: Lengths = ()
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph of torch.fx. ``symbol`` is torch's symbol for the batch size, or None; ``guards`` are conditions on
-    it. ``counted`` are the plain numbers that calls of modules count, by path. ``bodies`` has the graphs of the calls
-    taken out of line, if any; ``notes`` are for people.
+    """A joint graph of torch.fx. ``symbols`` are torch's symbols for the batch size, if it has one, and for lengths, by
+    the graph's names; ``guards`` are conditions on them. ``counted`` are the plain numbers that calls of modules count,
+    by path. ``bodies`` has the graphs of the calls taken out of line, if any; ``notes`` are for people.
     """
 
     graph_module: torch.fx.GraphModule
     returned: Returned
-    symbol: sympy.Symbol | None
+    symbols: Mapping[str, sympy.Symbol]
     guards: tuple[sympy.Basic, ...]
     counted: tuple[str, ...] = ()
     bodies: Bodies | None = None
@@ -187,15 +192,6 @@ def _gradients(outputs: Sequence[torch.Tensor], trainable: Sequence[torch.Tensor
     return torch.autograd.grad(ends, trainable, tangents, allow_unused=True) if ends and trainable else ()
 
 
-def fresh_prime(sizes: set[int], batch: int) -> int:
-    """A prime that divides none of ``sizes``, so that no size equals the batch's by chance. It is the smallest such
-    prime above the real ``batch``, so that comparisons with fixed numbers have the same result as for ``batch``."""
-    candidate = max(11, batch + 1) | 1
-    while not sympy.isprime(candidate) or any(size % candidate == 0 for size in sizes if size):
-        candidate += 2
-    return candidate
-
-
 def _sizes(request: Request) -> set[int]:
     tensors = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
     return {int(size) for tensor in tensors for size in tensor.shape} | {request.call.batch}
@@ -208,12 +204,31 @@ def _fake(tensor: torch.Tensor, shape: Sequence[Any], request: Request) -> torch
     return nn.Parameter(fake, fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
-    def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
-        replaced = batch is not None and tensor.dim() > 0 and tensor.shape[0] == request.call.batch
-        return (batch, *tensor.shape[1:]) if replaced else tuple(tensor.shape)
+def _fake_inputs(request: Request, sizes: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Inputs of the real shapes, but for the ``sizes`` that have symbols, by name."""
 
-    return tuple(_fake(tensor, shape(tensor), request) for tensor in request.call.tensors.values())
+    def shape(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+        real: list[Any] = list(tensor.shape)
+        if BATCH in sizes and real and real[0] == request.call.batch:
+            real[0] = sizes[BATCH]
+        for length in request.lengths:
+            if length.symbol in sizes and length.input == name:
+                real[length.dim] = sizes[length.symbol]
+        return tuple(real)
+
+    return tuple(_fake(tensor, shape(name, tensor), request) for name, tensor in request.call.tensors.items())
+
+
+def _symbols(environment: ShapeEnv | None, request: Request) -> dict[str, torch.SymInt]:
+    """A symbolic size for the batch and for each length; they compare like different primes."""
+    if environment is None:
+        return {}
+    taken = _sizes(request)
+    sizes = {BATCH: new_symbol(environment, "batch", fresh_prime(taken, request.call.batch))}
+    for name, real in real_lengths(request.lengths, request.call.tensors).items():
+        taken |= set(map(hint_of, sizes.values()))
+        sizes[name] = new_symbol(environment, name, prime_below(taken, real))
+    return sizes
 
 
 @contextmanager
@@ -232,19 +247,15 @@ def _collecting_rarely() -> Iterator[None]:
 def capture(
     request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
 ) -> Captured:
-    """Captures the joint graph, with a symbol for the batch size or with the real sizes; ``outlined``: with equal calls
-    of modules captured once; ``select``: with rows selected by values as masks. Raises whatever the model or torch
-    raise, and :class:`UnrecordedError` if nothing can be outlined.
+    """Captures the joint graph, with symbols for the batch size and lengths or with the real sizes; ``outlined``: with
+    equal calls of modules captured once; ``select``: with rows selected by values as masks. Raises whatever the model
+    or torch raise, and :class:`UnrecordedError` if nothing can be outlined.
     """
     environment = shape_environment() if symbolic else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
-    batch = (
-        new_symbol(environment, "batch", fresh_prime(_sizes(request), request.call.batch))
-        if environment is not None
-        else None
-    )
+    sizes = _symbols(environment, request)
     with mode:
-        inputs = _fake_inputs(request, batch)
+        inputs = _fake_inputs(request, sizes)
         tensors = [_fake(entry.tensor, entry.tensor.shape, request) for entry in request.state]
     selected = SelectedRows(lambda: tracker.path)
     step = Step(request, tensors, tracker, selected)
@@ -264,38 +275,38 @@ def capture(
             if not outlined:
                 graph_module, bodies = _export(mode, step, inputs), None
         if outlined:
-            graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
-        notes = (*selected.notes(), *_drawn(mode, step, inputs, batch))
+            graph_module, bodies = _outlined(mode, step, tensors, inputs, tuple(sizes.values()))
+        notes = (*selected.notes(), *_drawn(mode, step, inputs, symbolic))
         guards = tuple(conditions(environment)) if environment is not None else ()
-        numbers = _counted(mode, step, inputs, batch)
-    symbol = expression_of(batch) if batch is not None else None
-    return Captured(graph_module, step.returned, symbol, guards, numbers, bodies, notes)
+        numbers = _counted(mode, step, inputs, symbolic)
+    symbols = {name: expression_of(size) for name, size in sizes.items()}
+    return Captured(graph_module, step.returned, symbols, guards, numbers, bodies, notes)
 
 
-def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
+def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], symbolic: bool) -> tuple[str, ...]:
     """The plain numbers that calls of the model count, and whatever else they change and read; if a second call fails,
     all numbers that change."""
     paths, reads = step.counted, step.__dict__["request"].reads
     if step.counted or step.refilled or reads.rewritten:
-        with suppress(Exception), _symbolic(batch), mode:
+        with suppress(Exception), _dispatching(symbolic), mode:
             paths = step.counts_on(*inputs)
     return (*paths, *(path for path in reads.written if path not in paths))
 
 
-def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
+def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], symbolic: bool) -> tuple[str, ...]:
     """Notes on draws that are not operations."""
     request: Request = step.__dict__["request"]
     if not request.reads.generators.drawn:
         return ()
     tracker: ModuleTracker = step.__dict__["tracker"]
-    with tracker.listening(), _symbolic(batch), mode:
+    with tracker.listening(), _dispatching(symbolic), mode:
         return step.draws(*inputs)
 
 
-def _symbolic(batch: Any) -> AbstractContextManager[Any]:
+def _dispatching(symbolic: bool) -> AbstractContextManager[Any]:
     """Enables torch's Python dispatcher, as torch's own tracer does, since the C++ code of some operations would fix a
     symbolic size."""
-    return nullcontext() if batch is None else enable_python_dispatcher()
+    return enable_python_dispatcher() if symbolic else nullcontext()
 
 
 def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
@@ -303,19 +314,23 @@ def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tens
 
 
 def _outlined(
-    mode: FakeTensorMode, step: Step, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], batch: Any
+    mode: FakeTensorMode,
+    step: Step,
+    tensors: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    sizes: tuple[torch.SymInt, ...],
 ) -> tuple[torch.fx.GraphModule, Bodies]:
     """The joint graphs of the model's operations, which one run of it records."""
     tracker: ModuleTracker = step.__dict__["tracker"]
     recorder = Recorder((*inputs, *tensors), tracker.modules)
-    with tracker.listening(), _symbolic(batch), mode, recorder.listening():
+    with tracker.listening(), _dispatching(bool(sizes)), mode, recorder.listening():
         outputs = step(*inputs)
     program = outline(recorder.program(len(inputs) + len(tensors), outputs))
     if not program.sites:
         raise UnrecordedError("no two calls of modules are equal")
     with _without_autocast():  # The casts of autocast are already recorded.
         with mode:
-            symbol_inputs = [] if batch is None else [torch.empty((batch,), device=CAPTURE_DEVICE)]
+            symbol_inputs = [torch.empty((size,), device=CAPTURE_DEVICE) for size in sizes]
         return capture_outlined(step, inputs, program, symbol_inputs, mode, partial(_export, mode))
 
 

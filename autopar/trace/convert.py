@@ -32,19 +32,19 @@ from autopar.torch_internals.operators import OpOverload
 from .capture import CAPTURE_DEVICE, Captured, Request, module_path_of, place_of
 from .explain_errors import SPARSE, defined_at
 from .expressions import Expressions
+from .lengths import BATCH, real_lengths
 from .model_state import State
 from .neutral_operations import Operation, neutral
 from .random_draws import number_draws
 from .replay import BACKWARD, FORWARD, Bodies
-
-BATCH = "b"
 
 
 def convert(captured: Captured, request: Request) -> Graph:
     """The graph of ``captured``. Raises :class:`TraceError` for a size that is known only at run time."""
     converter = _Converter(captured, request)
     converter.convert_nodes()
-    symbols = ((BATCH, request.call.batch),) if captured.symbol is not None else ()
+    real = {BATCH: request.call.batch, **real_lengths(request.lengths, request.call.tensors)}
+    symbols = tuple((name, real[name]) for name in captured.symbols)
     graph = Graph(tuple(converter.nodes), tuple(converter.outputs()), symbols, converter.constants)
     return with_modules(with_phases(number_draws(graph).without_dead()), converter.unplaced).verify()
 
@@ -54,7 +54,7 @@ class _Converter:
 
     def __init__(self, captured: Captured, request: Request) -> None:
         self.captured, self.request = captured, request
-        self.expressions = Expressions(captured.symbol, symbol(BATCH))
+        self.expressions = Expressions({theirs: symbol(name) for name, theirs in captured.symbols.items()})
         self.values: dict[fx.Node, Any] = {}
         self.nodes: list[Node] = []
         self.constants: dict[str, torch.Tensor] = {}

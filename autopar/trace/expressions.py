@@ -1,8 +1,8 @@
-"""Converts the sizes of torch's tracer (its own sympy functions and symbols) to plain sympy in the graph's symbol."""
+"""Converts the sizes of torch's tracer (its own sympy functions and symbols) to plain sympy in the graph's symbols."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -35,10 +35,10 @@ _PLAIN: dict[type, Callable[..., sympy.Expr]] = {
 
 
 class Expressions:
-    """Rewrites expressions of torch's batch symbol ``old`` into expressions of ``new``; caches the results."""
+    """Rewrites expressions of torch's symbols into expressions of the graph's ``names`` for them; caches results."""
 
-    def __init__(self, old: sympy.Symbol | None, new: sympy.Symbol) -> None:
-        self._names: dict[sympy.Basic, sympy.Basic] = {} if old is None else {old: new}
+    def __init__(self, names: Mapping[sympy.Basic, sympy.Basic]) -> None:
+        self._names = names
         self._seen: dict[sympy.Basic, Dim | float] = {}
 
     def number(self, value: Any) -> Dim | float:
@@ -67,7 +67,7 @@ class Expressions:
         args = [self._plain(arg) for arg in expression.args]
         rebuild = _PLAIN.get(type(expression))
         if rebuild is None and type(expression).__module__ == theirs.__name__:
-            raise TraceError(f"the size {expression} cannot be written as a plain expression of the batch size")
+            raise TraceError(f"the size {expression} cannot be written as a plain expression of the sizes of inputs")
         return (rebuild or expression.func)(*args)
 
 

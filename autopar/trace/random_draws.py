@@ -7,8 +7,10 @@ from dataclasses import replace
 import sympy
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Dim, Node, Value
+from autopar.ir.node import Dim, Node, Value, symbol
 from autopar.ops.random import DRAWS, STATE_OP, position_strides
+
+from .lengths import BATCH
 
 STATE = "random"
 """The name, operation and target of the placeholder for the state of :mod:`autopar.ops.random`."""
@@ -43,15 +45,15 @@ def _numbered(node: Node, place: int) -> Node:
     return replace(node, kwargs=(*node.kwargs, *attributes))
 
 
-def _samples(shape: tuple[Dim, ...]) -> tuple[int, int] | None:
+def _samples(shape: tuple[Dim, ...]) -> tuple[int, Dim] | None:
     """The dim of a symbolic shape that counts samples, or equally many rows of each, and the elements of a sample;
     None unless there is exactly one such dim."""
-    dims = [dim for dim, size in enumerate(shape) if isinstance(size, sympy.Expr) and size.free_symbols]
+    batch = symbol(BATCH)
+    dims = [dim for dim, size in enumerate(shape) if isinstance(size, sympy.Expr) and batch in size.free_symbols]
     if len(dims) != 1:
         return None
-    size = sympy.sympify(shape[dims[0]])
-    (batch,) = size.free_symbols
-    rows = sympy.cancel(size / batch)
-    if not rows.is_Integer:
+    rows = sympy.cancel(sympy.sympify(shape[dims[0]]) / batch)
+    if not rows.is_integer or batch in rows.free_symbols:
         return None
-    return dims[0], int(rows) * int(position_strides(shape, (dims[0], 0))[dims[0]])
+    elements = rows * position_strides(shape, (dims[0], 0))[dims[0]]
+    return dims[0], int(elements) if elements.is_Integer else elements

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import nn
 
-from autopar.errors import TraceError
+from autopar.errors import FixedLengthError, TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.node import symbol
 from autopar.ir.signature import Signature
@@ -28,12 +28,13 @@ from autopar.trace.guards.read_names import Names, names_of
 from autopar.trace.guards.reads import Reads
 from autopar.trace.masked_rows.branches import SelectionError
 
-from .call import Call, Differentiate, Returned, describe_call
+from .call import Differentiate, Returned, describe_call
 from .capture import Captured, Request, capture
-from .convert import BATCH, convert
+from .convert import convert
 from .counters import warn_of_counters
 from .dtypes import check_dtypes
 from .explain_errors import explain, explain_call, is_data_dependent
+from .lengths import BATCH, Lengths, real_lengths
 from .loss import LossFunction
 from .model_state import State, model_state, unchanged
 from .running_module import ModuleTracker
@@ -43,11 +44,11 @@ from .running_module import ModuleTracker
 class Traced:
     """A traced model.
 
-    ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
-    that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
-    are conditions on the batch size under which the model runs the same operations (``b > 4``), ``reads`` guard what it
-    read from Python objects, and ``read_names`` are the names of these reads. ``counted`` are numbers that the model
-    counts itself, which gives a warning. ``notes`` tell people what tracing made more expensive than it looks.
+    ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers`` that of each
+    buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards`` are conditions on the
+    symbolic sizes under which the model runs the same operations (``b > 4``), ``reads`` guard what it read from Python
+    objects, and ``read_names`` are the names of these reads. ``counted`` are numbers that the model counts itself,
+    which gives a warning. ``notes`` tell people what tracing made more expensive than it looks.
     """
 
     graph: Graph
@@ -62,7 +63,16 @@ class Traced:
 
     def holds_for(self, batch: int) -> bool:
         """Whether the graph holds for this batch size."""
-        return _all_hold(self.guards, symbol(BATCH), batch)
+        return _all_hold(self.guards, {symbol(BATCH): batch})
+
+    def fixed(self, lengths: Mapping[str, int]) -> Traced | None:
+        """The trace at these sizes of inputs, of which the batch size stays symbolic; None if it does not hold for
+        them."""
+        sizes = {symbol(name): size for name, size in lengths.items()}
+        guards = tuple(guard.subs(sizes) for guard in self.guards)
+        if any(guard == sympy.false for guard in guards):
+            return None
+        return replace(self, graph=self.graph.fixed(lengths), guards=tuple(g for g in guards if g != sympy.true))
 
 
 def trace(
@@ -122,6 +132,7 @@ def request_for(
     grad: bool = True,
     differentiate: Differentiate = "loss",
     autocast: torch.dtype | None = None,
+    lengths: Lengths = (),
 ) -> Request:
     """The request of :func:`trace`, checked as far as possible without tracing. Raises :class:`TraceError`."""
     if not isinstance(model, nn.Module):
@@ -140,6 +151,7 @@ def request_for(
         differentiate=differentiate,
         autocast=autocast,
         reads=Reads(model, loss_fn),
+        lengths=lengths,
     )
 
 
@@ -171,6 +183,8 @@ def _check_modules(model: nn.Module) -> None:
 
 def _captured(request: Request) -> tuple[Captured, Graph]:
     """Captures the model as it is, or, if that fails because values decide what runs, with selected rows as masks."""
+    if request.lengths:
+        return _captured_open(request)
     try:
         return _captured_as(request, select=False)
     except TraceError as error:
@@ -186,6 +200,16 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
         raise first from second
 
 
+def _captured_open(request: Request) -> tuple[Captured, Graph]:
+    """Captures with symbols for the batch size and for the lengths. Raises :class:`FixedLengthError` if the model fixes
+    any of them."""
+    for outlined, select in ((True, False), (False, False), (False, True)) if request.call.batch else ():
+        found = _attempt(request, symbolic=True, outlined=outlined, select=select)
+        if found is not None:
+            return found
+    raise FixedLengthError("the model runs other operations for other lengths of its inputs")
+
+
 def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
     """Captures with a symbol if the batch size has one and nothing in the model fixes it, else with the real sizes; in
     both cases with equal calls of modules captured once, if possible.
@@ -195,19 +219,9 @@ def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
     for symbolic, outlined in ways:
         if not symbolic and not outlined:
             break
-        # After any other failure the next way may succeed; if the last fails too, its message has plain numbers.
-        try:
-            with _without_backward_traces():
-                captured = capture(
-                    request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined, select=select
-                )
-                graph = convert(captured, request)
-                if not symbolic or not _is_specialised(captured, graph, request.call):
-                    return captured, graph
-        except DrawError:
-            raise
-        except Exception:
-            continue
+        found = _attempt(request, symbolic=symbolic, outlined=outlined, select=select)
+        if found is not None:
+            return found
     tracker = ModuleTracker(request.model)
     try:
         captured = capture(request, tracker, symbolic=False, select=select)
@@ -219,6 +233,21 @@ def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
         raise (wrong or explain(error, tracker.path, request.model)) from error
 
 
+def _attempt(request: Request, *, symbolic: bool, outlined: bool, select: bool) -> tuple[Captured, Graph] | None:
+    """One way of several to capture, of which the next may succeed if this one fails; if the last fails too, its
+    message has plain numbers."""
+    try:
+        with _without_backward_traces():
+            tracker = ModuleTracker(request.model)
+            captured = capture(request, tracker, symbolic=symbolic, outlined=outlined, select=select)
+            graph = convert(captured, request)
+            return None if symbolic and _is_specialised(captured, graph, request) else (captured, graph)
+    except DrawError:
+        raise
+    except Exception:
+        return None
+
+
 @contextlib.contextmanager
 def _without_backward_traces() -> Iterator[None]:
     """Suppresses torch's warning, with a stack trace, that backward failed: only one way of several failed here."""
@@ -227,24 +256,28 @@ def _without_backward_traces() -> Iterator[None]:
         yield
 
 
-def _is_specialised(captured: Captured, graph: Graph, call: Call) -> bool:
-    """Whether the symbolic trace holds only for its own hint, or not for the real batch size."""
-    assert captured.symbol is not None
-    inputs = [node for node in graph.placeholders("input") if node.type.rank]
-    with_batch = [node for node in inputs if call.tensors[node.target].shape[0] == call.batch]
-    fixed = any(node.type.shape[0] != symbol(BATCH) for node in with_batch)
+def _is_specialised(captured: Captured, graph: Graph, request: Request) -> bool:
+    """Whether the symbolic trace holds only for its own hints, or not for the real sizes."""
+    if not all(isinstance(theirs, sympy.Symbol) for theirs in captured.symbols.values()):
+        return True  # It is a number now.
+    call = request.call
+    inputs = {node.target: node.type.shape for node in graph.placeholders("input") if node.type.rank}
+    with_batch = [shape[0] for name, shape in inputs.items() if call.tensors[name].shape[0] == call.batch]
+    fixed = any(size != symbol(BATCH) for size in with_batch)
+    of_lengths = [inputs[length.input][length.dim] == symbol(length.symbol) for length in request.lengths]
     returned = any(isinstance(constant, sympy.Basic) for constant in captured.returned.constants.values())
-    return fixed or returned or not _all_hold(captured.guards, captured.symbol, call.batch)
+    real = {BATCH: call.batch, **real_lengths(request.lengths, call.tensors)}
+    held = _all_hold(captured.guards, {theirs: real[name] for name, theirs in captured.symbols.items()})
+    return fixed or not all(of_lengths) or returned or not held
 
 
-def _all_hold(guards: tuple[sympy.Basic, ...], name: sympy.Symbol, batch: int) -> bool:
-    return all(bool(guard.subs(name, batch)) for guard in guards)
+def _all_hold(guards: tuple[sympy.Basic, ...], sizes: Mapping[sympy.Symbol, int]) -> bool:
+    return all(bool(guard.subs(sizes)) for guard in guards)
 
 
 def _traced(request: Request, captured: Captured, graph: Graph) -> Traced:
-    guards: tuple[sympy.Basic, ...] = ()
-    if captured.symbol is not None:
-        guards = tuple(guard.subs(captured.symbol, symbol(BATCH)) for guard in captured.guards)
+    names = {theirs: symbol(name) for name, theirs in captured.symbols.items()}
+    guards = tuple(guard.subs(names) for guard in captured.guards)
     return traced_call(request, captured.returned, graph, guards, captured.notes)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.node import TensorType
-from autopar.runtime.comm.minority import minority
+from autopar.runtime.comm.minority import minority, named
 
 from .kind import CallKind
 
@@ -74,7 +74,7 @@ def explain_kind(ranks: Sequence[int], descriptions: Sequence[Description]) -> s
         lines, advice = _programs(ranks, descriptions), _SAME_ATTRIBUTES
     listed = "".join(f"\n  {line}" for line in lines)
     odd, others = ([ranks[at] for at in places] for places in minority([repr(call) for call in descriptions]))
-    return f"ranks make different calls of the model, {_named(odd)} another than {_named(others)}:{listed}\n{advice}"
+    return f"ranks make different calls of the model, {named(odd)} another than {named(others)}:{listed}\n{advice}"
 
 
 def _input_lines(ranks: Sequence[int], descriptions: Sequence[Description]) -> list[str]:
@@ -106,7 +106,7 @@ def _groups(about: str, ranks: Sequence[int], values: Sequence[object]) -> list[
         sets.setdefault(value, []).append(rank)
     if len(sets) == 1:
         return []
-    return [f"{about}: " + "; ".join(f"{value} on {_named(own)}" for value, own in sets.items())]
+    return [f"{about}: " + "; ".join(f"{value} on {named(own)}" for value, own in sets.items())]
 
 
 def _flags(about: str, ranks: Sequence[int], values: Sequence[object]) -> list[str]:
@@ -131,7 +131,7 @@ def _programs(ranks: Sequence[int], descriptions: Sequence[Description]) -> list
 def explain_content(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> str:
     """The message about an input whose values differ: on all ``ranks`` but the first, which stands for the others."""
     kind = TensorType(tuple(tensor.shape), tensor.dtype)
-    others = f"{_named(ranks[1:])} {'has' if len(ranks) == 2 else 'have'}"
+    others = f"{named(ranks[1:])} {'has' if len(ranks) == 2 else 'have'}"
     if isinstance(tensor, DTensor):
         return (
             f"input {name} ({kind}, placed as {tuple(map(str, tensor.placements))}): {others} other values than rank "
@@ -140,7 +140,3 @@ def explain_content(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> st
             f"ranks share.\n{_SWITCH}"
         )
     return f"input {name} ({kind}): {others} other values than rank {ranks[0]}. {_SAME_BATCH}\n{_SWITCH}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

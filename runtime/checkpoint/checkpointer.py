@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from autopar.errors import CheckpointError, OptionsError
+from autopar.errors import OptionsError
 
 from .background import Background, Buffers, copied
 from .find import checkpoints
@@ -128,8 +128,8 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             self.finish()
-        except CheckpointError as failure:
-            if error is None:
+        except Exception as failure:
+            if error is None:  # The error is the cause, and not that others have left.
                 raise
             warnings.warn(f"the last checkpoint was not written: {failure}", stacklevel=2)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopar.errors import IndexRangeError
 from autopar.ops.index_range import OutOfRange, take_out_of_range
 from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.comm.minority import named
 
 from .section_code import describe_place
 
@@ -28,7 +29,7 @@ def _explain(ranks: Sequence[int], everyone: Sequence[list[LocatedIndex]]) -> st
             where.setdefault((bad.value, bad.low, bad.high, place), set()).add(rank)
     lines = [
         f"index {value} is out of range, not {low} <= index < {high}{place and f', {place}'} (met on "
-        f"rank{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))})"
+        f"{named(sorted(own))})"
         for (value, low, high, place), own in where.items()
     ]
     listed = "\n".join(lines)

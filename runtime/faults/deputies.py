@@ -12,15 +12,16 @@ WATCH, HUB, INTERRUPT = "autopar watch", "autopar hub", "autopar interrupt"
 # They work if together they compute this share of the time, or move so many bytes a second.
 # Chosen: what only waits does less, pollers and loggers included.
 _BUSY, _BYTES = 0.05, 1 << 16
-# Seconds after which an earlier look says nothing.
-# Chosen: a few of the usual intervals.
+# Intervals after which an earlier look says nothing.
+# Chosen.
 _OLD = 3.0
 
 
 class Deputies:
     """Looks at what may help a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float) -> None:
+        self._old = _OLD * interval
         self._looked, self._before = float("-inf"), dict[str, tuple[float, int]]()
 
     def work(self, thread: int) -> bool:
@@ -32,7 +33,7 @@ class Deputies:
         pairs = [(after, before.get(folder, (0.0, 0))) for folder, after in done.items()]
         computed = sum(max(0.0, after[0] - earlier[0]) for after, earlier in pairs)
         moved = sum(max(0, after[1] - earlier[1]) for after, earlier in pairs)
-        return passed > _OLD or computed > _BUSY * passed or moved > _BYTES * passed
+        return passed > self._old or computed > _BUSY * passed or moved > _BYTES * passed
 
 
 def _folders(thread: int) -> list[str]:

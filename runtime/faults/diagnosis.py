@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from autopar.runtime.comm.minority import named
+
+from .pace import INTERVAL
 from .record import Record
 
-# Seconds for which a rank has been still in a wait before it counts as waiting: messages of a step are faster, and
-# where they are not, nothing follows from it alone.
+# Intervals (:mod:`.pace`) for which a rank has been still in a wait before it counts as waiting: messages of a step are
+# faster, and where they are not, nothing follows from it alone. What two ranks have said may be an interval apart.
 # Chosen: three looks.
 STILL = 3.0
 # As STILL, for ranks outside of autopar's calls, whose communication may be with others than these ranks.
 # Chosen.
 STILL_OUTSIDE = 10.0
-# Seconds without a word after which a rank counts as silent, and no longer as waiting.
+# Intervals without a word after which a rank counts as silent, and no longer as waiting.
 # Chosen: three intervals and a half.
 SILENT = 3.5
-# Seconds for which the cause of a failed communication may come to light before the failure itself is reported.
+# Intervals for which the cause of a failed communication may come to light before the failure itself is reported.
 # Chosen.
 CAUSE = 4.0
+# Calls or places that a message lists.
+# Chosen: a screen; each of thousands of ranks may be at a place of its own.
+_LISTED = 16
 # Planning may take its time, and so may a rank that rests outside of autopar, or does not answer but is there: this
 # times the timeout. A rank that moves may take all the time that the process group's own timeout leaves.
 # Chosen: ten minutes for the default of one.
@@ -30,7 +36,7 @@ LENIENCE = 10.0
 class Seen:
     """What the others know of ``rank``: its last ``record``, the seconds since (``silent``), whether its connection is
     ``open``, for how many seconds it has been known to be ``broken``, and of a silent process whether it is ``stopped``
-    (False if nobody can tell) and its host can be ``reached``."""
+    (False if nobody can tell) and its host can be ``reached``. ``interval``: between two of its messages."""
 
     rank: int
     record: Record
@@ -39,10 +45,11 @@ class Seen:
     broken: float = 0.0
     stopped: bool = False
     reached: bool = True
+    interval: float = INTERVAL
 
     @property
     def hears(self) -> bool:
-        return self.open and self.silent < SILENT
+        return self.open and self.silent < SILENT * self.interval
 
     @property
     def gone(self) -> bool:
@@ -60,11 +67,16 @@ class Seen:
         record = self.record
         if not self.hears or not record.name:
             return False
-        return record.state == "broken" or (record.waits and record.still >= STILL)
+        return record.state == "broken" or (record.waits and record.still >= STILL * self.interval)
 
     @property
     def waits_elsewhere(self) -> bool:
-        return self.hears and not self.record.name and self.record.waits and self.record.still >= STILL_OUTSIDE
+        return (
+            self.hears
+            and not self.record.name
+            and self.record.waits
+            and self.record.still >= STILL_OUTSIDE * self.interval
+        )
 
 
 def diagnose(everyone: Sequence[Seen]) -> str | None:
@@ -91,7 +103,7 @@ def patience(everyone: Sequence[Seen]) -> tuple[float, str]:
         return waited, ""
     how = "rests" if others[0].record.still else "moves"
     state = f"and {how}" if others[0].hears else "and does not answer"
-    return waited, f"{named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting)} since {waited:.0f} s"
+    return waited, f"{_named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting)} since {waited:.0f} s"
 
 
 def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
@@ -109,7 +121,7 @@ def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         )
     if missed:
         return (
-            f"the script of {named(missed)} came to its end after {missed[0].record.number} collective calls; "
+            f"the script of {_named(missed)} came to its end after {missed[0].record.number} collective calls; "
             f"{_who_wait(waiting)}: every rank must make the same calls, with as many batches"
         )
     return None
@@ -134,7 +146,7 @@ def _differing(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         calls.setdefault(seen.record.call if seen.record.name else seen.record.place, []).append(seen)
     if len(calls) == 1:
         return None
-    groups = "; ".join(f"{named(group)} in {call}" for call, group in _smallest_first(calls))
+    groups = "; ".join(f"{_named(group)} in {call}" for call, group in _smallest_first(calls)[:_LISTED])
     return (
         f"ranks wait for each other in different calls: {groups.replace(' in outside', ' outside')}. All ranks must "
         "make the same collective calls in the same order: move the call out of a branch such as `if rank == 0:`"
@@ -161,12 +173,12 @@ def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     if silent:
         state = "is stopped (SIGSTOP)" if silent[0].stopped else "does not answer: it is stopped, or cut off"
         return (
-            f"{named(silent)} ({silent[0].record.where}) {state}, last seen {silent[0].record.place}; "
+            f"{_named(silent)} ({silent[0].record.where}) {state}, last seen {silent[0].record.place}; "
             f"{_who_wait(waiting)} since {waited:.0f} s"
         )
     absent = [seen for seen in others if not seen.waits_elsewhere] or others
     return (
-        f"{named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
+        f"{_named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
         f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows{_raised(absent[0])}"
     )
 
@@ -178,7 +190,7 @@ def _is_overdue(seen: Seen, waited: float, limit: float, waiting: Sequence[Seen]
     if not seen.hears:
         lenient = seen.reached and not seen.stopped  # Python's lock may be held by what computes.
         allowed = limit * (LENIENCE if lenient else 1)
-        return seen.silent >= allowed and waited + SILENT >= allowed
+        return seen.silent >= allowed and waited + SILENT * seen.interval >= allowed
     allowed = limit * (LENIENCE if _may_come(seen, waiting) else 1)
     return min(seen.record.still, waited) >= allowed
 
@@ -193,13 +205,13 @@ def _may_come(seen: Seen, waiting: Sequence[Seen]) -> bool:
 
 def _broken(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     """A communication that failed, though nothing is known to be wrong: the process group's own timeout, a cable."""
-    broken = [seen for seen in waiting if seen.broken >= CAUSE]
+    broken = [seen for seen in waiting if seen.broken >= CAUSE * seen.interval]
     if not broken:
         return None
     others = [seen for seen in everyone if not seen.waiting and not seen.gone]
     verb = "was" if len(others) == 1 else "were"
-    meanwhile = f"; {named(others)} {verb} {others[0].record.place}" if others else ""
-    return f"the communication of {named(broken)} failed {broken[0].record.place}: {broken[0].record.note}{meanwhile}"
+    meanwhile = f"; {_named(others)} {verb} {others[0].record.place}" if others else ""
+    return f"the communication of {_named(broken)} failed {broken[0].record.place}: {broken[0].record.note}{meanwhile}"
 
 
 def _raised(seen: Seen) -> str:
@@ -210,18 +222,19 @@ def _raised(seen: Seen) -> str:
 def _who_wait(waiting: Sequence[Seen]) -> str:
     places: dict[str, list[Seen]] = {}
     for seen in waiting:
-        places.setdefault(seen.record.place, []).append(seen)
+        places.setdefault(replace(seen.record, instruction="").place, []).append(seen)
     place, group = max(places.items(), key=lambda entry: len(entry[1]))
-    place = place.partition(", in the instruction")[0]
-    return f"{named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
+    return f"{_named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
 
 
 def _details(everyone: Sequence[Seen]) -> str:
-    """A line for each set of ranks that are at the same place."""
+    """A line for each set of ranks that are at the same place, of many the smallest sets."""
     lines: dict[str, list[Seen]] = {}
     for seen in everyone:
         lines.setdefault(_state(seen), []).append(seen)
-    return "\n".join(f"  {named(group)}: {text}" for text, group in _smallest_first(lines))
+    sets = _smallest_first(lines)
+    text = "\n".join(f"  {_named(group)}: {state}" for state, group in sets[:_LISTED])
+    return text + (f"\n  and {len(sets) - _LISTED} more places" if len(sets) > _LISTED else "")
 
 
 def _state(seen: Seen) -> str:
@@ -237,12 +250,9 @@ def _state(seen: Seen) -> str:
     return f"{'waiting' if record.waits else 'running'} {record.place}{'' if record.name else _raised(seen)}"
 
 
-def _smallest_first(groups: Mapping[str, list[Seen]]) -> Iterable[tuple[str, list[Seen]]]:
+def _smallest_first(groups: Mapping[str, list[Seen]]) -> list[tuple[str, list[Seen]]]:
     return sorted(groups.items(), key=lambda entry: (len(entry[1]), entry[1][0].rank))
 
 
-def named(group: Sequence[Seen]) -> str:
-    """``rank 2`` or ``ranks 0, 1, 3``; of many, the first eight."""
-    ranks = [str(seen.rank) for seen in group]
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}{more}"
+def _named(group: Sequence[Seen]) -> str:
+    return named([seen.rank for seen in group])

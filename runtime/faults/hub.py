@@ -1,13 +1,14 @@
 """The meeting point of the ranks' watches, on a thread of the first rank.
 
-Each rank keeps a connection to it, sends a :class:`~.record.Record` about once a second, and hears that the hub is
-there. A connection that closes is a process that ended, whatever ended it. The hub alone decides what is wrong
+Each rank keeps a connection to it, sends a :class:`~.record.Record` at each interval (:mod:`.pace`), and hears that the
+hub is there. A connection that closes is a process that ended, whatever ended it. The hub alone decides what is wrong
 (:mod:`.diagnosis`), so that all ranks raise the same message. Messages are JSON, one a line, and the first must have
 the token that the ranks' store gave out.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import selectors
@@ -23,18 +24,19 @@ from autopar.content.files_read import ignore_this_thread
 
 from .deputies import HUB
 from .diagnosis import Seen, diagnose, patience
-from .process_state import STOPPED, state_of
+from .pace import interval_of
+from .process_state import STOPPED, allow_descriptors, state_of
 from .record import Record, from_json, letters_from_json
 from .traffic import unacknowledged_seconds
 
-# Seconds between two messages of a rank, and of the hub.
-# Chosen: a fault is known within seconds, at less than a thousandth of a processor.
-INTERVAL = 1.0
 # More than any message has.
 _MOST_BYTES = 1 << 16
-# Seconds without an acknowledgement by its host after which a rank counts as cut off.
+# Intervals without an acknowledgement by its host after which a rank counts as cut off.
 # Chosen: five messages.
 REACHED = 5.0
+# Descriptors that this process may need in addition to those it has and one for each rank.
+# Chosen.
+_SPARE = 64
 
 
 @dataclass
@@ -53,11 +55,12 @@ class Hub(threading.Thread):
     def __init__(self, ranks: Sequence[int], token: str, host: str) -> None:
         super().__init__(name=HUB, daemon=True)
         self._last: dict[str, object] = {"fault": ""}
-        self._token, self._host = token, host
-        self._seen = {rank: Seen(rank, Record()) for rank in ranks}
+        self._token, self._host, self._interval = token, host, interval_of(len(ranks))
+        self._seen = {rank: Seen(rank, Record(), interval=self._interval) for rank in ranks}
         self._heard = dict.fromkeys(ranks, time.monotonic())
         self._broken: dict[int, float] = {}
-        self._joined: set[int] = set()
+        self._joined: dict[int, _Peer] = {}
+        allow_descriptors(len(ranks) + _SPARE)
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._server = socket.create_server(("", 0), family=family, backlog=len(ranks), dualstack_ipv6=both)
@@ -73,25 +76,25 @@ class Hub(threading.Thread):
         """Ends the thread: the script of this rank ends, after collective call ``number`` or by a ``fault``, which the
         others hear."""
         self._last, self._closing = {"fault": fault, "ended": number}, True
-        self.join(2 * INTERVAL)
+        self.join(2 * self._interval)
 
     def abandon(self) -> None:
         """Closes the sockets in a fork, which would keep connections open after this process has ended."""
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+        for each in (self._server, *(peer.connection for peer in self._peers())):
+            each.close()
 
     def run(self) -> None:
         ignore_this_thread()
-        told, before = "", time.monotonic()
+        told, before, pause = "", time.monotonic(), self._interval / 2
         while not self._closing:
-            for key, _ in self._selector.select(INTERVAL / 2):
+            for key, _ in self._selector.select(pause):
                 self._join() if key.fileobj is self._server else self._read(key.data)
             now = time.monotonic()
-            if now - before < INTERVAL / 2 and not self._urgent:
+            if now - before < pause and not self._urgent:
                 continue
             self._urgent = False
-            paused, before = now - before - INTERVAL / 2, now
-            if paused > INTERVAL:
+            paused, before = now - before - pause, now
+            if paused > self._interval:
                 # This process was stopped, or its GIL taken: what others sent in the meantime is not read yet.
                 self._heard = {rank: heard + paused for rank, heard in self._heard.items()}
                 continue
@@ -118,32 +121,49 @@ class Hub(threading.Thread):
 
     def _silent(self, now: float) -> list[Seen]:
         """Ranks of other hosts that do not answer: their neighbours are asked what they see of them."""
-        late = (seen for seen in self._seen.values() if seen.open and now - self._heard[seen.rank] > 2 * INTERVAL)
+        usual = 2 * self._interval
+        late = (self._seen[rank] for rank in self._joined if now - self._heard[rank] > usual and self._seen[rank].open)
         return [seen for seen in late if not seen.record.where.endswith(f" on {self._host}")]
 
     def _as_of(self, seen: Seen, now: float) -> Seen:
         silent = now - self._heard[seen.rank]
         broken = now - self._broken.setdefault(seen.rank, now) if seen.record.state == "broken" else 0.0
-        if silent <= INTERVAL:
-            return replace(seen, silent=silent, broken=broken)
+        seen = replace(seen, silent=silent, broken=broken)
+        if seen.hears or not seen.open:
+            return seen
         where = seen.record.where
         letter = state_of(where, self._host) or self._letters.get(where, "")
-        peers = [peer.connection for peer in self._peers() if peer.rank == seen.rank]
-        reached = any(unacknowledged_seconds(connection) < REACHED for connection in peers)
-        return replace(seen, silent=silent, broken=broken, stopped=letter in STOPPED, reached=reached)
+        connection = self._joined[seen.rank].connection
+        reached = unacknowledged_seconds(connection) < REACHED * self._interval
+        return replace(seen, stopped=letter in STOPPED, reached=reached)
 
     def _peers(self) -> list[_Peer]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _join(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._server.accept()
-            connection.settimeout(INTERVAL)
-            self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._selector.unregister(self._server)  # It would be ready for ever.
+                self._warn(f"{len(self._seen) - len(self._joined)} ranks cannot join: {error}")
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+
+    def _warn(self, why: str) -> None:
+        print(
+            f"autopar: {why}; faults of ranks will not be named, and may take the process group's timeout. Raise the "
+            f"limit of open files of the first rank (ulimit -n) to {len(self._seen) + (1 << 10)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _read(self, peer: _Peer) -> None:
         try:
             received = peer.connection.recv(_MOST_BYTES)
+        except BlockingIOError:
+            return
         except OSError:
             received = b""
         *lines, peer.unread = (peer.unread + received).split(b"\n")
@@ -158,7 +178,7 @@ class Hub(threading.Thread):
             if peer.rank is None:
                 peer.unread = b" " * (_MOST_BYTES + 1)  # Not one of us: dropped.
             else:
-                self._joined.add(peer.rank)
+                self._joined[peer.rank] = peer
         elif (record := from_json(line)) is not None:
             self._seen[peer.rank] = replace(self._seen[peer.rank], record=record)
             self._urgent = self._urgent or record.state == "broken"  # Its launcher may be about to end it.
@@ -189,7 +209,7 @@ class Hub(threading.Thread):
                 continue
             peer.unsent = peer.unsent or text
             try:
-                peer.unsent = peer.unsent[peer.connection.send(peer.unsent, socket.MSG_DONTWAIT) :]
+                peer.unsent = peer.unsent[peer.connection.send(peer.unsent) :]
             except BlockingIOError:
                 continue
             except OSError:

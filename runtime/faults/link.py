@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import select
+import selectors
 import socket
 import threading
 import time
@@ -15,7 +15,8 @@ from typing import Any
 from autopar.content.files_read import ignore_this_thread
 
 from .deputies import WATCH
-from .hub import INTERVAL, REACHED
+from .hub import REACHED
+from .pace import INTERVAL
 from .process_state import state_of
 from .record import Record, to_json
 from .traffic import unacknowledged_seconds
@@ -46,9 +47,10 @@ class Link(threading.Thread):
         hello: str,
         look: Callable[[], Record],
         hear: Callable[[str, Silence], None],
+        interval: float = INTERVAL,
     ) -> None:
         super().__init__(name=WATCH, daemon=True)
-        self._look, self._hear = look, hear
+        self._look, self._hear, self._interval = look, hear, interval
         self._connection = connect(addresses, port)
         self._connection.sendall(f"{hello}\n{to_json(look())}\n".encode())
         self._bell, self._ring = socket.socketpair()
@@ -81,15 +83,15 @@ class Link(threading.Thread):
             gone = gone or not self._exchange()
             self._sent.set()
             # Longer than that this thread did not run: the process was stopped, or its GIL taken.
-            self._silent = float("inf") if gone else self._silent + min(passed, 2 * INTERVAL)
-            reached = gone or unacknowledged_seconds(self._connection) < REACHED
+            self._silent = float("inf") if gone else self._silent + min(passed, 2 * self._interval)
+            reached = gone or unacknowledged_seconds(self._connection) < REACHED * self._interval
             self._hear(self._fault, Silence(self._silent, self._ended, reached))
 
     def _wait(self, gone: bool) -> list[socket.socket]:
         """Waits for an interval, for the bell, or for a message about a fault."""
-        deadline = time.monotonic() + INTERVAL
+        deadline = time.monotonic() + self._interval
         while (left := deadline - time.monotonic()) > 0:
-            ready = select.select([self._bell] if gone else [self._bell, self._connection], [], [], left)[0]
+            ready = _readable([self._bell] if gone else [self._bell, self._connection], left)
             if self._connection in ready and (not self._read() or self._fault):
                 return ready
             if self._bell in ready:
@@ -104,7 +106,7 @@ class Link(threading.Thread):
             return True
         except OSError:
             return False
-        return self._connection not in select.select([self._connection], [], [], 0)[0] or self._read()
+        return not _readable([self._connection], 0.0) or self._read()
 
     def _read(self) -> bool:
         """Reads what the hub sent; False at the end of the connection."""
@@ -127,6 +129,15 @@ class Link(threading.Thread):
         if letters:
             with suppress(OSError):
                 self._connection.sendall(json.dumps({"letters": letters}).encode() + b"\n")
+
+
+def _readable(connections: Sequence[socket.socket], seconds: float) -> list[Any]:
+    """Those from which something can be read, at once or within so many seconds. Not by ``select``, which takes no
+    descriptors from 1024 on, and the first rank has one for each rank."""
+    with selectors.DefaultSelector() as selector:
+        for each in connections:
+            selector.register(each, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]
 
 
 def connect(addresses: Sequence[str], port: int) -> socket.socket:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,9 +15,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from autopar.errors import FaultError
+from autopar.processes.port_owner import port_owner
+from autopar.runtime.comm.minority import named
 from autopar.runtime.torch_internals.collectives import world_timeout
 
 from .diagnosis import LENIENCE
+
+# Seconds in which a rank that has come looks which others have not.
+# Chosen: thousands of questions to a store.
+_ASKED_SECONDS = 10.0
 
 
 def join_world(backend: str, timeout: float) -> None:
@@ -40,32 +48,79 @@ def _store(rank: int, timeout: float) -> Any:
             host, port, None, master, limit, wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
-        raise FaultError(
-            f"rank {rank} does not reach rank 0 at {host}:{port} within {limit.total_seconds():g} s: rank 0 did not "
-            f"come to autopar.parallelize, or cannot be reached from here ({str(error).splitlines()[0]})"
-        ) from error
+        raise FaultError(_why_no_store(error, rank, host, port, limit.total_seconds(), master)) from error
     usual = world_timeout("gloo")
     if usual is not None:
         store.set_timeout(usual)
     return PrefixStore(f"autopar/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _why_no_store(error: RuntimeError, rank: int, host: str, port: int, seconds: float, master: bool) -> str:
+    detail = str(error).splitlines()[0]
+    if not master:
+        return (
+            f"rank {rank} does not reach rank 0 at {host}:{port} within {seconds:g} s: rank 0 did not come to "
+            f"autopar.parallelize, cannot be reached from here, or another program has that port ({detail})"
+        )
+    if not _is_taken(port):
+        return f"rank 0 cannot wait for the other ranks at {host}:{port} (MASTER_ADDR and MASTER_PORT): {detail}"
+    return (
+        f"rank 0 cannot wait for the other ranks at {host}:{port}: another program has taken port {port} of this host"
+        f"{port_owner(port)}. End it, or choose another port: torchrun --master-port, or MASTER_PORT of all ranks; "
+        "`autopar run` takes a free one, so start it again"
+    )
+
+
+def _is_taken(port: int) -> bool:
+    """Whether another program listens at ``port`` of this host."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
 def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float) -> None:
     """Waits until all ``ranks`` have come to the ``store``, longer than in calls: they may still load weights or data.
-    Raises :class:`FaultError` that names those that have not."""
-    store.set(f"came{rank}", "")
-    keys, named = {each: f"came{each}" for each in ranks}, ""
-    for seconds in (timeout, (LENIENCE - 1) * timeout):
+    Raises :class:`FaultError` that names those that have not. Ranks wait for one key, and only the first of those that
+    have come looks at all: the store answers one after the other."""
+    store.set(_key(rank), "")
+    if store.add("count", 1) >= len(ranks):
+        store.set("all", "")
+    absent = ""
+    for number, seconds in enumerate((timeout, (LENIENCE - 1) * timeout)):
         with suppress(RuntimeError):
-            store.wait(list(keys.values()), timedelta(seconds=seconds))
+            store.wait(["all"], timedelta(seconds=seconds))
             return
-        missing = [each for each, key in keys.items() if not store.check([key])]
-        if not missing:
+        absent = _absent(store, ranks, rank, f"absent{number}")
+        if not absent:
             return
-        named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        if rank == min(set(ranks) - set(missing)):
-            print(f"autopar: {named} not in autopar.parallelize yet; the others wait", file=sys.stderr, flush=True)
+        if number == 0 and rank == _first(store, ranks, rank):
+            print(f"autopar: {absent} not in autopar.parallelize yet; the others wait", file=sys.stderr, flush=True)
     raise FaultError(
-        f"{named} did not come to autopar.parallelize within {LENIENCE * timeout:g} s; the others wait there. Every "
+        f"{absent} did not come to autopar.parallelize within {LENIENCE * timeout:g} s; the others wait there. Every "
         "rank of the mesh must call it; Options(timeout=...) lets them wait ten times as long"
     )
+
+
+def _key(rank: int) -> str:
+    return f"came{rank}"
+
+
+def _first(store: Any, ranks: Sequence[int], rank: int) -> int:
+    """The first of the ``ranks`` that have come, of which ``rank`` is one."""
+    return next(each for each in ranks if each == rank or store.check([_key(each)]))
+
+
+def _absent(store: Any, ranks: Sequence[int], rank: int, key: str) -> str:
+    """The ranks that have not come, in words; "" if none. The first that has come says it to the others by ``key``."""
+    if _first(store, ranks, rank) != rank:
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=_ASKED_SECONDS))
+            return str(store.get(key).decode())
+    missing = [each for each in ranks if not store.check([_key(each)])]
+    text = named(missing) if missing else ""
+    store.set(key, text)
+    return text

@@ -46,6 +46,18 @@ def _fields(path: str) -> list[str]:
     return []
 
 
+def allow_descriptors(more: int) -> None:
+    """Raises this process's own limit of open files, as far as the system allows, so that it may open ``more``."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = len(os.listdir("/proc/self/fd")) + more
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def descendants() -> list[str]:
     """The folders in /proc of the processes that this one has started, and of those that they have."""
     found, left = list[str](), [str(os.getpid())]

@@ -1,11 +1,11 @@
-"""What a rank says of itself to the others, about once a second."""
+"""What a rank says of itself to the others, at each interval (:mod:`.pace`)."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 State = Literal["running", "broken", "failed", "ended"]
 
@@ -45,8 +45,14 @@ class Record:
         return f"{self.name} (collective call {self.number})"
 
 
+# The kind of value that each field has.
+_KINDS: dict[str, Any] = {
+    field.name: (float, int) if field.type == "float" else type(field.default) for field in fields(Record)
+}
+
+
 def to_json(record: Record) -> str:
-    return json.dumps(asdict(record))
+    return json.dumps(vars(record))
 
 
 def from_json(text: bytes) -> Record | None:
@@ -55,10 +61,9 @@ def from_json(text: bytes) -> Record | None:
         data = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    kinds = {field.name: (float, int) if field.type == "float" else type(field.default) for field in fields(Record)}
-    if not isinstance(data, dict) or not data.keys() <= kinds.keys() or data.get("state") not in get_args(State):
+    if not isinstance(data, dict) or not data.keys() <= _KINDS.keys() or data.get("state") not in get_args(State):
         return None
-    if not all(isinstance(value, kinds[name]) for name, value in data.items()):
+    if not all(isinstance(value, _KINDS[name]) for name, value in data.items()):
         return None
     return Record(**data)
 

@@ -19,6 +19,7 @@ from autopar.ops.index_range import PROGRAM_FILE
 from autopar.runtime.execute.section_code import instruction_at
 
 from .deputies import Deputies
+from .pace import INTERVAL
 from .process_state import bytes_moved, state_in
 from .traffic import quiet_seconds
 
@@ -136,16 +137,17 @@ class Stillness:
     # A thread that computes this share of the time moves, even if every look finds it at the same place.
     # Chosen: a wait takes none.
     _BUSY = 0.05
-    # Seconds between two looks that count, at most: if the whole process was stopped, the thread had no chance to move.
-    # Chosen: twice the usual interval.
+    # Intervals between two looks that count, at most: if the whole process was stopped, the thread had no chance to
+    # move.
+    # Chosen.
     _MOST = 2.0
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self.seconds, self._interval = 0.0, interval
         self._key: tuple[int, int] = (0, 0)
         self._looked = self._computed = 0.0
         self._moved = 0
-        self._deputies = Deputies()
+        self._deputies = Deputies(interval)
 
     def look(self, thread: Thread, call: int, place: Place) -> None:
         """Looks at the ``thread``, which is at ``place`` in its collective call number ``call``."""
@@ -153,7 +155,7 @@ class Stillness:
         passed = now - self._looked
         self._looked = now
         moves = self._works(thread, passed) and place != NOWHERE and not place.waits
-        self.seconds = 0.0 if key != self._key or moves else self.seconds + min(passed, self._MOST)
+        self.seconds = 0.0 if key != self._key or moves else self.seconds + min(passed, self._MOST * self._interval)
         self._key = key
         if self.seconds == 0.0 or place == NOWHERE:
             return

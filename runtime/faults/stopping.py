@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ class Stop:
     def __init__(self) -> None:
         self.asked = False
         self._agreed = False
+        self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self._agreed
@@ -26,6 +27,21 @@ class Stop:
     def agree(self, asked: bool) -> None:
         """Takes what the ranks agreed on; once true, it stays so."""
         self._agreed = self._agreed or asked
+
+    def listen(self, numbers: Sequence[signal.Signals]) -> None:
+        """Takes the first of these signals that comes as the request to stop."""
+        self._before = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            signal.signal(number, self._ask)
+
+    def restore(self) -> None:
+        """Gives the signals their usual effects back."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+        self.restore()
 
 
 # The open contexts of this process, innermost last.
@@ -59,22 +75,10 @@ def stopping(*signals: signal.Signals) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         raise AutoparError("autopar.stopping() receives signals, which only the main thread can: open it there")
     stop = Stop()
-    numbers = signals or (signal.SIGTERM,)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def ask(_number: int, _frame: FrameType | None) -> Any:
-        stop.asked = True
-        restore()
-
-    for number in numbers:
-        signal.signal(number, ask)
+    stop.listen(signals or (signal.SIGTERM,))
     _OPEN.append(stop)
     try:
         yield stop
     finally:
         _OPEN.remove(stop)
-        restore()
+        stop.restore()

@@ -11,6 +11,8 @@ from autopar.runtime.torch_internals.interrupt import gloo_sockets
 # linux/tcp.h, struct tcp_info: the offsets of the milliseconds since data was sent, since data was received, and since
 # an acknowledgement was received.
 _SENT, _RECEIVED, _ACKNOWLEDGED = 44, 52, 56
+# There too: how often the oldest data was sent again because nobody has acknowledged it, in one byte.
+_RETRANSMITS = 2
 
 
 def quiet_seconds() -> float:
@@ -21,8 +23,15 @@ def quiet_seconds() -> float:
         for each in connections:
             information = _information(each)
             if information is not None:
-                quiet = min(quiet, _seconds(information, _SENT), _seconds(information, _RECEIVED))
+                quiet = min(quiet, _quiet(information))
     return quiet
+
+
+def _quiet(information: bytes) -> float:
+    """For how long nothing has moved on a connection. Sending the same again to a host that is cut off, which the
+    kernel does for minutes, moves nothing."""
+    sent = _ACKNOWLEDGED if information[_RETRANSMITS] else _SENT
+    return min(_seconds(information, sent), _seconds(information, _RECEIVED))
 
 
 def unacknowledged_seconds(connection: socket.socket) -> float:

@@ -1,9 +1,9 @@
 """Watches over the collective calls of this process, so that a fault on any rank ends on every rank with one message.
 
-A call says that it begins and ends (:meth:`Watch.call`), which costs a microsecond. A thread looks once a second where
-the process is, and tells the first rank (:mod:`.hub`), which says whether something is wrong. Then all communication of
-this process is interrupted, and the call that waits raises :class:`FaultError`. A process that does not get that far,
-since it is elsewhere or cannot be interrupted, prints the message and ends.
+A call says that it begins and ends (:meth:`Watch.call`), which costs a microsecond. A thread looks about once a second
+where the process is, and tells the first rank (:mod:`.hub`), which says whether something is wrong. Then all
+communication of this process is interrupted, and the call that waits raises :class:`FaultError`. A process that does
+not get that far, since it is elsewhere or cannot be interrupted, prints the message and ends.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from autopar.runtime.torch_internals.interrupt import interrupt_communication, r
 
 from .deputies import INTERRUPT
 from .diagnosis import CAUSE, LENIENCE, STILL
-from .hub import INTERVAL, Hub
+from .hub import Hub
 from .link import Link, Silence
 from .meeting import await_all
+from .pace import INTERVAL, interval_of
 from .process_state import STOPPED, state_of
 from .record import Record, State
 from .stack import NOWHERE, Stillness, Thread, is_communication_file, place_in, place_of
@@ -38,9 +39,9 @@ from .stack import NOWHERE, Stillness, Thread, is_communication_file, place_in, 
 # Seconds that a process may take to raise the error, or to leave, once all know of a fault.
 # Chosen: enough to unwind a step.
 _LEAVE_SECONDS = 10.0
-# Seconds to wait for the hub's word on a communication that failed.
+# Intervals to wait for the hub's word on a communication that failed.
 # Chosen: longer than the hub takes.
-_VERDICT_SECONDS = CAUSE + STILL * INTERVAL
+_VERDICT = CAUSE + STILL
 # How many predicted steps a rank may take for one.
 # Chosen: predictions are not off by more (docs/cost-model.md).
 _STEPS = 4.0
@@ -54,13 +55,14 @@ class Watch:
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self.ranks, self.rank = ranks, rank
+        self._interval = interval_of(len(ranks))
         self.fault = ""
         self._record = Record(where=_own_place(), timeout=0.0)
         self._everyone = not dist.is_initialized() or len(ranks) == dist.get_world_size()
         self._hub_where = ""
         self._thread = Thread.here()
         self._inside = False
-        self._still = Stillness()
+        self._still = Stillness(self._interval)
         self._known = threading.Event()
         self._left = False
         self._faulty_since: float | None = None
@@ -121,7 +123,7 @@ class Watch:
             self._raise(error)
         if isinstance(error, Exception) and _is_communication(error):
             self.report("broken", error)
-            self._known.wait(_VERDICT_SECONDS)
+            self._known.wait(_VERDICT * self._interval)
             place = self._record.place
             self.fault = self.fault or f"the communication of rank {self.rank} failed {place}: {self._record.note}"
             self._raise(error)
@@ -157,7 +159,12 @@ class Watch:
     def _hear(self, fault: str, hub: Silence) -> None:
         """What the thread heard."""
         record = self._look()
-        if not fault and self._hub is None and record.name and (record.state == "broken" or record.still >= STILL):
+        if (
+            not fault
+            and self._hub is None
+            and record.name
+            and (record.state == "broken" or record.still >= STILL * self._interval)
+        ):
             fault = self._about_hub(hub, record)
         if fault and self._faulty_since is None:
             self.fault, self._faulty_since = fault, time.monotonic()
@@ -196,7 +203,7 @@ class Watch:
         port, token, self._hub_where, *addresses = store.get("hub").decode().split("\n")
         hello = f'{{"rank": {self.rank}, "token": "{token}"}}'
         try:
-            self._link = Link(addresses, int(port), hello, self._look, self._hear)
+            self._link = Link(addresses, int(port), hello, self._look, self._hear, self._interval)
         except OSError as error:
             print(
                 f"autopar: rank {self.rank} cannot reach rank {self.ranks[0]} at {', '.join(addresses)} port {port} "

@@ -11,7 +11,7 @@ from benchmarks.mutations import measure
 def test_changed_files_are_refused_or_read(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", "off")  # Restored afterwards: the files have a folder of their own.
     rows = measure(count, seed=1)
-    assert len(rows) >= 11
+    assert len(rows) >= 12
     for kind, row in rows.items():
         assert row["internal_errors"] == 0, kind
         assert row["refused"] + row["read"] == count

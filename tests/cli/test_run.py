@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cli.late_ranks import LateRanks, has_come, local_ranks
 from autopar.cli.rendezvous import DEFAULT_PORT, _parts, check_endpoint
 from autopar.errors import OptionsError
 from tests.house.sources import ROOT
@@ -133,6 +134,37 @@ def test_a_store_and_a_free_port_are_no_errors(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
     with pytest.raises(OptionsError, match="is not a port"):
         check_endpoint("host:http")
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of real processes: one has a connection to the store, the other has none."""
+    script = (
+        "import os, socket, sys\nif os.environ['RANK'] == '0': there = socket.create_connection(('127.0.0.1', {port}))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port, processes = store.getsockname()[1], []
+        for rank in range(2):
+            environment = {**os.environ, "RANK": str(rank), "MASTER_PORT": str(port)}
+            command = [sys.executable, "-S", "-c", f"{script.format(port=port)}\nprint(flush=True)\nsys.stdin.read()"]
+            processes.append(
+                subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+        try:
+            for process in processes:
+                assert process.stdout is not None and process.stdout.readline()
+            late, ranks = LateRanks(), [each for each in local_ranks() if each.port == port]
+            assert [each.rank for each in ranks] == [0, 1] and list(map(has_come, ranks)) == [True, False]
+            assert late.look(ranks, 100.0) == late.look(ranks, 159.0) == ""
+            assert late.look(ranks, 161.0) == (
+                f"rank 1 (process {processes[1].pid}) has not come to init_process_group or autopar.parallelize after "
+                "61 s; rank 0 waits there (no error so far)"
+            )
+            assert late.look(ranks, 180.0) == "" and "after 130 s" in late.look(ranks, 230.0)
+            assert late.look(ranks[1:], 500.0) == "", "nobody waits"
+        finally:
+            for process in processes:
+                process.communicate()
+    assert [each for each in local_ranks() if each.port == port] == []
 
 
 def test_words_of_a_script_are_its_own(tmp_path: Path) -> None:

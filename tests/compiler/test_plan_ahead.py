@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
-from autopar.compiler.plan_ahead import make, requests_for
+from autopar.compiler.plan_ahead import COMMAND, main, make, requests_for
 from tests.helpers.planning import on
 
 
@@ -30,7 +36,10 @@ def batch(size: int) -> torch.Tensor:
 OPTIONS = autopar.Options(zero=3, seed=1)
 
 
-def test_other_meshes_find_their_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_meshes_find_their_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that cannot be made are a line on stderr each, of the process beside training."""
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
 
     def trained(rank: int, world: int) -> bytes:
@@ -42,7 +51,15 @@ def test_other_meshes_find_their_plans(tmp_path: Path, monkeypatch: pytest.Monke
         model.step(batch(12))
         return pickle.dumps(requests_for(model, [((3,), None), ((1,), 6)]))
 
-    assert make(pickle.loads(on(2, trained)[0])) == []
+    requests = pickle.loads(on(2, trained)[0])
+    assert make(requests) == []
+    tight = replace(requests[0], options=replace(requests[0].options, memory_limit=100))
+    none = replace(requests[0], graph=None)
+    with patch.object(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps([tight, none])))), patch("os.nice"):
+        main()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("autopar: no plan is made ahead for mesh (3,): ") and "fits" in first
+    assert second.startswith("autopar: no plan is made ahead for mesh (3,): AttributeError: ")
 
     def restarted(rank: int, world: int) -> list[str]:
         return list(autopar.parallelize(Net(), (world,), batch(12), options=OPTIONS).plan.timings)
@@ -64,5 +81,7 @@ def test_a_process_beside_training_makes_them(tmp_path: Path, monkeypatch: pytes
         return ahead.wait(120) and ahead.done
 
     assert on(2, trained) == [True, True]
+    own = subprocess.run(COMMAND, input=pickle.dumps([]), capture_output=True, check=True)
+    assert own.stdout + own.stderr == b"", "nothing in the midst of a training's own lines"
     for mesh in ((3,), (2, 2)):
         assert list(autopar.plan(Net(), mesh, batch(12), options=OPTIONS).timings) == ["cache"]

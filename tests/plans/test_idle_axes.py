@@ -45,6 +45,10 @@ def test_devices_that_have_something_to_do(
     assert warnings_of(mesh, width, samples, **options) == []
 
 
-def test_pins_are_the_reason_where_there_are_any() -> None:
-    (said,) = warnings_of((4,), pins={"layers.0": "R"})
-    assert "nothing quicker was found under these pins" in said
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"pins": {"layers.0": "R"}}, "these pins"), ({"layout": autopar.Layout(data=2, pipeline=1)}, "this layout")],
+)
+def test_restrictions_are_the_reason_where_there_are_any(options: dict[str, object], why: str) -> None:
+    (said,) = warnings_of((4,), **options)
+    assert f"nothing quicker was found under {why}; fewer processes" in said

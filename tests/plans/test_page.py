@@ -13,10 +13,11 @@ import pytest
 from autopar import Plan, step_timeline
 from autopar.command_line import main
 from autopar.errors import OptionsError
-from autopar.ir.placements import parse_placements
+from autopar.ir.placements import parse_placements, short
 from autopar.plans.page.memory_picture import HEIGHT, memory_picture
 from autopar.plans.page.mesh_picture import mesh_pictures
 from autopar.plans.page.page import render
+from autopar.plans.page.step_records import read_records
 from autopar.plans.page.timeline_picture import WIDTH, timeline_picture
 from autopar.plans.views.memory_over_step import memory_over_step
 from autopar.schedule.timeline import Span, Timeline
@@ -107,6 +108,8 @@ def test_devices_of_one_colour_hold_the_same_share() -> None:
     (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight)}))
     (grid,) = way.grids
     assert {cell.css for cell in grid.cells} == {"whole"} and "holds the whole" in grid.about
+    (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight, offload=True)}))
+    assert [grid.what for grid in way.grids] == ["weight and gradient", "optimizer state in host memory"]
 
 
 def test_a_run_stands_beside_the_plan(tmp_path: Path) -> None:
@@ -141,6 +144,30 @@ def test_a_run_stands_beside_the_plan(tmp_path: Path) -> None:
         plan.to_html(page, tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"seconds": "\xff"}', "not UTF-8, byte 0xff at 13"),
+        (b'{"seconds": "soon"}', 'seconds is "soon", which no step has'),
+        (b'{"seconds": -1}', "seconds is -1, which"),
+        (b'{"seconds": true}', "seconds is true, which"),
+        (b'{"seconds": 1e400}', "seconds is Infinity, which"),
+        (b'{"memory_bytes": [1, 2]}', r"memory_bytes is \[1, 2\], which"),
+        (b'{"memory_bytes": ' + b"9" * 100 + b"}", r"memory_bytes is 9{37}\.\.\., which"),
+        (b'{"memory_bytes": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", r"\[1\] is not the record of a step"),
+    ],
+)
+def test_a_line_that_no_run_writes_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"seconds": 1.0}\n' + line + b'\n{"seconds": "nan", "mfu": null, "loss": "x"}\n')
+    with pytest.raises(OptionsError, match=f"line 2: {said}.* Give the steps.jsonl that autopar.monitor"):
+        read_records(path)
+    path.write_bytes(path.read_bytes().replace(line + b"\n", b""))
+    assert read_records(path) == [{"seconds": 1.0}, {}]
+
+
 def test_a_notebook_gets_the_page_in_a_frame() -> None:
     plan = solved()[0]
     shown = plan._repr_html_()
@@ -151,7 +178,11 @@ def test_a_notebook_gets_the_page_in_a_frame() -> None:
 def test_parameters_of_equal_layers_share_a_row() -> None:
     page = render(solved()[0])
     assert page.count("<code>blocks.{0..2}.first.weight</code>") == 1
-    assert "<code>blocks.1.first.weight</code>" not in page
+    assert "<code>blocks.1.first.weight</code>" not in page and "in host memory" not in page
+    plan = solved()[0]
+    moved = {path: replace(place, offload=path == "embed.weight") for path, place in plan.parameters.items()}
+    cell = f"{short(plan.parameters['embed.weight'].optimizer)} in host memory</td>"
+    assert render(replace(plan, parameters=moved)).count(cell) == 1
 
 
 def test_the_page_is_that_of_a_plan_read_again() -> None:

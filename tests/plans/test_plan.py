@@ -239,6 +239,16 @@ def test_diff_of_other_meshes_and_models(plan: Plan) -> None:
     assert str(found)
 
 
+def test_diff_of_precision_and_of_state_on_the_host(plan: Plan) -> None:
+    (found,) = plan.diff(replace(plan, precision="bf16")).settings
+    assert (found.path, found.before, found.after) == ("precision", "fp32", "bf16")
+    place = replace(plan.parameters[PIN], offload=True)
+    changed = plan.diff(replace(plan, parameters={**plan.parameters, PIN: place}))
+    (moved,) = changed.placements
+    assert not changed.same and (moved.path, moved.what) == (PIN, "optimizer")
+    assert (moved.before, moved.after) == (short(place.optimizer), f"{short(place.optimizer)} in host memory")
+
+
 def test_tree_shows_every_module(plan: Plan) -> None:
     text = str(plan.tree())
     for label in ("embed", "norm", "first", "second", "head", "each"):

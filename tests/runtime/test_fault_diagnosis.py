@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 import threading
@@ -16,9 +17,11 @@ import torch
 from autopar.errors import ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.faults import watch as watches
 from autopar.runtime.faults.diagnosis import CAUSE, LENIENCE, STILL, STILL_OUTSIDE, Seen, diagnose, patience
-from autopar.runtime.faults.process_state import state_of
+from autopar.runtime.faults.pace import interval_of
+from autopar.runtime.faults.process_state import seconds_computed, state_of
 from autopar.runtime.faults.record import Record, from_json, to_json
 from autopar.runtime.faults.stack import NOWHERE, Stillness, Thread, is_communication_file, place_of
+from autopar.runtime.faults.traffic import _quiet
 from autopar.runtime.faults.watch import Watch, watch_over
 
 WAITS = Record(number=7, name="model.step()", waits=True, still=5.0, line="train.py:9", timeout=60.0)
@@ -199,15 +202,23 @@ def test_reading_a_file_is_moving(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_thread_or_process_that_works_for_another_is_moving() -> None:
-    def compute() -> None:
-        end = time.thread_time() + 0.12
-        while time.thread_time() < end:
-            pass
+    def until_busy(computed: Callable[[], float], meanwhile: Callable[[], object]) -> Callable[[], None]:
+        """Waits until enough was computed since the last look, however loaded this machine is."""
 
-    assert set(Looked(lambda: None).seconds(compute)) == {0.0}
+        def wait() -> None:
+            begin, before = time.monotonic(), computed()
+            while computed() - before < 0.07 * (time.monotonic() - begin + 1.1):
+                meanwhile()
+
+        return wait
+
+    assert set(Looked(lambda: None).seconds(until_busy(time.thread_time, lambda: None))) == {0.0}
     child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
     try:
-        assert set(Looked(lambda: None).seconds(lambda: time.sleep(0.2))) == {0.0}
+        folder = f"/proc/{child.pid}"
+        assert set(
+            Looked(lambda: None).seconds(until_busy(lambda: seconds_computed(folder), lambda: time.sleep(0.02)))
+        ) == {0.0}
     finally:
         child.kill()
         child.wait()
@@ -218,6 +229,14 @@ def test_this_process_runs() -> None:
     own = watches._own_place()
     assert state_of(own, own.partition(" on ")[2]) in set("RSD")
     assert state_of(own, "elsewhere") == state_of("", "") == ""
+
+
+@pytest.mark.parametrize(("retransmits", "seconds"), [(0, 2.0), (3, 40.0)])
+def test_sending_again_what_nobody_takes_moves_nothing(retransmits: int, seconds: float) -> None:
+    """As to a host that is cut off: of 2 s since data was sent, 50 since some came, 40 since an acknowledgement."""
+    information = bytearray(struct.pack("=8B24I", 0, 0, retransmits, *[0] * 29))
+    struct.pack_into("=4I", information, 44, 2000, 0, 50_000, 40_000)
+    assert _quiet(bytes(information)) == seconds
 
 
 def test_checkpoints_and_dtensors_work_alone() -> None:
@@ -243,6 +262,21 @@ def test_a_rank_that_left_the_last_call_is_not_missed() -> None:
     assert said(replace(WAITS, number=8), left).startswith("the script of rank 1 came to its end after 7")
     assert said(LONG, left).startswith("the script of rank 1 came to its end after 7")
     assert said(WAITS, replace(left, name="model.step()")) != "", "it ended inside of the call"
+
+
+def test_thousands_of_ranks_are_listed_in_a_screen() -> None:
+    """And are given as many intervals as others: they say less often where they are."""
+    interval = interval_of(3072)
+    assert interval == 6.0 and interval_of(2) == 1.0
+    records = [replace(WAITS, instruction=f"%a on the rank at ({rank},)", still=18.0) for rank in range(3072)]
+    everyone = [Seen(rank, record, interval=interval) for rank, record in enumerate(records)]
+    everyone[7] = replace(everyone[7], open=False)
+    message = diagnose(everyone) or ""
+    assert message.startswith("rank 7 died") and "ranks 0, 1, 2, 3, 4, 5, 6, 8 and 3063 more wait for it" in message
+    assert len(message) < 4000 and message.endswith("and 3056 more places")
+    slow = [replace(seen, record=replace(seen.record, still=17.0)) for seen in everyone]
+    assert diagnose(slow) is None
+    assert Seen(0, WAITS, silent=20.0, interval=interval).hears and not Seen(0, WAITS, silent=10.0).hears
 
 
 def test_long_waits_are_mentioned() -> None:

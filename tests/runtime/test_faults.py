@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 import autopar
 from autopar.runtime import run_local
 from autopar.runtime.faults.meeting import join_world
+from autopar.runtime.torch_internals import collectives
 from autopar.runtime.torch_internals.collectives import world_timeout
 from autopar.runtime.torch_internals.interrupt import gloo_sockets, interrupt_communication
 from tests.helpers.planning import on
@@ -38,10 +41,20 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=source), torch.randint(0, 4, (8,), generator=source)
 
 
+def set_clocks_apart() -> None:
+    """In this process, for Python: of the two clocks, one is before and one after those of others."""
+    for name, days in (("time", 3), ("monotonic", -40)):
+        clock = getattr(time, name)
+        setattr(time, name, lambda clock=clock, days=days: clock() + days * 86400)
+
+
 def messages(fault: Callable[[Any], Any]) -> list[str]:
-    """The messages of two ranks, the second of which has the ``fault`` instead of a third step, and then goes on."""
+    """The messages of two ranks, the second of which has the ``fault`` instead of a third step, and then goes on. Its
+    clocks are days apart from the first one's."""
 
     def work(rank: int, world: int) -> tuple[str, float]:
+        if rank == 1:
+            set_clocks_apart()
         model = autopar.parallelize(Net(), (2,), options=autopar.Options(timeout=TIMEOUT, zero=3))
         for _ in range(2):
             model.step(*batch())
@@ -185,15 +198,32 @@ def test_the_fewer_ranks_are_the_odd_ones() -> None:
 
 
 def test_groups_have_the_timeout_that_the_user_set() -> None:
-    def work(rank: int, world: int) -> tuple[float, float]:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        usual = world_timeout("gloo")
-        backend.options._timeout = timedelta(hours=3)
-        given = world_timeout("gloo")
-        assert usual is not None and given is not None
-        return usual.total_seconds(), given.total_seconds()
+    def work(rank: int, world: int) -> list[tuple[float, ...]]:
+        backend, found = dist.group.WORLD._get_backend(torch.device("cpu")), []  # type: ignore[union-attr]
+        for minutes in (None, 180.0, 0.5):
+            if minutes is not None:
+                backend.options._timeout = timedelta(minutes=minutes)
+            both = world_timeout("gloo"), world_timeout()
+            found.append(tuple(each.total_seconds() / 60 for each in both if each is not None))
+        return found
 
-    assert on(2, work) == [(1800.0, 10800.0)] * 2
+    assert on(2, work) == [[(30.0, 30.0), (180.0, 180.0), (0.5, 0.5)]] * 2
+
+
+@pytest.mark.parametrize(("minutes", "gloo"), [(10.0, 30.0), (5.0, 5.0), (60.0, 60.0)])
+def test_a_default_of_nccl_is_not_taken_for_one_that_was_set(
+    monkeypatch: pytest.MonkeyPatch, minutes: float, gloo: float
+) -> None:
+    def backend(device: torch.device) -> Any:
+        if device.type != "cuda":
+            raise RuntimeError("no backend")
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=minutes)))
+
+    world = SimpleNamespace(_get_backend=backend)
+    monkeypatch.setattr(collectives, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world)))
+    monkeypatch.setattr(collectives, "default_pg_nccl_timeout", timedelta(minutes=10))
+    assert world_timeout("gloo") == timedelta(minutes=gloo)
+    assert world_timeout() == timedelta(minutes=minutes)
 
 
 @pytest.mark.parametrize("late", [None, 0, 1])
@@ -215,3 +245,22 @@ def test_ranks_that_do_not_come_to_the_start_are_named(late: int | None) -> None
         assert found == ["2", "2"]
     else:
         assert found[1 - late].startswith(f"rank {late} did not come to autopar.parallelize within 1 s")
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 says so at once; another rank finds a program there that never answers, or nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+        begin = time.monotonic()
+        with pytest.raises(autopar.FaultError) as raised:
+            join_world("gloo", 5.0)
+        assert time.monotonic() - begin < 10
+    assert f"at 127.0.0.1:{port}: another program has taken port {port} of this host" in str(raised.value)
+    assert "--master-port, or MASTER_PORT" in str(raised.value)
+    if sys.platform == "linux":
+        assert f"(process {os.getpid()}: " in str(raised.value)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(autopar.FaultError, match=f"rank 1 does not reach rank 0 at 127.0.0.1:{port} within 1 s"):
+        join_world("gloo", 0.1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.faults.hub import INTERVAL
+from autopar.runtime.faults.pace import INTERVAL
 from autopar.trace.cache import cache as trace_cache
 from autopar.trace.capture import Request
 from autopar.trace.tracer import Traced, traced_request

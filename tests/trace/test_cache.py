@@ -26,6 +26,7 @@ from autopar.trace.cache.cache import traced_once
 from autopar.trace.cache.entry import FIELDS, differences
 from autopar.trace.cache.key import trace_key
 from autopar.trace.capture import Request
+from autopar.trace.lengths import Length
 from autopar.trace.tracer import Traced, request_for, traced_request
 
 SCALE = 2.0
@@ -106,6 +107,18 @@ def test_one_trace_serves_equal_models_in_this_process_and_the_next(traces: list
     third.model.drop.p = 0.25
     assert "model.drop.p was 0.5" in (kept.reads.changed(third.model) or "")
     assert again.reads.changed(second.model) is None
+
+
+def test_a_trace_with_open_lengths_serves_all_for_which_it_holds(traces: list[Request]) -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.sin() if x.shape[1] < 12 else x.cos()).sum()
+
+    for length in (8, 10, 16, 14):
+        trace_cache.forget()
+        request = _request(Rows(), torch.ones(4, length), lengths=(Length("0", 1, "l0"),))
+        assert traced_once(request).fixed({"l0": length}) is not None
+    assert [request.call.leaves[0].shape[1] for request in traces] == [8, 16]
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"{}"])

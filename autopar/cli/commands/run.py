@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from autopar.cli.arguments import checked, not_negative, positive
+from autopar.cli.late_ranks import late_ranks_named
 from autopar.cli.output import Output
 from autopar.cli.rendezvous import check_endpoint
 from autopar.cli.status import OK
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     before, start = dict(os.environ), time.perf_counter()
     os.environ.update(_launch_environment())
     try:
-        status, said = launch(options, command, arguments.grace)
+        with late_ranks_named():
+            status, said = launch(options, command, arguments.grace)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from pathlib import Path
-from typing import Any
 
 from autopar.errors import OptionsError
 from autopar.ir.plan_record import PlanRecord
@@ -16,6 +13,7 @@ from autopar.plans.views.memory_over_step import Levels
 from autopar.plans.views.quantities import duration, size
 
 from .memory_picture import thinned
+from .step_records import read_records
 from .timeline_picture import WIDTH
 
 # Units of the picture. Chosen: two thirds of the picture of memory.
@@ -40,10 +38,10 @@ def read_measured(plan: PlanRecord, path: str | PathLike[str]) -> Measured:
     """What the steps in ``path`` took. The first step of the file is left out: it includes planning and compiling.
 
     Raises:
-        OptionsError: the file cannot be read, or has no two records of a step.
+        OptionsError: the file cannot be read, a value in it is no figure, or it has no two records of a step.
     """
-    records = _records(path)
-    steps = [record for record in records[1:] if isinstance(record.get("seconds"), int | float)]
+    records = read_records(path)
+    steps = [record for record in records[1:] if "seconds" in record]
     if not steps:
         raise OptionsError(
             f"{fspath(path)!r} has {len(records)} records of steps: give the steps.jsonl of a run of at least two "
@@ -67,37 +65,21 @@ def read_measured(plan: PlanRecord, path: str | PathLike[str]) -> Measured:
     return Measured(fspath(path), rows, WIDTH, HEIGHT, line, y(plan.predicted.step_seconds), about)
 
 
-def _records(path: str | PathLike[str]) -> list[Mapping[str, Any]]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise OptionsError(f"cannot read the record {fspath(path)!r}: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):  # A run that was killed may have left half a line.
-                continue
-            raise OptionsError(f"{fspath(path)!r}, line {number}: not JSON ({error})") from error
-    return [record for record in records if isinstance(record, dict)]
-
-
-def _rows(plan: PlanRecord, steps: Sequence[Mapping[str, Any]], seconds: Sequence[float]) -> list[tuple[str, ...]]:
+def _rows(plan: PlanRecord, steps: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> list[tuple[str, ...]]:
     p, typical = plan.predicted, statistics.median(seconds)
     rows: list[tuple[str, ...]] = []
     rows.append(("step, median", duration(p.step_seconds), duration(typical), _difference(typical, p.step_seconds)))
-    memory = [int(record["memory_bytes"]) for record in steps if record.get("memory_bytes")]
+    memory = [int(record["memory_bytes"]) for record in steps if "memory_bytes" in record]
     if memory:
         rows.append(("peak memory", size(p.peak_bytes), size(max(memory)), _difference(max(memory), p.peak_bytes)))
-    rates = [float(record["mfu"]) for record in steps if isinstance(record.get("mfu"), int | float)]
+    rates = [record["mfu"] for record in steps if "mfu" in record]
     if rates:
         rate = statistics.median(rates)
         rows.append(("MFU", f"{p.mfu:.1%}", f"{rate:.1%}", _difference(rate, p.mfu)))
-    tokens = [float(r["tokens_per_second"]) for r in steps if isinstance(r.get("tokens_per_second"), int | float)]
+    tokens = [record["tokens_per_second"] for record in steps if "tokens_per_second" in record]
     if tokens:
         rows.append(("tokens per second", "", f"{statistics.median(tokens):,.0f}", ""))
-    stragglers = [record["straggler"] for record in steps if record.get("straggler") is not None]
+    stragglers = [int(record["straggler"]) for record in steps if "straggler" in record]
     if stragglers:
         rank = statistics.mode(stragglers)
         rows.append(("waited for", "", f"rank {rank} in {stragglers.count(rank)} of {len(steps)} steps", ""))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.ir.placements import Placements, is_shard
 from autopar.ir.plan_record import PlanRecord
-from autopar.plans.views.module_tree import readable
+from autopar.plans.views.module_tree import optimizer_text, readable
 from autopar.plans.views.stages import folded_modules
 
 # Ways of placing that are shown, those of most bytes first. Chosen: a screen of pictures.
@@ -69,9 +69,8 @@ def mesh_pictures(plan: PlanRecord) -> tuple[Way, ...]:
     held = {name: sum(h.bytes for h in found) for name, found in plan.holdings_by_name.items()}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for path, place in plan.parameters.items():
-        groups.setdefault((readable(place.weight), readable(place.gradient), readable(place.optimizer)), []).append(
-            path
-        )
+        placed = (readable(place.weight), readable(place.gradient), optimizer_text(place))
+        groups.setdefault(placed, []).append(path)
 
     def size_of(path: str) -> int:
         return held.get(plan.parameter_nodes.get(path, ""), 0)
@@ -80,10 +79,11 @@ def mesh_pictures(plan: PlanRecord) -> tuple[Way, ...]:
     for paths in groups.values():
         largest = sorted(paths, key=size_of, reverse=True)
         place = plan.parameters[paths[0]]
-        parts = {"weight": place.weight, "gradient": place.gradient, "optimizer state": place.optimizer}
+        state = "optimizer state" + (" in host memory" if place.offload else "")
+        parts = {"weight": place.weight, "gradient": place.gradient, state: place.optimizer}
         grids = tuple(
             _grid(plan, _list([what for what, _ in same]), placements)
-            for placements, same in itertools.groupby(parts.items(), key=lambda part: part[1])
+            for (placements, _), same in itertools.groupby(parts.items(), key=lambda part: (part[1], "host" in part[0]))
         )
         ways.append(Way(_names(largest), len(paths), sum(map(size_of, paths)), grids))
     return tuple(sorted(ways, key=lambda way: -way.bytes)[:_MOST])

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.ir.module_paths import fold_path
 from autopar.ir.placements import short
 from autopar.ir.plan_record import PlanRecord
-from autopar.plans.views.module_tree import numbers
+from autopar.plans.views.module_tree import numbers, optimizer_text
 from autopar.plans.views.quantities import duration, share, size
 from autopar.plans.views.stage_table import ranks_text, stage_groups
 from autopar.plans.views.stages import folded_modules
@@ -69,7 +69,7 @@ def _parameter_row(plan: PlanRecord, paths: list[str]) -> Mapping[str, Any]:
         "type": why.about,
         "weight": short(place.weight),
         "gradient": short(place.gradient),
-        "optimizer": short(place.optimizer),
+        "optimizer": optimizer_text(place),
         "reason": why.reason,
         "others": why.alternatives.cheapest if why.alternatives is not None else (),
     }

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.module_paths import fold_path
 from autopar.ir.placements import short
 from autopar.ir.plan_record import PlanRecord, Predicted
 from autopar.ir.planned_pipeline import PlannedPipeline
 
 from .columns import columns
+from .module_tree import optimizer_text
 from .quantities import duration, signed_duration, signed_size, size
 
 # Rows of the table of changed placements. Chosen: about a screen.
@@ -147,6 +149,7 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "stages",
         "schedule",
         "microbatches",
+        "precision",
         "layout",
     ):
         first, second = getattr(before, name), getattr(after, name)
@@ -177,9 +180,7 @@ def _setting(name: str, value: object) -> str:
 def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     for path in dict.fromkeys([*before.parameters, *after.parameters]):
         first, second = before.parameters.get(path), after.parameters.get(path)
-        for what in ("weight", "gradient", "optimizer"):
-            was = short(getattr(first, what)) if first is not None else ABSENT
-            now = short(getattr(second, what)) if second is not None else ABSENT
+        for (what, was), (_, now) in zip(_placed(first), _placed(second), strict=True):
             if was != now:
                 yield Change(path, what, was, now)
     for path in dict.fromkeys([*before.outputs, *after.outputs]):
@@ -187,6 +188,13 @@ def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         now = short(after.outputs[path]) if path in after.outputs else ABSENT
         if was != now:
             yield Change(path, "output", was, now)
+
+
+def _placed(place: ParameterPlacement | None) -> Iterator[tuple[str, str]]:
+    """How a parameter's parts are placed; what of a plan without it."""
+    yield "weight", ABSENT if place is None else short(place.weight)
+    yield "gradient", ABSENT if place is None else short(place.gradient)
+    yield "optimizer", ABSENT if place is None else optimizer_text(place)
 
 
 def _wires(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:

@@ -60,6 +60,8 @@ def _reason(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> str:
     other, seconds = priced.get("data parallel"), plan.predicted.step_seconds
     if plan.pinned:
         return "nothing quicker was found under these pins"
+    if plan.layout:
+        return "nothing quicker was found under this layout"
     if other is None or other.step_seconds <= seconds:
         return "for this model and batch nothing quicker was found"
     figures = f"data parallel is priced at {duration(other.step_seconds)} against {duration(seconds)}"

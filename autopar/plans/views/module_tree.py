@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import Placements, parse_placements, short
 from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
 
@@ -120,6 +121,11 @@ def way(source: Placements, target: Placements) -> str:
 def readable(places: Placements) -> str:
     """Placements in short form, ``P`` for ``P(sum)``."""
     return short(places).replace("P(sum)", "P")
+
+
+def optimizer_text(place: ParameterPlacement) -> str:
+    """How optimizer state is placed, and whether the host keeps it."""
+    return short(place.optimizer) + (" in host memory" if place.offload else "")
 
 
 def _add_move(moves: dict[Hashable, Move], added: Move) -> None:

@@ -18,7 +18,7 @@ from autopar.ir.placements import short
 from autopar.ir.plan_record import Alternatives, PlanLine, PlanRecord
 
 from .columns import columns
-from .module_tree import move, numbers
+from .module_tree import move, numbers, optimizer_text
 from .page_width import page_width
 from .quantities import clip, duration, signed_duration, signed_size, size
 from .why_stage import is_stage_pin, sent_reasons, stage_reason
@@ -173,7 +173,7 @@ def _explain_parameter(plan: PlanRecord, path: str) -> Explanation:
     if trained:
         choice |= {
             "gradient": short(place.gradient),
-            "optimizer": short(place.optimizer) + (" in host memory" if place.offload else ""),
+            "optimizer": optimizer_text(place),
         }
     about = plan.nodes[node].type if node else ""
     provenance, reason = _provenance(plan, node, path)

@@ -42,9 +42,11 @@ def trace_key(request: Request) -> str:
 
 def _add_call(contents: Contents, request: Request) -> None:
     contents.add(str(request.call.spec), *request.call.names)
-    for index, leaf in enumerate(request.call.leaves):
+    symbols = {(length.input, length.dim): length.symbol for length in request.lengths}
+    for index, (name, leaf) in enumerate(zip(request.call.names, request.call.leaves, strict=True)):
         if isinstance(leaf, torch.Tensor):
-            contents.add(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
+            shape = tuple(symbols.get((str(name), dim), size) for dim, size in enumerate(leaf.shape))
+            contents.add(shape, leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
         else:
             contents.feed(leaf, f"input {index}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -144,6 +145,41 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, kills: int
         assert reached >= at - 4, "one interval is lost, or two if the last one was being written"
     for found in on(2, lambda rank, world: epoch(tmp_path / "killed", rank, until)):
         assert found == wanted
+
+
+def train_until_killed(rank: int, world: int, folder: Path, seconds: float) -> None:
+    """One process that saves after each step, beside the next one; it is killed after so many seconds of training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Checkpointer(folder, model, optimizer, every=1, keep=2) as kept, (folder / "losses").open("a") as log:
+        first = kept.resume().step
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for step in range(first, 100_000):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.write(f"{step} {float(loss)!r}\n")
+            log.flush()
+            kept.step(step + 1)
+
+
+def test_ten_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    """Steps that are done again have the losses they had, and few of them are."""
+    source, starts = random.Random(0), [0]
+    for _ in range(10):
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            run_local(train_until_killed, 1, timeout=60, args=(tmp_path, source.uniform(0.01, 0.2)), backend=None)
+        starts.append(len((tmp_path / "losses").read_text().splitlines()))
+    lines = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
+    losses: dict[int, set[str]] = {}
+    for step, loss in lines:
+        losses.setdefault(int(step), set()).add(loss)
+    assert all(len(seen) == 1 for seen in losses.values())
+    assert sorted(losses) == list(range(len(losses))) and len(losses) > 10
+    lost = [int(lines[at - 1][0]) + 1 - int(lines[at][0]) for at in starts[1:-1] if at < len(lines)]
+    assert max(lost) <= 2, "one that was being written, and the one before it"
 
 
 def newest(folder: Path) -> int:

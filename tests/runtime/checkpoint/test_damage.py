@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -98,6 +99,19 @@ def test_the_newest_complete_one_is_found_whatever_the_names(tmp_path: Path) -> 
     assert folders(tmp_path / "again") == {"step-000003"}, "the same step again replaces it"
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         loaded(tmp_path / "nowhere")
+
+
+def test_the_newest_is_found_though_clocks_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after restarts on hosts whose clocks differ; and whatever a copy made of the files' times."""
+    clock = time.time
+    for step, hours in enumerate((0, 48, -48, 24, -1)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: clock() + 3600 * hours)
+        folder = saved(tmp_path, step)
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (clock() - 1000 * step,) * 2)
+    assert loaded(tmp_path) == (4, 4.0)
+    shutil.rmtree(folder)
+    assert loaded(tmp_path) == (3, 3.0)
 
 
 # Where a save is ended: the name of what is called, and its how many-eth call.

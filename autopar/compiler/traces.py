@@ -1,0 +1,158 @@
+"""The traces of a model, and which of them apply to a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.node import Dim, TensorType, symbol
+from autopar.planner.prepare import LossFunction, Prepared, batch_size, circumstances
+from autopar.runtime.calls.compiled import OutputsWanted, Request
+from autopar.runtime.calls.kind import Leaf
+from autopar.runtime.calls.signature import flatten_as
+from autopar.runtime.comm.groups import AxisGroup
+from autopar.trace.lengths import BATCH, Length, Lengths, varying
+
+from .rank_zero import gather_objects
+
+# How many traces are kept.
+# Chosen: kinds of calls in one loop are few; not measured.
+TRACES = 16
+Key = tuple[bool, bool, OutputsWanted]
+
+
+@dataclass
+class Traces:
+    """The traces of one model, the oldest first. Ranks add and find the same ones."""
+
+    _made: list[tuple[Key, Prepared]] = field(default_factory=list)
+    _closed: set[tuple[str, int]] = field(default_factory=set)
+
+    def add(self, request: Request, base: Prepared) -> None:
+        """Keeps the trace of a request."""
+        self._made = [*self._made[1 - TRACES :], (_key(request), base)]
+
+    def find(
+        self, model: nn.Module, request: Request, loss_fn: LossFunction | None, ranks: AxisGroup
+    ) -> Prepared | None:
+        """An earlier trace that also applies to this call, up to the batch size; one with open lengths at the lengths
+        of the call. None unless every rank has it. Collective."""
+        own: tuple[int, Prepared] | None = None
+        for index, base in self._like(request):
+            applied = _applied(base, model, request, loss_fn)
+            if applied is not None:
+                own = index, applied
+                break
+        everyone = gather_objects(ranks, own and own[0])
+        return own[1] if own is not None and set(everyone) == {own[0]} else None
+
+    def lengths(self, request: Request) -> Lengths:
+        """The lengths in which this call differs from an earlier one, if it differs in nothing else and no attempt has
+        failed to leave one of them open."""
+        if batch_size(request.args, request.kwargs) < 2:
+            return ()
+        for _, base in reversed(list(self._like(request))):
+            if not base.graph.symbols or base.lengths:
+                continue
+            tensors = _tensors(base, request)
+            found = None if tensors is None else varying(_types(base), tensors)
+            if found and not self._closed.intersection(map(_place, found)):
+                return found
+        return ()
+
+    def close(self, lengths: Lengths) -> None:
+        """Notes that the model fixes some of these."""
+        self._closed.update(map(_place, lengths))
+
+    def _like(self, request: Request) -> list[tuple[int, Prepared]]:
+        """The traces of such requests, those of certain lengths first."""
+        key = _key(request)
+        found = [(index, base) for index, (made, base) in enumerate(self._made) if made == key]
+        return sorted(found, key=lambda entry: bool(entry[1].lengths))
+
+
+def _key(request: Request) -> Key:
+    return request.grad, request.training, request.outputs
+
+
+def _place(length: Length) -> tuple[str, int]:
+    return length.input, length.dim
+
+
+def _applied(base: Prepared, model: nn.Module, request: Request, loss_fn: LossFunction | None) -> Prepared | None:
+    """``base`` as it applies to a call; None if it does not."""
+    if base.loss_fn is not loss_fn or base.circumstances != circumstances(model, request.training):
+        return None
+    if base.traced.reads.changed(model) is not None:
+        return None
+    tensors = _tensors(base, request)
+    if tensors is None:
+        return None
+    batch = batch_size(request.args, request.kwargs)
+    if base.lengths:
+        if batch < 2:
+            return None
+        fixed = _at_lengths(base, tensors)
+        if fixed is None:
+            return None
+        base = fixed
+    # A symbolic size means 2 or more: models may treat a batch of one differently (``squeeze``), without a guard.
+    holds = batch == base.batch or (batch >= 2 and base.traced.holds_for(batch))
+    return base if holds and _same_but_batch(base, tensors, batch) else None
+
+
+def _at_lengths(base: Prepared, tensors: Mapping[str, torch.Tensor]) -> Prepared | None:
+    """``base`` at the lengths of ``tensors``, if these are sizes of 2 or more, equal where a symbol is the same."""
+    sizes: dict[str, set[int]] = {name: set() for name in base.lengths}
+    for name, kind in _types(base).items():
+        if len(kind.shape) != tensors[name].dim():
+            return None
+        for size, real in zip(kind.shape, tensors[name].shape, strict=True):
+            sizes.get(str(size), set()).add(int(real))
+    if any(len(found) != 1 or min(found) < 2 for found in sizes.values()):
+        return None
+    return base.fixed({name: found.pop() for name, found in sizes.items()})
+
+
+def _types(base: Prepared) -> dict[str, TensorType]:
+    """The traced inputs."""
+    return {node.target: node.type for node in base.graph.placeholders("input")}
+
+
+def _tensors(base: Prepared, request: Request) -> dict[str, torch.Tensor] | None:
+    """The tensors of a request by the names of the traced inputs; None if it is another call: with other constants or
+    kinds of inputs, or gradients of inputs that the trace does not compute."""
+    signature = base.traced.signature
+    try:
+        leaves = flatten_as(signature.input_spec, request.args, request.kwargs)
+    except PlanMismatchError:
+        return None
+    gradients = {output.name for output in base.graph.outputs if output.kind == "input_gradient"}
+    found = {}
+    for index, (name, leaf) in enumerate(zip(signature.input_names, leaves, strict=True)):
+        if name is None:
+            if Leaf.of(leaf, False) != Leaf.of(signature.constants[index], False):
+                return None
+        elif not isinstance(leaf, torch.Tensor) or (leaf.requires_grad and name not in gradients):
+            return None
+        else:
+            found[name] = leaf
+    return found
+
+
+def _same_but_batch(base: Prepared, tensors: Mapping[str, torch.Tensor], batch: int) -> bool:
+    """Whether tensors are the traced ones at this batch size."""
+    types = _types(base)
+    return all(
+        tuple(tensor.shape) == tuple(_at(size, batch) for size in types[name].shape)
+        and tensor.dtype == types[name].dtype
+        for name, tensor in tensors.items()
+    )
+
+
+def _at(size: Dim, batch: int) -> int:
+    return size if isinstance(size, int) else int(size.subs(symbol(BATCH), batch))

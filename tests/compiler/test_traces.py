@@ -1,0 +1,94 @@
+"""A length that varies is traced twice: as it is at first, and then open for all lengths."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.compiler import calls
+from autopar.planner.prepare import prepare
+from autopar.trace.lengths import Lengths
+from tests.helpers.planning import on
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many lengths were to be left open in each trace that was made."""
+    asked: list[int] = []
+
+    def counted(*args: Any, lengths: Lengths = (), **kwargs: Any) -> Any:
+        asked.append(len(lengths))
+        return prepare(*args, lengths=lengths, **kwargs)
+
+    monkeypatch.setattr(calls, "prepare", counted)
+    yield asked
+
+
+class Reader(nn.Module):
+    """``mixes``: another program for texts of 7."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, 6), nn.Linear(6, 6)
+        self.mix = nn.Parameter(torch.linspace(0, 1, 7)) if mixes else None
+
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.out(self.table(ids)))
+        if self.mix is not None and len(self.mix) == ids.shape[1]:
+            hidden = hidden * self.mix[:, None]
+        return (hidden.cumsum(1).square().mean(-1) * weight).mean()
+
+
+def batch(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(20, (rows, length), generator=torch.Generator().manual_seed(length))
+    return ids, torch.linspace(0, 1, length).expand(rows, length).contiguous()
+
+
+def check(model: nn.Module, reference: nn.Module, rows: int, length: int) -> None:
+    wanted = reference(*batch(rows, length))
+    wanted.backward()
+    torch.testing.assert_close(model.step(*batch(rows, length)), wanted.detach())  # type: ignore[operator]
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert found.grad is not None or expected.grad is None
+        if expected.grad is not None:
+            torch.testing.assert_close(model.full_tensor(found.grad), expected.grad)  # type: ignore[operator]
+    model.zero_grad()
+    reference.zero_grad()
+
+
+def test_a_length_is_left_open_when_it_varies(traced: list[int]) -> None:
+    reference = Reader()
+    model = autopar.parallelize(copy.deepcopy(reference), (1,))
+    for length in (7, 9, 5, 12):
+        check(model, reference, 4, length)
+    check(model, reference, 3, 6)
+    assert traced == [0, 2], "both inputs"
+    with torch.no_grad():
+        for length in (7, 9, 5):
+            torch.testing.assert_close(model(*batch(4, length)), reference(*batch(4, length)))
+    assert traced[2:] == [0, 2], "a call without gradients is another"
+
+
+def test_a_length_that_the_model_fixes_is_traced_each_time(traced: list[int]) -> None:
+    reference = Reader(mixes=True)
+    model = autopar.parallelize(copy.deepcopy(reference), (1,))
+    for length in (9, 7, 5, 7, 12):
+        check(model, reference, 4, length)
+    assert traced == [0, 2, 0, 0, 0], "the attempt at 7 fails, and is the only one"
+
+
+def test_ranks_share_what_is_open() -> None:
+    def work(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        reference = Reader()
+        model = autopar.parallelize(copy.deepcopy(reference), (2,))
+        for length in (7, 9, 5):
+            check(model, reference, 4, length)
+
+    on(2, work)
