@@ -28,9 +28,9 @@ from autopar.runtime.launch import run_local
 from .memory import Block
 from .report import describe_machine, emit, make_table
 
-STEPS, EXCHANGES = 10, 300
+STEPS, EXCHANGES = 5, 100
 # Widths of the two models.
-WIDTHS = (64, 512)
+WIDTHS = (64, 256)
 VARIANTS: dict[str, dict[str, Any]] = {
     "without": {"check_inputs": "never", "timeout": 0},
     "watch": {"check_inputs": "never"},
@@ -98,7 +98,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", help="also write the JSON to this file")
     given = parser.parse_args(arguments)

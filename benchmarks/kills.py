@@ -1,7 +1,7 @@
 """Kills a training at random moments, again and again, under ``autopar run``: what is lost, and for how long.
 
-``python -m benchmarks.kills [--kills 20] [--ranks 2] [--resume]`` sends SIGKILL to a random rank at a random moment
-after the training has begun or gone on (in a step, in a save, while it loads), and writes
+``python -m benchmarks.kills [--kills 20] [--ranks 2] [--seconds S] [--resume]`` sends SIGKILL to a random rank at a
+random moment after the training has begun or gone on (in a step, in a save, while it loads), and writes
 ``benchmarks/results/kills.json``: kills survived, steps lost, seconds from a kill to the next step, and whether every
 loss is that of an undisturbed run. ``--resume`` adds a run to those of the file, at other random moments: a hundred
 kills take some twenty minutes.
@@ -81,18 +81,21 @@ class Training:
             before += 1  # A step that was just ending.
 
 
-def disturbed(folder: Path, ranks: int, kills: int, source: random.Random) -> tuple[list[Kill], dict[int, set[float]]]:
-    """The kills that were survived, and all losses that were seen of each step."""
-    training, found = Training(folder, ranks, kills * BETWEEN, kills), list[Kill]()
+def disturbed(
+    folder: Path, ranks: int, kills: int, seconds: float, source: random.Random
+) -> tuple[list[Kill | None], dict[int, set[float]]]:
+    """The kills within so many seconds, None for one that was not survived, and all losses that were seen of each
+    step."""
+    training, found = Training(folder, ranks, kills * BETWEEN, kills), list[Kill | None]()
+    deadline = time.monotonic() + seconds
     try:
-        for _ in range(kills):
+        while len(found) < kills and time.monotonic() < deadline:
             if not training.wait_for(len(training.lines()) + source.randrange(1, BETWEEN // 2)):
                 break
             time.sleep(source.uniform(0.0, 0.05))
-            kill = training.kill(source.randrange(ranks))
-            if kill is None:
+            found.append(training.kill(source.randrange(ranks)))
+            if found[-1] is None:
                 break
-            found.append(kill)
         training.process.wait(LIMIT)
     finally:
         training.process.kill()
@@ -107,15 +110,16 @@ def losses_of(training: Training) -> dict[int, set[float]]:
     return found
 
 
-def measure(kills: int, ranks: int, seed: int = 0) -> dict[str, Any]:
-    """What a run with so many kills comes to."""
+def measure(kills: int, ranks: int, seed: int = 0, seconds: float = float("inf")) -> dict[str, Any]:
+    """What a run with so many kills, or those of so many seconds, comes to."""
     with tempfile.TemporaryDirectory() as name:
         undisturbed = Training(Path(name, "undisturbed"), ranks, kills * BETWEEN, 0)
         undisturbed.process.wait(10 * LIMIT)
-        survived, losses = disturbed(Path(name, "disturbed"), ranks, kills, random.Random(seed))
+        found, losses = disturbed(Path(name, "disturbed"), ranks, kills, seconds, random.Random(seed))
+        survived = [kill for kill in found if kill is not None]
         return {
             "seed": seed,
-            "kills": kills,
+            "kills": len(found),
             "ranks": ranks,
             "lost": [kill.lost for kill in survived],
             "seconds": [round(kill.seconds, 2) for kill in survived],
@@ -144,10 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more are killed")
     parser.add_argument("--resume", action="store_true", help="adds to the runs of the file")
     arguments, path = parser.parse_args(), RESULTS / "kills.json"
     runs = json.loads(path.read_text()).get("runs", []) if arguments.resume and path.exists() else []
-    runs.append(measure(arguments.kills, arguments.ranks, len(runs)))
+    runs.append(measure(arguments.kills, arguments.ranks, len(runs), arguments.seconds))
     text = json.dumps(summary(runs), indent=1)
     print(text)
     path.write_text(text + "\n")
