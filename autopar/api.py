@@ -35,7 +35,8 @@ from autopar.trace.loss import TARGETS
 
 from .errors import OptionsError
 from .keywords import suggests
-from .options import Options, under_policy
+from .options import Options
+from .planner.options_of_plan import options_under
 from .precision import scales_loss
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -164,7 +165,7 @@ def parallelize(
 
     Raises:
         OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
-        PlanMismatchError: ``plan`` is for another model, mesh or batch.
+        PlanMismatchError: ``plan`` is for another model, mesh or batch, or ``options`` ask for another plan.
     """
     _check_plan(plan)
     settings = _options(options)
@@ -194,7 +195,7 @@ def _parallel_module(
     ranks = groups.over(groups.axes)
     check_same_arguments(model, settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
-    settings = settings if plan is None else under_policy(settings, plan.precision)
+    settings = settings if plan is None else options_under(settings, plan)
     if devices.device_type == "cuda":
         gpus, peak = gather_objects(ranks, Gpu.of(groups.device)), None if plan is None else plan.predicted.peak_bytes
         check_gpus(gpus, groups.mesh.mesh.flatten().tolist(), settings.precision, peak)

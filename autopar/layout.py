@@ -286,7 +286,8 @@ class Layout:
     @property
     def restriction(self) -> str:
         """The given fields, as :meth:`parse` reads them: ``tensor=2 data=1``."""
-        return " ".join(f"{name}={written(getattr(self, name))}" for name in self.given)
+        values = ((name, getattr(self, name)) for name in self.given)
+        return " ".join(f"{name}={written(value)}" for name, value in values if value is not None)
 
     @property
     def devices(self) -> int:
@@ -349,6 +350,8 @@ class Layout:
         for word in text.replace(",", " ").split():
             name, equals, value = word.partition("=")
             current = LAYOUT_FIELDS[name].new if name in LAYOUT_FIELDS else name
+            if name in values:
+                raise OptionsError(f"{word!r} in a layout: {name} is given twice")
             if not equals or current not in defaults:
                 raise OptionsError(f"{word!r} in a layout: write NAME=VALUE, NAME one of {', '.join(defaults)}")
             values[name] = read(name, value, defaults[current])

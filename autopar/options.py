@@ -107,6 +107,8 @@ class Options:
         layout: restricts the search to plans of this layout, by those of its fields that are given; the rest is
             searched (docs/layouts.md, "A layout as a restriction"). What it says of ``stages`` (``pipeline``),
             ``schedule``, ``recompute``, ``zero``, ``offload`` and ``precision`` becomes the value of these options.
+        from_layout: which values came from ``layout``, so that :func:`dataclasses.replace` may give another. Not for
+            users.
     """
 
     memory_limit: int | None = None
@@ -133,6 +135,7 @@ class Options:
     nonfinite: Literal["raise", "skip"] = "raise"
     compile: Literal["auto"] | bool = "auto"
     layout: Layout | None = None
+    from_layout: tuple[tuple[str, object], ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._take_from_layout()
@@ -166,6 +169,10 @@ class Options:
             )
 
     def _take_from_layout(self) -> None:
+        for name, value in self.from_layout:
+            if getattr(self, name) == value:  # Otherwise the user has replaced it.
+                object.__setattr__(self, name, None)
+        object.__setattr__(self, "from_layout", ())
         if self.layout is None:
             return
         check_layout(self.layout)
@@ -177,7 +184,9 @@ class Options:
                     f"Options({name}={own!r}, layout=Layout({field_name}={value!r})) contradict each other: leave one "
                     "of them out"
                 )
-            object.__setattr__(self, name, value)
+            if own is None:
+                object.__setattr__(self, name, value)
+                object.__setattr__(self, "from_layout", (*self.from_layout, (name, value)))
 
     @property
     def solver_seed(self) -> int:

@@ -73,4 +73,5 @@ def shared_options(layout: Layout) -> dict[str, Any]:
 
 def words_of(layout: Layout | None) -> str:
     """A layout as its user wrote it, for messages: ``Layout(tensor=2, data=4)``."""
-    return "" if layout is None else f"Layout({', '.join(layout.restriction.split())})"
+    given = () if layout is None else layout.given
+    return "" if layout is None else f"Layout({', '.join(f'{name}={getattr(layout, name)!r}' for name in given)})"

@@ -161,7 +161,48 @@ def wrong(plan: Plan, layout: autopar.Layout) -> list[str]:
         wanted = expected.get(label, expected.get(axis))  # None: the axis has no role, as one that idles.
         if wanted is not None and sizes[axis] > 1 and ways != wanted:
             problems.append(f"{label}: products are divided by {', '.join(sorted(ways))}")
-    return problems
+    return problems + list(_wrong_beside_degrees(plan, layout))
+
+
+def _wrong_beside_degrees(plan: Plan, layout: autopar.Layout) -> Iterator[str]:
+    """What of the states, of recomputation, of the schedule and of what is between products is not as asked for."""
+    if "zero" in layout.given:
+        yield from (f"zero={layout.zero}: {path} rests as {kind}" for path, kind in _states(plan, layout.zero))
+    if layout.recompute == "full" and not plan.recomputed:
+        yield "recompute=full: nothing is recomputed"
+    if "recompute" in layout.given and layout.recompute == "none" and plan.recomputed:
+        yield f"recompute=none: {len(plan.recomputed)} operations are recomputed"
+    if layout.schedule not in (None, plan.schedule):
+        yield f"schedule={layout.schedule}: {plan.schedule}"
+    if layout.sequence_parallel and "tp" in plan.axis_names and "all_reduce" in collectives(plan, "tp"):
+        yield "sequence_parallel=True: a sum is reduced on every rank"
+
+
+def _states(plan: Plan, zero: int) -> Iterator[tuple[str, str]]:
+    """Matrices of which something rests in more, or fewer, shards than a stage of ZeRO says."""
+    live = [axis for axis, size in enumerate(plan.mesh) if size > 1]
+    for path, place in plan.parameters.items():
+        if "," not in plan.nodes[plan.parameter_nodes[path]].type:
+            continue
+        rests = {"optimizer state": place.optimizer, "gradient": place.gradient, "weight": place.weight}
+        for stage, (kind, placements) in enumerate(rests.items(), 1):
+            sharded = all(is_shard(placements[axis]) for axis in live)
+            if zero >= stage and not sharded:
+                yield path, f"{kind} in few shards"
+            if zero == 0 and placements != place.weight and kind == "optimizer state":
+                yield path, f"{kind} in more shards than the weight"
+
+
+def collectives(plan: Plan, axis: str) -> set[str]:
+    """The kinds of those of activations of at least two dims over ``axis``."""
+    number = plan.axis_names.index(axis)
+    lines = (line for line in plan.lines if line.kind == "reshard")
+    return {
+        step.kind
+        for line in lines
+        for step in line.steps
+        if step.communicates and number in step.axes and "," in plan.nodes[line.name].type
+    }
 
 
 def checked(name: str, fields: dict[str, Any]) -> dict[str, Any]:

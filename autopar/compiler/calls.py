@@ -55,6 +55,9 @@ from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
 from .stages import StageCompiler
 from .traces import Traces
 
+# What to do where stages are needed.
+_NO_STAGES = "A model that is called, not stepped, has no stages: for stages call model.step(...) first"
+
 
 @dataclass
 class Compiler:
@@ -112,9 +115,11 @@ class Compiler:
         def make_plan() -> Plan:
             try:
                 return cached_plan(asked, timings)
-            except InfeasibleError:
-                if request.grad or not called:
+            except (InfeasibleError, OptionsError) as error:
+                if not called or (request.grad and isinstance(error, InfeasibleError)):
                     raise
+                if request.grad:
+                    raise OptionsError(f"{error}\n{_NO_STAGES}") from error
             return cached_plan(plan_request, timings)
 
         if self.plan is None:

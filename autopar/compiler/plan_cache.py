@@ -36,7 +36,7 @@ _plans: OrderedDict[str, Plan] = OrderedDict()
 # Chosen: as many as programs of a model are kept (runtime/calls/programs.py).
 _PLANS_LIMIT = 64
 # Options that no plan depends on.
-_NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite", "pad_to")
+_NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite", "pad_to", "from_layout")
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ def cached_plan(request: PlanRequest, timings: Timings) -> Plan:
     if cached is not None:
         return replace(cached, timings=dict(lookup.seconds))
     plan = best_plan(request, timings)
-    if _is_cacheable(request, plan):
+    if _is_cacheable(request, plan) and not timings.is_spent(request.options.time_limit):
         _remember(key, plan)
         write(KIND, key, plan.to_json())
     return plan

@@ -50,7 +50,7 @@ def role_names(roles: tuple[AxisRole, ...], names: tuple[str, ...]) -> tuple[str
     numbered."""
     if not roles:
         return names
-    wanted = [_NAMES.get(role.name, name) for role, name in zip(roles, names, strict=True)]
+    wanted = [ROLE_NAMES.get(role.name, name) for role, name in zip(roles, names, strict=True)]
     return tuple(n if wanted.count(n) == 1 else f"{n}{wanted[:i].count(n)}" for i, n in enumerate(wanted))
 
 
@@ -90,7 +90,7 @@ def _allowed(products: Products, axis: int, role: AxisRole) -> Allowed:
 
 
 # As plans without a layout call such axes where they can tell (:mod:`autopar.placement.axis_names`).
-_NAMES: Mapping[str, str] = {"data": "dp", "context": "cp", "tensor": "tp", "expert": "ep"}
+ROLE_NAMES: Mapping[str, str] = {"data": "dp", "context": "cp", "tensor": "tp", "expert": "ep"}
 # Products that are divided so read whole weights.
 _OF_ROWS = ("data", "context")
 _WORDS = {

@@ -13,7 +13,7 @@ from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.node import VIEWS, Node, Value
+from autopar.ir.node import Node, Value
 from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
 from autopar.placement.choices import Choice, operand_place, result_place
 from autopar.placement.constraints import with_choices
@@ -52,12 +52,14 @@ def divided_between(instance: Instance, products: Products, axis: int, sequence_
             "1 of every input; leave sequence_parallel out"
         )
 
+    sums = _sums(graph, products, axis)
+
     def rule(edge: TensorEdge) -> Forbidden | None:
         value = Value(edge.producer, edge.result)
         known = positions.get(value, frozenset())
         if edge.role == "gradient" or edge.producer in products.weights or not known:
             return None
-        scattered = _is_sum(graph, products, value)
+        scattered = value in sums
 
         def forbidden(source: Placement, target: Placement) -> bool:
             if is_shard(source):
@@ -81,12 +83,21 @@ def _is_whole(products: Products, axis: int, node: Node, choice: Choice) -> bool
     return not any(place in of.get(value, ()) for value, place in shards for of in known)
 
 
-def _is_sum(graph: Graph, products: Products, value: Value) -> bool:
-    """Whether a value is the result of a product, or a view or sum of such."""
-    node = graph[value.node]
-    if node.op in VIEWS or node.op.startswith("aten.add."):
-        return any(_is_sum(graph, products, operand) for operand in node.operands)
-    return node.name in products.names or (not node.is_placeholder and family_of(node.op).matrix is not None)
+def _sums(graph: Graph, products: Products, axis: int) -> set[Value]:
+    """The results of products, and what is computed from them by operations through which a sum can stay partial on
+    ``axis``: views, additions, scaling, casts and so on."""
+    found: set[Value] = set()
+    for node in graph.nodes:
+        results = [Value(node.name, index) for index in range(len(node.types))]
+        if node.name in products.names or (not node.is_placeholder and family_of(node.op).matrix is not None):
+            found.update(results)
+            continue
+        read = [place for place, operand in enumerate(node.operands) if operand in found]
+        for strategy in graph.strategies.get(node.name, ()) if read else ():
+            if any(isinstance(strategy.inputs[place][axis], Partial) for place in read):
+                partial = (isinstance(placements[axis], Partial) for placements in strategy.outputs)
+                found.update(result for result, is_left in zip(results, partial, strict=True) if is_left)
+    return found
 
 
 def _without_moves(instance: Instance, axis: int, rule: Callable[[TensorEdge], Forbidden | None]) -> Instance:

@@ -63,7 +63,8 @@ def keeps_axes(request: PlanRequest) -> bool:
     options = request.options
     if request.roles:
         return bool(request.roles[0].name)
-    fixed = options.zero is not None or axes_are_fixed(request)
+    asks_for_zero = options.zero is not None and "zero" not in dict(options.from_layout)
+    fixed = asks_for_zero or axes_are_fixed(request)
     return fixed and options.schedule is None and options.microbatches is None
 
 

@@ -7,7 +7,7 @@ Plans without stages are searched first; pipelines are then tried where they cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 from autopar.plans.views.idle_axes import idle_devices
+from autopar.restriction import words_of
 from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
 
@@ -30,6 +31,9 @@ from .candidate import Candidate, named_axes
 from .pipelines import with_stages
 from .segments import stage_pins
 from .stage_meshes import StageLayout
+
+# An error, or what makes one: that of a pipeline takes a search for what would be possible.
+Failure = Exception | Callable[[], Exception]
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to plans without
 # stages (benchmarks/results/two_hosts.json, pipeline_plans.json).
@@ -81,23 +85,34 @@ def _check_stages_are_searched(request: PlanRequest) -> None:
 def _of_arrangements(
     arranged: Sequence[PlanRequest], pinned: Mapping[str, str], timings: Timings, explains: bool = True
 ) -> list[Candidate]:
-    """The candidates of all arrangements. Where there are several, those that are impossible are left out. Raises the
-    first error if there is no candidate at all; ``explains``: whether it says what would be possible, which takes a
-    search."""
+    """The candidates of all arrangements. Where there are several, those that are impossible are left out. If there is
+    no candidate at all, raises the error of the arrangement that needs least memory, else the first; ``explains``:
+    whether it says what would be possible, which takes a search."""
     candidates: list[Candidate] = []
-    failures: list[Exception] = []
+    failures: list[Failure] = []
     for request in arranged:
         try:
-            found = _of_arrangement(request, pinned, timings, _least(candidates), explains and not failures)
+            found, make_error = _of_arrangement(request, pinned, timings, _least(candidates))
         except (InfeasibleError, OptionsError) as error:
             failures.append(error)
         else:
             candidates += found
+            failures += [make_error] if make_error else []
         if timings.is_spent(request.options.time_limit) and candidates:
             break
     if not candidates:
-        raise next((error for error in failures if isinstance(error, InfeasibleError)), failures[0])
+        raise _main(failures) if explains else InfeasibleError("nothing fits")
     return candidates
+
+
+def _main(failures: Sequence[Failure]) -> Exception:
+    """Of what does not fit, what needs fewest bytes; where that is not known yet, the error of the first pipeline."""
+    known = [failure for failure in failures if isinstance(failure, Exception)]
+    infeasible = [error for error in known if isinstance(error, InfeasibleError)]
+    if infeasible:
+        return min(infeasible, key=lambda error: error.needed_bytes or math.inf)
+    makers = [failure for failure in failures if not isinstance(failure, Exception)]
+    return makers[0]() if makers else known[0]
 
 
 def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
@@ -108,18 +123,17 @@ def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
 
 
 def _of_arrangement(
-    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float, explains: bool
-) -> list[Candidate]:
-    """The candidates of one arrangement; ``best``: seconds of the quickest of others. Raises :class:`InfeasibleError`
-    or :class:`OptionsError` if there is none."""
+    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
+) -> tuple[list[Candidate], Failure | None]:
+    """The candidates of one arrangement, or what makes the error that says why there is none; ``best``: seconds of the
+    quickest of others. Raises :class:`OptionsError` if the options are impossible."""
     candidates: list[Candidate] = []
     failure: InfeasibleError | None = None
     if _may_lack_stages(request, pinned):
         candidates, failure = _without_stages(request, timings)
     staged, make_error = with_stages(request, pinned, timings, min(best, _least(candidates)))
-    if not candidates and not staged:
-        raise failure or (make_error() if explains else InfeasibleError(f"no pipeline on mesh {request.mesh} fits"))
-    return [*candidates, *staged]
+    found = [*candidates, *staged]
+    return found, None if found else (failure or make_error)
 
 
 def _least(candidates: Sequence[Candidate]) -> float:
@@ -128,6 +142,11 @@ def _least(candidates: Sequence[Candidate]) -> float:
 
 def _check_schedule(request: PlanRequest) -> None:
     options, devices = request.options, math.prod(request.mesh)
+    if asks_for_chunks(request) and options.stages == 1:
+        raise OptionsError(
+            f"{words_of(options.layout)}: chunks of layers take turns on pipeline stages, but stages=1; leave "
+            "interleave out, or ask for 2 stages or more"
+        )
     if options.schedule is not None and (devices == 1 or options.stages == 1) and options.microbatches in (None, 1):
         why = f"stages={options.stages}" if options.stages is not None else f"the mesh {request.mesh} has one device"
         raise OptionsError(

@@ -16,7 +16,8 @@ from autopar.api import Batch, LossFunction, Mesh, mesh_shape
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.keywords import suggests
-from autopar.options import Options, under_policy
+from autopar.options import Options
+from autopar.planner.options_of_plan import options_under
 from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
 
@@ -61,7 +62,7 @@ def verify(
     """
     start = time.perf_counter()
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
-    settings = settings if plan is None else under_policy(settings, plan.precision)
+    settings = settings if plan is None else options_under(settings, plan)
     ready = materialised(model)
     task = Task(
         model=ready,

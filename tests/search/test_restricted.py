@@ -13,12 +13,15 @@ from torch import nn
 
 import autopar
 from autopar import Options, Plan
-from autopar.errors import InfeasibleError, OptionsError
+from autopar.errors import InfeasibleError, OptionsError, PlanMismatchError
 from autopar.layout import Layout
-from benchmarks.layout_grid import batch, checked, model_of, rows, wrong
+from autopar.planner.options_of_plan import options_under
+from autopar.planner.timings import Timings
+from autopar.search.best_plan import best_plan
+from benchmarks.layout_grid import batch, checked, collectives, model_of, rows, wrong
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case
-from tests.helpers.planning import planned
+from tests.helpers.planning import planned, requested
 from tests.helpers.run_plan import Bench
 
 FAR = 3e-6
@@ -52,23 +55,21 @@ def farthest(plan: Plan, name: str) -> float:
     return max(float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items())
 
 
-def kinds(plan: Plan, axis: str) -> set[str]:
-    """The collectives of activations of at least two dims over ``axis``."""
-    number = plan.axis_names.index(axis)
-    lines = (line for line in plan.lines if line.kind == "reshard")
-    return {
-        step.kind
-        for line in lines
-        for step in line.steps
-        if step.communicates and number in step.axes and "," in plan.nodes[line.name].type
-    }
-
-
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, {"tensor": 2, "pipeline": 2, "microbatch": 2, "interleave": 2, "recompute": "full", "zero": 1}),
     ("llama", 2, {"context": 2, "zero": 3}),
     ("mixture", 2, {"data": 2, "expert": 2}),
 ]
+
+
+def test_what_is_not_as_asked_for_is_noticed() -> None:
+    """As the tests below would, were a field of the layout not heard."""
+    free = planned(llama, (2,), layout=Layout(data=2, zero=0, recompute="none"))
+    for fields in ({"zero": 1}, {"zero": 3}, {"recompute": "full"}, {"schedule": "1f1b", "pipeline": 2}, {"tensor": 2}):
+        assert wrong(free, Layout(**fields)), fields  # type: ignore[arg-type]
+    sharded = replace(free, parameters=plan_of("llama", 2, data=2, zero=3).parameters)
+    assert wrong(sharded, Layout(zero=3)) == [] and wrong(sharded, Layout(zero=0)) == []
+    assert wrong(replace(free, recomputed=("add",)), Layout(recompute="none"))
 
 
 @pytest.mark.parametrize(("name", "devices", "fields"), slow_rows_but([1], CASES), ids=str)
@@ -82,9 +83,9 @@ def test_plans_are_as_the_layout_says_and_equal_one_process(name: str, devices: 
 
 def test_sequence_parallelism_decides_what_is_between_products() -> None:
     whole, divided = (plan_of("llama", 2, tensor=2, sequence_parallel=on) for on in (False, True))
-    assert "reduce_scatter" not in kinds(whole, "tp")
-    assert "reduce_scatter" in kinds(divided, "tp")
-    assert not {"all_reduce", "all_to_all"} & kinds(divided, "tp")
+    assert "reduce_scatter" not in collectives(whole, "tp")
+    assert "reduce_scatter" in collectives(divided, "tp")
+    assert not {"all_reduce", "all_to_all"} & collectives(divided, "tp")
     norms = [path for path in divided.outputs if path.endswith("input_layernorm")]
     assert norms and all(str(divided.outputs[path][0]) == "S(1)" for path in norms)
     assert all(str(whole.outputs[path][0]) == "R" for path in norms)
@@ -111,6 +112,16 @@ def test_what_is_given_is_remembered() -> None:
     assert layout == Layout(tensor=2)
     options = Options(layout=Layout(pipeline=2, zero=1, recompute="full", schedule="gpipe"))
     assert (options.stages, options.zero, options.recompute, options.schedule) == (2, 1, "full", "gpipe")
+    assert replace(options, layout=Layout(pipeline=4)).stages == 4
+    assert replace(options, layout=None) == Options()
+    assert replace(options, time_limit=1.0).zero == 1
+    for change in ({"stages": 4}, {"zero": 3}):
+        with pytest.raises(OptionsError, match="contradict each other"):
+            replace(options, **change)  # type: ignore[arg-type]
+    assert replace(Options(stages=2, layout=Layout(pipeline=2)), layout=None).stages == 2, "the user gave it too"
+    assert Layout(tensor=2, schedule=None).restriction == "tensor=2"
+    with pytest.raises(OptionsError, match="tensor is given twice"):
+        Layout.parse("tensor=2 tensor=4")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +194,56 @@ def test_what_does_not_fit_says_by_how_much_and_what_does() -> None:
     assert "A single change that fits: zero=3 (" in str(caught.value)
     changed = planned(features, (2,), layout=Layout(data=2, zero=3), memory_limit=limit, offload=False)
     assert changed.predicted.peak_bytes <= limit
+
+
+class Scaled(nn.Module):
+    """A block that scales and casts what its product gives: through both a sum may stay partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + (0.5 * self.down(self.up(self.norm(x)).relu()) / 3.0).to(torch.float32)
+        return self.norm(x).square().mean()
+
+
+def scaled() -> Case:
+    torch.manual_seed(0)
+    return Scaled(), (torch.randn(8, 16, 32),)
+
+
+def test_a_scaled_sum_is_scattered_too() -> None:
+    plan = planned(scaled, (2,), layout=Layout(tensor=2, sequence_parallel=True))
+    assert "all_reduce" not in collectives(plan, "tp") and "reduce_scatter" in collectives(plan, "tp")
+
+
+def test_names_and_pins_keep_their_axes() -> None:
+    request = requested(features, (2, 2), layout=Layout(tensor=2, data=2), mesh_search=True)
+    with pytest.raises(OptionsError, match=r"needs axes \(dp 2, tp 2\), outermost first, but the mesh is \(2, 2\) ca"):
+        best_plan(replace(request, axis_names=("tp", "dp")), Timings())
+    assert best_plan(replace(request, axis_names=("dp", "tp")), Timings()).axis_names == ("dp", "tp")
+    with pytest.raises(OptionsError, match="chunks of layers take turns on pipeline stages, but stages=1"):
+        planned(features, (2,), stages=1, layout=Layout(interleave=2))
+    with pytest.raises(OptionsError, match=r"but the mesh is \(2, 4\) and pins refer to its axes"):
+        planned(features, (2, 4), pins={"up.weight": "S(0),R"}, layout=Layout(tensor=2, data=4))
+
+
+def test_options_beside_a_plan_do_not_ask_for_another() -> None:
+    plan = plan_of("llama", 2, context=2, zero=3)
+    assert options_under(Options(layout=Layout(context=2, zero=3), timeout=5.0), plan).precision == "fp32"
+    for fields, said in (
+        ({"stages": 2}, "stages=2) is asked for, but the plan that is given has stages=1"),
+        ({"microbatches": 4}, "microbatches=1"),
+        ({"schedule": "1f1b"}, "schedule=None"),
+        ({"pins": {"model": "R"}}, "pins={}"),
+        ({"layout": Layout(tensor=2)}, "the layout 'context=2 zero=3'"),
+        ({"memory_limit": 1000}, f"a peak of {plan.predicted.peak_bytes} bytes"),
+        ({"precision": "bf16"}, "the plan was made for precision='fp32'"),
+    ):
+        with pytest.raises(PlanMismatchError, match=re.escape(said)):
+            options_under(Options(**fields), plan)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

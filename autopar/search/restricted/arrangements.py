@@ -17,8 +17,8 @@ from itertools import product
 from autopar.errors import OptionsError
 from autopar.layout import degrees
 from autopar.options import Options
-from autopar.planner.axis_roles import AxisRole
-from autopar.planner.request import PlanRequest
+from autopar.planner.axis_roles import ROLE_NAMES, AxisRole, role_names
+from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction, words_of
 
 from .divides import check_layout_divides
@@ -188,16 +188,26 @@ def _experts_apart(restriction: Restriction, known: Mapping[str, int]) -> Option
 
 
 def _keeps_axes(request: PlanRequest, arranged: PlanRequest) -> bool:
-    """Whether an arrangement has the axes of the mesh, where these are fixed."""
-    fixed = not request.options.mesh_search or bool(request.axis_names)
+    """Whether an arrangement has the axes of the mesh, where these are fixed: by the options, by names that say another
+    role than the layout, or by pins."""
+    fixed = axes_are_fixed(request)
+    names = role_names(arranged.roles, request.axis_names) if len(arranged.roles) == len(request.axis_names) else ()
+    known = set(ROLE_NAMES.values())
+    if any(name != role and {name, role} <= known for name, role in zip(request.axis_names, names, strict=False)):
+        return False
     return not fixed or arranged.mesh == tuple(n for n in request.mesh if n > 1) or math.prod(request.mesh) == 1
 
 
 def _other_axes(request: PlanRequest, arranged: PlanRequest) -> str:
-    names = f" called {request.axis_names}" if request.axis_names else " and mesh_search=False"
+    names = role_names(arranged.roles, ("",) * len(arranged.mesh))
+    needed = ", ".join(f"{name} {size}".strip() for name, size in zip(names, arranged.mesh, strict=True))
+    if request.axis_names:
+        why = f" called {request.axis_names}"
+    else:
+        why = " and pins refer to its axes" if request.options.pins else " and mesh_search=False"
     return (
-        f"{words_of(request.options.layout)} needs axes {arranged.mesh}, but the mesh is {request.mesh}{names}: give "
-        f"the mesh {arranged.mesh}, or a shape without names, which may be regrouped"
+        f"{words_of(request.options.layout)} needs axes ({needed}), outermost first, but the mesh is "
+        f"{request.mesh}{why}: give the mesh {arranged.mesh}, or a shape without names or pins, which may be regrouped"
     )
 
 
