@@ -19,13 +19,14 @@ from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
 from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
+from autopar.planner.options_of_plan import options_under
 from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.checkpoint.hugging_face import load_weights
 from autopar.runtime.checkpoint.stores import Folder
 from autopar.runtime.comm.devices import Gpu, check_gpus, own_gpu, require_nccl
-from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
+from autopar.runtime.comm.groups import AxisGroup, MeshGroups, mesh_groups, mesh_of_one
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.meeting import join_world
 from autopar.runtime.faults.watch import Watch, watch_over
@@ -36,7 +37,6 @@ from autopar.trace.loss import TARGETS
 from .errors import OptionsError
 from .keywords import suggests
 from .options import Options
-from .planner.options_of_plan import options_under
 from .precision import scales_loss
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -195,13 +195,7 @@ def _parallel_module(
     ranks = groups.over(groups.axes)
     check_same_arguments(model, settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
-    settings = settings if plan is None else options_under(settings, plan)
-    if devices.device_type == "cuda":
-        gpus, peak = gather_objects(ranks, Gpu.of(groups.device)), None if plan is None else plan.predicted.peak_bytes
-        check_gpus(gpus, groups.mesh.mesh.flatten().tolist(), settings.precision, peak)
-    if dist.is_initialized() and devices.size() < dist.get_world_size():
-        # Rearranging devices is collective over all ranks, and those outside this mesh do not take part.
-        settings = replace(settings, mesh_search=False)
+    settings = _settled(settings, plan, devices, groups)
     compiler = Compiler(
         model=model,
         mesh=tuple(devices.shape),
@@ -213,19 +207,32 @@ def _parallel_module(
         loss_fn=loss_fn,
         plan=plan,
     )
-    scaled = scales_loss(settings.precision)
     return ParallelModule(
         model,
         devices,
         compiler,
         seed=settings.seed,
-        scaled=scaled,
+        scaled=scales_loss(settings.precision),
         check_inputs=settings.check_inputs,
         watch=watch,
         compilation=_compilation(settings, groups.device, watch),
         values=ValueChecks(settings.check_every, settings.nonfinite),
         pad_to=settings.pad_to,
     )
+
+
+def _settled(settings: Options, plan: Plan | None, devices: DeviceMesh, groups: MeshGroups) -> Options:
+    """The options for these devices, and under ``plan`` if there is one. Raises :class:`OptionsError` or
+    :class:`PlanMismatchError` for what they cannot be on."""
+    settings = settings if plan is None else options_under(settings, plan)
+    if devices.device_type == "cuda":
+        peak = None if plan is None else plan.predicted.peak_bytes
+        gpus = gather_objects(groups.over(groups.axes), Gpu.of(groups.device))
+        check_gpus(gpus, groups.mesh.mesh.flatten().tolist(), settings.precision, peak)
+    if dist.is_initialized() and devices.size() < dist.get_world_size():
+        # Rearranging devices is collective over all ranks, and those outside this mesh do not take part.
+        settings = replace(settings, mesh_search=False)
+    return settings
 
 
 def _compilation(options: Options, device: torch.device, watch: Watch) -> Compilation | None:
