@@ -103,7 +103,10 @@ def patience(everyone: Sequence[Seen]) -> tuple[float, str]:
         return waited, ""
     how = "rests" if others[0].record.still else "moves"
     state = f"and {how}" if others[0].hears else "and does not answer"
-    return waited, f"{_named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting)} since {waited:.0f} s"
+    return (
+        waited,
+        f"{_named(others)}: {others[0].record.place}, {state}; {_who_wait(waiting, others)} since {waited:.0f} s",
+    )
 
 
 def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
@@ -122,7 +125,7 @@ def _gone(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
     if missed:
         return (
             f"the script of {_named(missed)} came to its end after {missed[0].record.number} collective calls; "
-            f"{_who_wait(waiting)}: every rank must make the same calls, with as many batches"
+            f"{_who_wait(waiting, missed)}: every rank must make the same calls, with as many batches"
         )
     return None
 
@@ -171,15 +174,17 @@ def _late(everyone: Sequence[Seen], waiting: Sequence[Seen]) -> str | None:
         return None
     silent = [seen for seen in others if not seen.hears and not seen.gone]
     if silent:
-        state = "is stopped (SIGSTOP)" if silent[0].stopped else "does not answer: it is stopped, or cut off"
+        verb, does, it = ("is", "does", "it is") if len(silent) == 1 else ("are", "do", "they are")
+        state = f"{verb} stopped (SIGSTOP)" if silent[0].stopped else f"{does} not answer: {it} stopped, or cut off"
         return (
             f"{_named(silent)} ({silent[0].record.where}) {state}, last seen {silent[0].record.place}; "
-            f"{_who_wait(waiting)} since {waited:.0f} s"
+            f"{_who_wait(waiting, silent)} since {waited:.0f} s"
         )
     absent = [seen for seen in others if not seen.waits_elsewhere] or others
     return (
-        f"{_named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; {_who_wait(waiting)} "
-        f"since {waited:.0f} s, longer than Options(timeout={limit:g}) allows{_raised(absent[0])}"
+        f"{_named(absent)} {'is' if len(absent) == 1 else 'are'} {absent[0].record.place}; "
+        f"{_who_wait(waiting, absent)} since {waited:.0f} s, longer than Options(timeout={limit:g}) "
+        f"allows{_raised(absent[0])}"
     )
 
 
@@ -219,12 +224,12 @@ def _raised(seen: Seen) -> str:
     return note and f"; its last call raised {note}"
 
 
-def _who_wait(waiting: Sequence[Seen]) -> str:
+def _who_wait(waiting: Sequence[Seen], late: Sequence[Seen] = ()) -> str:
     places: dict[str, list[Seen]] = {}
     for seen in waiting:
         places.setdefault(replace(seen.record, instruction="").place, []).append(seen)
     place, group = max(places.items(), key=lambda entry: len(entry[1]))
-    return f"{_named(group)} {'waits' if len(group) == 1 else 'wait'} for it {place}"
+    return f"{_named(group)} {'waits' if len(group) == 1 else 'wait'} for {'them' if len(late) > 1 else 'it'} {place}"
 
 
 def _details(everyone: Sequence[Seen]) -> str:

@@ -62,6 +62,8 @@ def test_a_silent_rank_is_named_in_time() -> None:
     assert said(LONG, Seen(1, planning, silent=61.0)) == ""
     assert said(LONG, Seen(1, planning, silent=61.0, stopped=True)) != ""
     assert said(replace(LONG, still=LENIENCE * 60), Seen(1, planning, silent=LENIENCE * 60)) != ""
+    assert said(LONG, late, replace(late, rank=2)).startswith("ranks 1, 2 () do not answer: they are stopped, or cut")
+    assert "rank 0 waits for them in model.step()" in said(LONG, late, replace(late, rank=2))
     locked = replace(late, reached=True)
     assert said(LONG, locked) == "", "its host answers: Python's lock is held by what computes"
     assert said(replace(LONG, still=LENIENCE * 60), replace(locked, silent=LENIENCE * 60)) != ""
