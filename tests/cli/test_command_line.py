@@ -277,6 +277,7 @@ def test_verify_a_plan_from_a_file(
     assert "not a plan" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_python_m_autopar() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "autopar", "diff", "none.json", "none.json"],

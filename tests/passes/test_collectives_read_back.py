@@ -19,6 +19,7 @@ from autopar.passes.lower.collectives_read_back import collectives_of, differenc
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.parameter_choices import parameter_choices
 from autopar.planner.request import PlanRequest
+from tests.helpers.marks import slow_but
 from tests.helpers.models import MODELS
 from tests.helpers.planning import Setting, make_request, requested, setting
 
@@ -49,7 +50,7 @@ def any_assignment(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignment
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["plain", "stack"])
-@pytest.mark.parametrize("bucket", [1, 1 << 12, 1 << 30])
+@pytest.mark.parametrize("bucket", slow_but([1, 1 << 30], [1, 1 << 12, 1 << 30]))
 def test_random_assignments_do_what_their_cost_breakdown_says(name: str, mesh: tuple[int, ...], bucket: int) -> None:
     _, found = prepared(name, mesh)
     total = 0

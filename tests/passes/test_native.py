@@ -19,6 +19,7 @@ from autopar.planner.step_graphs import step_graph
 from autopar.trace.tracer import trace
 from tests.helpers.interpret import interpret
 from tests.helpers.lowering import plain
+from tests.helpers.marks import slow_but
 from tests.helpers.pass_text import check
 
 R, ROWS, CLASSES = (Replicate(),), (Shard(0),), (Shard(1),)
@@ -222,7 +223,7 @@ def compare(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize("options", slow_but([{}], [{}, {"affine": False}, {"track_running_stats": False}]))
 def test_batch_norms_of_torch_are_recognised(dims: int, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     shape = (5, 3, 4, 2, 3)[: dims + 1 + (dims > 1)]
@@ -252,7 +253,7 @@ class Classifies(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"ignore_index": 2}, {"reduction": "sum"}, {"label_smoothing": 0.1}])
-@pytest.mark.parametrize("shape", [(5,), (5, 3)])
+@pytest.mark.parametrize("shape", slow_but([(5, 3)], [(5,), (5, 3)]))
 def test_cross_entropies_of_torch_are_recognised(shape: tuple[int, ...], options: dict[str, object]) -> None:
     torch.manual_seed(0)
     after = compare(Classifies(**options), (torch.randn(*shape, 4), torch.randint(0, 7, shape)))

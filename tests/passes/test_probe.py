@@ -70,7 +70,7 @@ EXPECTED: dict[str, tuple[OpCall, str]] = {
 }
 
 # A trial of an operation takes a second or more.
-QUICK = ("another dim", "no bias", "no dim divides", "gradients", "two results")
+QUICK = ("another dim", "no bias", "gradients")
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, EXPECTED))
@@ -83,7 +83,7 @@ def test_all_that_is_true_is_found(name: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "among"),
     slow_rows_but(
-        [0, 1],
+        [1],
         [
             (
                 custom("take_rows", x(16, 4), i(8, 4), torch.ones(8, 4).bool()),

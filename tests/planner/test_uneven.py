@@ -20,6 +20,7 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.timings import Timings
 from autopar.search.best_plan import best_plan
+from tests.helpers.marks import slow_but
 from tests.zoo.check import Case, check_assignments, compute_bound, make_case
 
 VOCABULARY, TOKENS, HEADS, WIDTH = 257, 17, 3, 96
@@ -53,7 +54,7 @@ def case(batch: int) -> Case:
 @pytest.mark.parametrize(
     "mesh", [(2,), (3,), (2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in ((4,), (3, 2)))]
 )
-@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("batch", slow_but([6], [1, 6]))
 def test_any_assignment_is_right(batch: int, mesh: tuple[int, ...]) -> None:
     check_assignments(case(batch), mesh, range(4))
 

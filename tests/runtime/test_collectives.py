@@ -26,6 +26,7 @@ from autopar.runtime.comm import gloo
 from autopar.runtime.comm.collectives import Collectives, join_pieces, split_pieces
 from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
+from tests.helpers.marks import slow_but
 
 DTYPES = (
     torch.float32,
@@ -173,9 +174,14 @@ def outstanding(collectives: Collectives) -> None:
 
 
 # Three: more than a pair, and not every length divides.
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("work", [gathers, reductions, exchanges, buckets, outstanding])
-def test_one_axis(work: Callable[[Collectives], None], size: int) -> None:
+@pytest.mark.parametrize("size", slow_but([3], [3, 2, 4]))
+def test_one_axis(size: int) -> None:
+    """One start of processes for all."""
+
+    def work(collectives: Collectives) -> None:
+        for part in (gathers, reductions, exchanges, buckets, outstanding):
+            part(collectives)
+
     on_mesh((size,), work)
 
 

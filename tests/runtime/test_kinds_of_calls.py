@@ -139,6 +139,7 @@ def test_every_kind_of_call_after_an_evaluation(mesh: tuple[int, ...], named: di
     on(4 if mesh != (2,) else 2, work, timeout=500.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "named"),
     [

@@ -148,6 +148,7 @@ def test_hang_shows_where() -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.slow
 def test_a_fresh_process() -> None:
     offset = 5
     assert run_local(lambda rank, world: world + offset, 1, timeout=120, start="spawn") == [6]

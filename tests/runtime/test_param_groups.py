@@ -90,21 +90,20 @@ def test_parameters_from_before_are_found_and_their_optimizers_refused() -> None
     on_mesh((1, 1), work)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
+def test_what_is_no_group_is_told() -> None:
+    wrong: list[tuple[Any, str]] = [
         (["up.weigth"], "no parameter called 'up.weigth'; did you mean .*up.weight"),
         ([("mine", nn.Parameter(torch.ones(3)))], r"'mine', a tensor of shape \[3\], is not a parameter of this model"),
         ([{"params": "up.bias"}, {"params": ["up.bias"]}], "up.bias is in the groups 0 and 1"),
         ([{"params": ["up.weight"]}, {"params": ["head.weight"]}], "up.weight is in the groups 0 and 1"),
         ([{"lr": 0.1}], "a group is a dict with 'params'"),
         ({"up.bias"}, "in a list, whose order stays"),
-    ],
-)
-def test_what_is_no_group_is_told(params: Any, message: str) -> None:
+    ]
+
     def work(model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh) -> None:
-        with pytest.raises(AutoparError, match=message):
-            model.optimizer(torch.optim.SGD, params=params, lr=0.1)
+        for params, message in wrong:
+            with pytest.raises(AutoparError, match=message):
+                model.optimizer(torch.optim.SGD, params=params, lr=0.1)
 
     on_mesh((1, 1), work)
 

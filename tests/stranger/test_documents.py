@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import runpy
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 
 import autopar
 from autopar import Cluster
+from autopar.runtime.launch import run_local
 from benchmarks.gallery import EXHIBITS
 from tests.helpers.built_wheel import ROOT
 from tests.stranger.document_blocks import Block, blocks, commands
@@ -108,9 +110,15 @@ def train(stranger: Stranger, folder: Path, mine: list[Block]) -> None:
     stranger.command([*TORCHRUN, str(ranks), "run_blocks.py", *files], folder, says="fine")
 
 
-def test_the_first_block_trains(stranger: Stranger, tmp_path: Path) -> None:
-    """The first that a reader tries; the others are slow."""
-    train(stranger, tmp_path / "work", [next(block for block in PYTHON if way_of(block).ranks)])
+def test_the_first_block_trains(tmp_path: Path) -> None:
+    """The first that a reader tries, on two processes that have imported all it needs. The slow tests start it with all
+    others, as a reader does."""
+    block = next(block for block in PYTHON if way_of(block).ranks)
+    file = setup_folder(tmp_path / "work") / program(block, tmp_path / "work")
+    text = file.read_text()
+    assert "(2, 2)" in block.text
+    file.write_text(text.replace("(2, 2)", "(2,)"))
+    run_local(lambda rank, world: runpy.run_path(str(file), run_name="__main__") and None, 2, timeout=200)
 
 
 @pytest.mark.slow
@@ -122,13 +130,12 @@ def test_blocks_of_training(stranger: Stranger, tmp_path: Path, document: str, r
     train(stranger, tmp_path / "work", mine)
 
 
-def documents_of_one_process() -> list[object]:
-    """The documents with blocks for plain Python. README plans for 64 devices, which is slow, as are the prices of
-    docs/layouts.md: tests/verification and tests/layouts do as much for less."""
-    names = sorted({block.document for block in PYTHON if not way_of(block).ranks})
-    return [name if name == "docs/guards.md" else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def documents_of_one_process() -> list[str]:
+    """The documents with blocks for plain Python."""
+    return sorted({block.document for block in PYTHON if not way_of(block).ranks})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", documents_of_one_process())
 def test_blocks_of_one_process(stranger: Stranger, tmp_path: Path, document: str) -> None:
     """A start of Python costs more than most blocks, so those of a document share one."""

@@ -85,7 +85,7 @@ def test_recurrent_layers_are_as_before_outside_a_trace() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", slow_but([True], [True, False]))
 def test_dropout_between_recurrent_layers_is_drawn(kind: Any, training: bool) -> None:
     layer = kind(4, 6, num_layers=3, dropout=0.3, bidirectional=True)
     graph = trace(layer, (torch.randn(1, 4, 4),), device="cpu", training=training).graph

@@ -37,7 +37,6 @@ from autopar.runtime.checkpoint.save import _BEING_WRITTEN, _begin
 from autopar.runtime.checkpoint.stores import LocalStore, store_of
 from autopar.runtime.checkpoint.tree_json import from_json, to_json
 from autopar.runtime.state.parameters import make_dtensor
-from tests.helpers.marks import slow_but
 from tests.helpers.planning import on
 
 
@@ -140,7 +139,8 @@ def dies(folder: Path, function: str, count: int) -> None:
         saved(folder, 2)
 
 
-@pytest.mark.parametrize("again", slow_but([False], [False, True]), ids=["new step", "same step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["new step", "same step"])
 def test_a_save_that_is_killed_leaves_an_older_or_a_complete_one(tmp_path: Path, again: bool) -> None:
     """At every call of the store: what is found is one of the two, whole; and the next save tidies up."""
     for number, (function, count) in enumerate(MOMENTS):
