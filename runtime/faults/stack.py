@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import walk_stack
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 
 import torch
@@ -88,6 +88,11 @@ def _place(lines: Sequence[tuple[FrameType, int]]) -> Place:
     line = f"{Path(users[0][0].f_code.co_filename).name}:{users[0][1]}" if users else ""
     waits = any(is_communication_file(frame.f_code.co_filename) for frame, _ in lines[:_NEAR])
     return Place(instruction, line, waits, hash(tuple((id(frame), frame.f_lasti) for frame, _ in lines)))
+
+
+def innermost_frames(trace: TracebackType | None) -> list[FrameType]:
+    """Of an error: the last few, in which a communication may lie."""
+    return [frame for frame, _ in walk_tb(trace)][-_NEAR:]
 
 
 def is_communication_file(file: str) -> bool:

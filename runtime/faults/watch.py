@@ -34,7 +34,7 @@ from .meeting import await_all
 from .pace import INTERVAL, interval_of
 from .process_state import STOPPED, state_of
 from .record import Record, State
-from .stack import NOWHERE, Stillness, Thread, is_communication_file, place_in, place_of
+from .stack import NOWHERE, Stillness, Thread, innermost_frames, is_communication_file, place_in, place_of
 
 # Seconds that a process may take to raise the error, or to leave, once all know of a fault.
 # Chosen: enough to unwind a step.
@@ -296,12 +296,11 @@ def _is_communication(error: BaseException) -> bool:
     """Whether ``error``, or what caused it, was raised while communicating."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, RuntimeError) and not isinstance(cause, AutoparError):
-            trace = cause.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            if trace is not None and is_communication_file(trace.tb_frame.f_code.co_filename):
-                return True
+        # Not the innermost file alone: torch dispatches a wait through some of its own.
+        files = [frame.f_code.co_filename for frame in innermost_frames(cause.__traceback__)]
+        foreign = isinstance(cause, RuntimeError) and not isinstance(cause, AutoparError)
+        if foreign and any(map(is_communication_file, files)):
+            return True
         cause = cause.__cause__
     return False
 

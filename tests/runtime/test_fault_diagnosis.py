@@ -209,7 +209,7 @@ def test_a_thread_or_process_that_works_for_another_is_moving() -> None:
 
         def wait() -> None:
             begin, before = time.monotonic(), computed()
-            while computed() - before < 0.07 * (time.monotonic() - begin + 1.1):
+            while computed() - before < 0.06 * (time.monotonic() - begin + 1.1):
                 meanwhile()
 
         return wait
@@ -239,6 +239,25 @@ def test_sending_again_what_nobody_takes_moves_nothing(retransmits: int, seconds
     information = bytearray(struct.pack("=8B24I", 0, 0, retransmits, *[0] * 29))
     struct.pack_into("=4I", information, 44, 2000, 0, 50_000, 40_000)
     assert _quiet(bytes(information)) == seconds
+
+
+@pytest.mark.parametrize(("above", "is_one"), [(0, True), (5, True), (20, False)])
+def test_errors_of_a_wait_are_those_of_communication(above: int, is_one: bool) -> None:
+    """Also those that come through frames of torch's dispatcher; not those of a function that a wait has led to."""
+    wait = Path(torch.distributed.__file__).parent / "_functional_collectives.py"
+    names: dict[str, Callable[..., object]] = {}
+    exec(compile("def wait(function):\n function()", str(wait), "exec"), names)
+
+    def fails(depth: int) -> None:
+        if depth == 0:
+            raise RuntimeError("Connection closed by peer")
+        fails(depth - 1)
+
+    for error, expected in ((RuntimeError, is_one), (ValueError, False)):
+        with pytest.raises(RuntimeError) as raised:
+            names["wait"](lambda: fails(above))
+        changed = raised.value if error is RuntimeError else ValueError().with_traceback(raised.value.__traceback__)
+        assert watches._is_communication(changed) is expected
 
 
 def test_checkpoints_and_dtensors_work_alone() -> None:
