@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from accelerate import Accelerator
@@ -38,6 +39,8 @@ from .prepared_loader import PreparedLoader
 
 # The folder of a saved state that has the models and optimizers.
 STATE_FOLDER = "autopar"
+# Accelerate's own lists of what is prepared, on which its methods work.
+_PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
     (``Options(precision=)``) instead of autocast. Raises :class:`OptionsError` with DeepSpeed, FSDP or Megatron
     plugins."""
 
-    # Accelerate's own lists of what is prepared, on which its methods work.
+    # See _PREPARED.
     _models: list[Any]
     _optimizers: list[Any]
     _schedulers: list[Any]
@@ -92,21 +95,22 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise OptionsError(f"mixed_precision={self.mixed_precision!r}: a plan knows 'no', 'bf16' and 'fp16'")
         self._planning = planning
-        self._parallels: list[ParallelModule] = []
+        # By the identity of the original, which its parallel module keeps alive.
+        self._known: WeakValueDictionary[int, ParallelModule] = WeakValueDictionary()
         self._replaced: list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]] = []
         self.scaler = None  # A parallel module scales the loss itself.
 
     @property
     def parallel_module(self) -> ParallelModule:
         """The model that was prepared first. Raises :class:`AutoparError` before there is one."""
-        if not self._parallels:
+        if not self.parallels:
             raise AutoparError("no model is prepared yet: accelerator.prepare(model, ...) before data is read")
-        return self._parallels[0]
+        return self.parallels[0]
 
     @property
     def parallels(self) -> tuple[ParallelModule, ...]:
-        """The models that were prepared."""
-        return tuple(self._parallels)
+        """The models that were prepared and not freed."""
+        return tuple(model for model in self._models if isinstance(model, ParallelModule))
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         for model in args:
@@ -118,17 +122,19 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> ParallelModule:
         """The parallel module of ``model``, made at its first preparation."""
-        parallel = next((each for each in self._parallels if model in (each, each.module)), None)
+        parallel = self._parallel_of(model)
         if parallel is None:
             parallel = self._made(model)
-            self._parallels.append(parallel)
+        self._known[id(parallel.module)] = parallel
         if parallel not in self._models:
             self._models.append(parallel)
         return parallel
 
+    def _parallel_of(self, model: nn.Module) -> ParallelModule | None:
+        """That of a model that was prepared, as long as anybody uses it."""
+        return model if isinstance(model, ParallelModule) else self._known.get(id(model))
+
     def _made(self, model: nn.Module) -> ParallelModule:
-        if isinstance(model, ParallelModule):
-            return model
         planning, options = self._planning, self._planning.options
         if self.mixed_precision != "no" and options.precision is None:
             options = replace(options, precision=self.mixed_precision)
@@ -144,7 +150,7 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             prepared = optimizer
         else:
-            parallel = over_parallel(optimizer, self._parallels)
+            parallel = over_parallel(optimizer, self.parallels)
             self._replaced.append((optimizer, parallel))
             prepared = AcceleratedOptimizer(parallel, device_placement=False)
         if prepared not in self._optimizers:
@@ -188,7 +194,7 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: int = 2) -> torch.Tensor:
         """Clips gradients by their norm over all processes and stages."""
         wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for parallel in self._parallels:
+        for parallel in self.parallels:
             if {id(parameter) for parameter in parallel.parameters()}.issuperset(map(id, wanted)):
                 return parallel.clip_grad_norm_(max_norm, norm_type, parameters=wanted)
         norm: torch.Tensor = super().clip_grad_norm_(wanted, max_norm, norm_type)
@@ -199,8 +205,8 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``input_data``, at the end of a loader without what goes beyond its last batch."""
-        return super().gather_for_metrics(input_data) if _has_tensors(input_data) else input_data
+        """``input_data``: the last batch has no sample twice that would have to be left out."""
+        return input_data
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -213,7 +219,7 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole values on the main process, nothing on the others: for ``save_pretrained(state_dict=)``. Collective."""
-        parallel = next((each for each in self._parallels if model in (each, each.module)), None)
+        parallel = self._parallel_of(model)
         if parallel is None:
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
@@ -222,7 +228,7 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether gradients overflowed, under fp16."""
-        return any(parallel.overflowed for parallel in self._parallels)
+        return any(parallel.overflowed for parallel in self.parallels)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As ``Accelerator.save_state``; models, optimizers, schedulers and the position in the first loader as
@@ -246,20 +252,32 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _without_prepared(self) -> Iterator[None]:
-        names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
-        kept = {name: getattr(self, name) for name in names}
+        kept = {name: getattr(self, name) for name in _PREPARED}
         try:
-            for name in names:
-                setattr(self, name, [])
+            self._forget_prepared()
             yield
         finally:
             for name, items in kept.items():
                 setattr(self, name, items)
 
+    def _forget_prepared(self) -> None:
+        for name in _PREPARED:
+            setattr(self, name, [])
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As ``Accelerator.free_memory``. A model of which you keep the parallel module gets the same one when it is
+        prepared again."""
+        for loader in self._dataloaders:
+            if isinstance(loader, PreparedLoader):
+                loader.release()
+        self._replaced.clear()
+        self._forget_prepared()  # Before garbage is collected, which Accelerate does first.
+        return super().free_memory(*objects)
+
     def _belongings(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Of each model what :func:`save` takes after the folder: itself with its optimizer, and the rest by name."""
         found = []
-        for index, parallel in enumerate(self._parallels):
+        for index, parallel in enumerate(self.parallels):
             own = {id(parameter) for parameter in parallel.parameters()}
             optimizers = [each.optimizer for each in self._optimizers if own.issuperset(_parameters(each))]
             schedulers = [s.scheduler for s in self._schedulers if s.scheduler.optimizer in optimizers]
@@ -279,11 +297,3 @@ def _inside(folder: str, index: int) -> str:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _has_tensors(data: Any) -> bool:
-    if isinstance(data, dict):
-        return all(map(_has_tensors, data.values()))
-    if isinstance(data, (tuple, list)):
-        return all(map(_has_tensors, data))
-    return isinstance(data, torch.Tensor)

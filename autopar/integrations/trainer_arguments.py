@@ -14,6 +14,9 @@ _EXCLUDED = ("deepspeed", "fsdp", "parallelism_config", "auto_find_batch_size")
 # Recomputation of activations, by the names of several versions.
 _RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 
+# Conversions of the model for evaluation, whose parameters are placed by the plan.
+_CONVERSIONS = ("bf16_full_eval", "fp16_full_eval")
+
 
 class OneProcess:
     """The state of all processes, as if there were one: what all work on is one global batch."""
@@ -37,6 +40,12 @@ def check_arguments(arguments: Any) -> None:
         raise OptionsError(
             f"{type(arguments).__name__}({chosen[0]}={value!r}): the plan chooses how the model is divided. Leave it "
             "out; autopar.Options has memory_limit, zero, stages and pins"
+        )
+    converted = [name for name in _CONVERSIONS if getattr(arguments, name, False)]
+    if converted:
+        raise OptionsError(
+            f"{type(arguments).__name__}({converted[0]}=True) converts the parameters, which training needs as they "
+            f"are: leave it out; {converted[0].split('_')[0]}=True trains and evaluates in that precision"
         )
 
 

@@ -51,6 +51,7 @@ class AutoparTrainerMixin:
     lr_scheduler: Any
     accelerator: Any
     state: Any
+    _parallel_kept: ParallelModule | None = None
 
     def __init__(
         self,
@@ -82,16 +83,20 @@ class AutoparTrainerMixin:
     @property
     def parallel_model(self) -> ParallelModule:
         """The parallel module of ``self.model``."""
-        known: set[int] = self.__dict__.setdefault("_taking_whole_values", set())
         parallel: ParallelModule = self.accelerator.prepare_model(self.model)
-        if id(self.model) not in known:
-            known.add(id(self.model))
+        if parallel is not self._parallel_kept:
+            self._parallel_kept = parallel  # train() begins with what frees the memory of the accelerator.
             take_whole_values(self.model, parallel)
         return parallel
 
     @property
     def _is_parallel(self) -> bool:
-        return any(parallel.module is self.model for parallel in self.accelerator.parallels)
+        return self._parallel_kept is not None and self._parallel_kept.module is self.model
+
+    def create_optimizer(self, *given: Any, **keywords: Any) -> Any:
+        """As ``Trainer.create_optimizer``, which train() calls at its beginning."""
+        _ = self.parallel_model  # A second train() does not prepare the model, but has freed it.
+        return super().create_optimizer(*given, **keywords)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Small models of Hugging Face, texts, and a Trainer's arguments, for every test of an integration."""
+"""Small models of Hugging Face, texts, and a Trainer's arguments, for every test of an integration, and a schedule."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, SequentialLR
 
 from autopar.runtime.launch import run_local
 
@@ -38,6 +39,18 @@ def bert(layers: int = 2) -> Any:
     return BertForSequenceClassification(config)
 
 
+def t5(layers: int = 1) -> Any:
+    """A translator."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_heads=4, vocab_size=WORDS, dropout_rate=0, pad_token_id=0,
+        eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
 def texts(count: int, classes: int = 0) -> list[dict[str, Any]]:
     """Token ids of different lengths, with labels of one of ``classes``, or the ids themselves."""
     source = torch.Generator().manual_seed(1)
@@ -47,6 +60,14 @@ def texts(count: int, classes: int = 0) -> list[dict[str, Any]]:
         labels = index % classes if classes else ids
         found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
     return found
+
+
+def nested(optimizer: Any) -> Any:
+    """A schedule whose first part is made of others, as torch allows. (It warns then that nothing has stepped.)"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        first = SequentialLR(optimizer, [LinearLR(optimizer, 0.1, 1.0, 2), ConstantLR(optimizer, 0.3, 2)], [2])
+        return SequentialLR(optimizer, [first, LambdaLR(optimizer, lambda step: 0.9**step)], [3])
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
