@@ -205,8 +205,9 @@ class AutoparAccelerator(Accelerator):  # type: ignore[misc]
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``input_data``: the last batch has no sample twice that would have to be left out."""
-        return input_data
+        """``input_data``, at the end of a loader without what goes beyond its last batch (Trainer repeats a loss as
+        often as whole batches have samples)."""
+        return super().gather_for_metrics(input_data) if _has_tensors(input_data) else input_data
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -297,3 +298,11 @@ def _inside(folder: str, index: int) -> str:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _has_tensors(data: Any) -> bool:
+    if isinstance(data, dict):
+        return all(map(_has_tensors, data.values()))
+    if isinstance(data, (tuple, list)):
+        return all(map(_has_tensors, data))
+    return isinstance(data, torch.Tensor)
