@@ -50,6 +50,8 @@ class Accelerators:
     """Makes accelerators of a kind, with the model, optimizer and shuffled loader of a training; ``world``: the number
     of processes by which a batch is divided."""
 
+    model: Any
+
     def __init__(self, cls: Callable[..., Any], world: int, **options: Any) -> None:
         self.cls, self.world, self.options = cls, world, options
 
@@ -66,9 +68,7 @@ class Accelerators:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = self.loader(accelerator)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        model(torch.ones(GLOBAL_BATCH, 1)).sum().backward()
-        optimizer.step()
+        self.model, _ = accelerator.prepare(model, optimizer)
         return accelerator, loader
 
 
@@ -92,6 +92,7 @@ def positions(of: Accelerators) -> dict[str, list[list[list[int]]]]:
 def saved(of: Accelerators, folder: Path) -> list[list[list[int]]]:
     """Three epochs, with states saved after the first batch and the last one of the second."""
     accelerator, loader = of.training()
+    of.model(torch.ones(GLOBAL_BATCH, 1))  # Plans it.
     found: list[list[list[int]]] = []
     for epoch in range(3):
         found.append([])
