@@ -91,13 +91,15 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 def with_joined_batches(loader: DataLoader[Any], times: int) -> DataLoader[Any]:
     """``loader`` with batches ``times`` as large; one whose sampler gives batches gets a batch sampler. Raises
     :class:`OptionsError` if it does not say what a sample is."""
-    if loader.batch_size is None and (isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None):
+    batch_sampler = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
+    if loader.batch_size is None and batch_sampler is None:
         return _with_batches_of_its_sampler(loader, times)
     if times == 1:
         return loader
     options = options_of(loader)
     if loader.batch_size is None:
-        return DataLoader(loader.dataset, batch_sampler=JoinedBatches(loader.batch_sampler, times), **options)
+        assert batch_sampler is not None
+        return DataLoader(loader.dataset, batch_sampler=JoinedBatches(batch_sampler, times), **options)
     if not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
     return DataLoader(loader.dataset, loader.batch_size * times, drop_last=loader.drop_last, **options)
