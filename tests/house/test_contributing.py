@@ -63,6 +63,15 @@ def test_there_are_six() -> None:
     assert len(examples()) == 6
 
 
+def test_the_examples_fit_the_repository(extended: Path) -> None:
+    """What they are put into is there; that they work takes a run of pytest, which is slow."""
+    changed_files = [re.findall(r"^\+\+\+ b/(\S+)$", body, re.MULTILINE)[0] for _, body in blocks("diff")]
+    assert changed_files
+    for file in (*changed_files, *(file for file, _ in blocks("python"))):
+        folder = extended if file.startswith(("autopar/", "tests/")) else extended / "autopar"
+        compile((folder / file).read_text(), file, "exec")
+
+
 @pytest.mark.slow
 def test_the_examples_work(extended: Path) -> None:
     tests = [shlex.split(body)[3] for _, body in blocks("bash")]
