@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -144,10 +144,11 @@ class Programs:
         fresh = any(self._changes[str(difference.subject)] == 0 for difference in inputs)
         level = logging.WARNING if fresh else logging.INFO
         _log.log(level, "made another program in %.1f s, because %s (model.programs() lists them)", seconds, reason)
-        for difference in inputs:
-            self._changes[str(difference.subject)] += 1
-            if self._changes[str(difference.subject)] == MANY:
-                warnings.warn(_advice(difference), stacklevel=4)
+        self._changes.update(str(difference.subject) for difference in inputs)
+        often = [difference for difference in inputs if self._changes[str(difference.subject)] == MANY]
+        for by_value in (False, True):
+            if alike := [difference for difference in often if difference.value == by_value]:
+                warnings.warn(_advice(alike, seconds), stacklevel=4)
 
     def listing(self) -> tuple[ProgramLine, ...]:
         """All programs, in the order in which they were compiled."""
@@ -159,14 +160,18 @@ class Programs:
             yield self._entries[index].kind, self._entries[index].call
 
 
-def _advice(difference: Difference) -> str:
-    if difference.value:
+def _advice(differences: Sequence[Difference], seconds: float) -> str:
+    """What to do about inputs that all keep changing in value, or all in shape."""
+    subjects, first = ", ".join(str(difference.subject) for difference in differences), differences[0]
+    if first.value:
         advice = "if it changes all the time, make it a tensor, which is an input of one program for all values"
-        if " when traced" in difference.text:
+        if " when traced" in first.text:
             advice += ": a buffer (self.register_buffer) that the loop fills in place, or an input of forward"
     else:
-        advice = "pad it to one of a few shapes, so that calls share programs"
+        advice = (
+            "pad it to one of a few shapes, so that calls share programs (Options(pad_to=64) does for token sequences)"
+        )
     return (
-        f"{MANY} programs were made because {difference.subject} changed ({difference.text}, last); each takes seconds "
-        f"to make: {advice}"
+        f"{MANY} programs were made because {subjects} changed ({first.text}, last); the last took {seconds:.1f} s to "
+        f"make: {advice}"
     )
