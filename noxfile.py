@@ -32,6 +32,8 @@ INSTALLING, ASKING, SMOKING, TESTING = 1500, 60, 900, 5400
 SMOKE = (
     "tests/test_supported.py",
     "tests/trace/test_tracer.py",
+    "tests/trace/test_lengths.py",
+    "tests/compiler/test_traces.py",
     "tests/passes/test_lower.py",
     "tests/passes/test_probe.py::test_a_trial_has_an_end",
     "tests/runtime/test_launch.py",
