@@ -47,7 +47,7 @@ def on_mesh(shape: tuple[int, ...], work: Callable[[Collectives], object]) -> li
         torch.manual_seed(0)
         return work(Collectives(mesh_groups(init_device_mesh("cpu", shape))))
 
-    return run_local(rank_work, math.prod(shape), timeout=60)
+    return run_local(rank_work, math.prod(shape), timeout=200)
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
