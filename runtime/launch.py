@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn, TypeVar
 
@@ -211,6 +212,7 @@ def _spawn(sent: Payload, pipes: Sequence[int], rank: int) -> Child:
 def work(descriptor: int, door: int, pipe: int, rank: int) -> NoReturn:
     """The main function of a rank: reads the store's port from ``door``, runs the task, and writes its report to
     ``pipe``. It then waits to be killed, so that its connections stay open until all ranks are done."""
+    os.register_at_fork(after_in_child=partial(_leave_to_parent, pipe, os.getpid()))
     try:
         try:
             task: _Task = open_payload(descriptor)
@@ -224,6 +226,13 @@ def work(descriptor: int, door: int, pipe: int, rank: int) -> NoReturn:
         _tell(pipe, report)
     finally:
         os._exit(1)
+
+
+def _leave_to_parent(pipe: int, rank: int) -> None:
+    """Closes ``pipe`` in a process that a rank starts, such as a worker of a loader: the report is complete when nobody
+    has it open."""
+    if os.getppid() == rank:
+        os.close(pipe)
 
 
 def _tell(pipe: int, report: _Report) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -126,6 +127,25 @@ def test_crash_shows_the_stack() -> None:
 
     with pytest.raises(WorkerError, match=r"(?s)SIGSEGV.*crash_here"):
         run_local(crash_here, 1, timeout=30)
+
+
+def test_a_rank_that_leaves_a_process_has_reported() -> None:
+    """Such as workers that a loader keeps: they end with their rank."""
+
+    def work(rank: int, world: int) -> int:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        assert child.pid is not None
+        return child.pid
+
+    (pid,) = run_local(work, 1, timeout=20)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break  # Nobody waits for it in a container without an init.
+        time.sleep(0.01)
+    else:
+        assert not Path(f"/proc/{pid}/stat").exists()
 
 
 def test_early_exit() -> None:
