@@ -86,7 +86,10 @@ def test_four_processes_train_as_one(tmp_path: Path, name: str) -> None:
     wanted_log, wanted_loss, wanted_predictions = together(1, train, kind, tmp_path / "one", changes, {})
     assert_same_log(log, wanted_log)
     assert loss == pytest.approx(wanted_loss, rel=1e-4)
-    np.testing.assert_allclose(predictions[:, ...], wanted_predictions, rtol=1e-3, atol=1e-4)
+    assert predictions.shape == wanted_predictions.shape
+    if name == "lengths":  # Positions that Trainer fills up with -100 have predictions if the plan's program has them.
+        predictions = np.where(wanted_predictions == -100, -100, predictions)
+    np.testing.assert_allclose(predictions, wanted_predictions, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
