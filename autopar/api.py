@@ -30,6 +30,7 @@ from autopar.runtime.comm.groups import AxisGroup, MeshGroups, mesh_groups, mesh
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.meeting import join_world
 from autopar.runtime.faults.watch import Watch, watch_over
+from autopar.runtime.module.padded_batch import padded_batch
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.value_checks import ValueChecks
 from autopar.trace.loss import TARGETS
@@ -69,6 +70,14 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
             f"{mesh!r} is not a mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first"
         )
     return sizes
+
+
+def _check_model(model: object, example_inputs: object) -> None:
+    """Raises :class:`OptionsError` for a model that is none, and for options in the place of inputs."""
+    if isinstance(model, type):
+        raise OptionsError(f"the model is the class {model.__name__}: give an instance of it, {model.__name__}(...)")
+    if isinstance(example_inputs, Options):
+        raise OptionsError("the third argument is example_inputs, a batch: give options=autopar.Options(...) by name")
 
 
 def _options(options: object) -> Options:
@@ -129,6 +138,8 @@ def plan(
     args, kwargs = split_batch(batch, targets)
     where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
     settings = _options(options)
+    if settings.pad_to is not None:
+        args, kwargs = padded_batch(model, settings.pad_to, args, kwargs)
     base = prepare(
         model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
     )
@@ -169,6 +180,7 @@ def parallelize(
     """
     _check_plan(plan)
     settings = _options(options)
+    _check_model(model, example_inputs)
     _join_processes(mesh, settings.timeout)
     watch = watch_over(_ranks(mesh), settings.timeout)
     with watch.call("autopar.parallelize()"):

@@ -35,6 +35,17 @@ def test_what_is_no_mesh(mesh: Any) -> None:
         autopar.plan(Plain(), mesh, plain()[1], cluster=CLUSTER)
 
 
+def test_models_and_optimizers_of_another_kind() -> None:
+    with pytest.raises(OptionsError, match=r"the model is the class Plain: give an instance of it, Plain\("):
+        autopar.parallelize(Plain, (1,))  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"the third argument is example_inputs.* options=autopar.Options\("):
+        autopar.parallelize(Plain(), (1,), autopar.Options(zero=1))
+    model = autopar.parallelize(Plain(), (1,))
+    for optimizer in ("adamw", torch.optim.SGD(model.parameters(), lr=0.1)):
+        with pytest.raises(OptionsError, match=r"give the class of an optimizer .*model.optimizer\(torch.optim.AdamW"):
+            model.optimizer(optimizer)  # type: ignore[arg-type]
+
+
 def test_options_plans_and_devices_of_another_kind() -> None:
     model, batch = plain()
     with pytest.raises(OptionsError, match=r"is not autopar.Options; give options=autopar.Options\("):

@@ -10,6 +10,7 @@ Plans are made on rank 0 and sent to all others, so that ranks cannot disagree w
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,7 @@ from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
 from .stages import StageCompiler
 from .traces import Traces
 
+_log = logging.getLogger("autopar.programs")
 # What to do where stages are needed.
 _NO_STAGES = "A model that is called, not stepped, has no stages: for stages call model.step(...) first"
 
@@ -161,6 +163,9 @@ class Compiler:
         lengths = self._traces.lengths(request)
         if not lengths:
             return None
+        if self.ranks.index == 0:
+            names = ", ".join(dict.fromkeys(length.input for length in lengths))
+            _log.warning("sizes of %s vary: the model is traced again, once for all sizes (docs/data.md)", names)
         base = None
         with suppress(FixedLengthError):
             base = self._trace(request, request.grad, None, lengths)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 
 from autopar.errors import PlanMismatchError
+from autopar.ir.placements import is_shard
 from autopar.ir.plan_record import PlanRecord
 from autopar.options import Options, under_policy
 from autopar.restriction import words_of
@@ -12,8 +15,8 @@ from autopar.restriction import words_of
 
 def options_under(options: Options, plan: PlanRecord) -> Options:
     """``options`` with the precision that ``plan`` was made for. Raises :class:`PlanMismatchError` if they ask for what
-    it is not. Whether a plan was searched under ``zero`` or ``recompute`` cannot be told from it: these are not
-    compared, but for a plan that recomputes under ``recompute="none"``."""
+    it is not, as far as that can be told from it: a plan does not say for which ``optimizer`` it was made, nor whether
+    it was searched under ``recompute="full"``, and of ZeRO only what it shards."""
     for asked, found in _contradictions(options, plan):
         raise PlanMismatchError(
             f"Options({asked}) is asked for, but the plan that is given has {found}: leave the option out to run as "
@@ -31,11 +34,32 @@ def _contradictions(options: Options, plan: PlanRecord) -> Iterator[tuple[str, s
     if options.recompute == "none" and plan.recomputed:
         yield "recompute='none'", f"{len(plan.recomputed)} operations that are recomputed"
     offloads = any(place.offload for place in plan.parameters.values())
-    if options.offload is False and offloads:
-        yield "offload=False", "optimizer state in host memory"
+    if options.offload not in (None, offloads) and plan.predicted.optimizer_bytes + plan.predicted.host_bytes:
+        where = "host memory" if offloads else "the memory of devices"
+        yield f"offload={options.offload}", f"optimizer state in {where}"
+    yield from _contradicted_zero(options.zero, plan)
     if options.pins and dict(options.pins) != dict(plan.pinned):
         yield f"pins={dict(options.pins)}", f"pins={dict(plan.pinned)}"
     if options.layout is not None and options.layout.restriction != plan.layout:
         yield f"layout={words_of(options.layout)}", f"the layout {plan.layout!r}" if plan.layout else "no layout"
     if options.memory_limit is not None and plan.predicted.peak_bytes > options.memory_limit:
         yield f"memory_limit={options.memory_limit}", f"a peak of {plan.predicted.peak_bytes} bytes"
+
+
+def _contradicted_zero(zero: int | None, plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    """A stage of ZeRO that the plan is not, by what it shards."""
+    places = plan.parameters.values()
+    sharded = any(any(map(is_shard, place.optimizer)) for place in places)
+    if zero == 0 and any(place.optimizer != place.weight for place in places):
+        yield "zero=0", "optimizer state in more shards than weights"
+    elif zero and not sharded and _can_be_sharded(plan):
+        yield f"zero={zero}", "optimizer state on every device"
+    elif zero == 3 and any(place.optimizer != place.weight for place in places):
+        yield "zero=3", "weights in fewer shards than optimizer state"
+
+
+def _can_be_sharded(plan: PlanRecord) -> bool:
+    """Whether some parameter has a dim that all devices could share."""
+    devices = math.prod(plan.mesh)
+    types = (plan.nodes[name].type for name in plan.parameter_nodes.values())
+    return devices > 1 and any(int(size) >= devices for kind in types for size in re.findall(r"\d+(?=[,\]])", kind))

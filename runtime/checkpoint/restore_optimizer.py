@@ -38,6 +38,12 @@ def check_optimizer(opened: Opened, model: nn.Module, optimizer: torch.optim.Opt
         )
     for number, (old, new) in enumerate(zip(saved["groups"], optimizer.param_groups, strict=True)):
         before = {own[id(named[name])] if name in named else name for name in old["params"]}
+        foreign = [list(parameter.shape) for parameter in new["params"] if id(parameter) not in own]
+        if foreign:
+            raise CheckpointError(
+                f"group {number} of the optimizer has a parameter of shape {foreign[0]} that is not one of the model: "
+                "make it by model.optimizer(...)"
+            )
         now = {own[id(parameter)] for parameter in new["params"]}
         if before != now:
             raise CheckpointError(

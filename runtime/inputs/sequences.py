@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import OptionsError
 from autopar.runtime.torch_internals.dtensors import local_tensor
+from autopar.torch_internals.fake_tensors import FakeTensor
 
 # The sequences that are padded, and with what; None: with the id of padding. The names are those of transformers'
 # models and of the collators of transformers and TRL; -100 is what torch's and transformers' losses ignore.
@@ -178,8 +179,8 @@ def _needs_mask(found: str) -> str:
 
 
 def _is_seen(leaf: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether there is something to look at here."""
-    return leaf is not None and leaf.numel() > 0 and not isinstance(leaf, DTensor)
+    """Whether there is something to look at here: a plan may be made from tensors without values."""
+    return leaf is not None and leaf.numel() > 0 and not (leaf.is_meta or isinstance(leaf, (DTensor, FakeTensor)))
 
 
 def _is_sequence(key: str, leaf: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from autopar.runtime.inputs.make_loader import (
 )
 from autopar.runtime.inputs.rank_local import join
 from autopar.runtime.inputs.sampler import GlobalBatchSampler, size_of
-from autopar.runtime.inputs.sequences import SequencePadding, key_of
 from autopar.torch_internals.trees import tree_flatten, tree_unflatten
+
+from .padded_batch import padded_batch
 
 # What faults call the loader's exchanges.
 _LOADER = "model.dataloader()"
@@ -149,11 +150,7 @@ class OwnSamples:
         """The inputs of a call with a batch that is whole on every rank, padded as :meth:`padded`."""
         if self._pad_to is None:
             return args, kwargs
-        return self._sequences_padded(args, kwargs, lambda record: [record], named=True)
-
-    @property
-    def _sequences(self) -> SequencePadding:
-        return SequencePadding.of(self._original, self._pad_to)
+        return padded_batch(self._original, self._pad_to, args, kwargs)
 
     def _finished(self, batch: Any, share: Share) -> Any:
         """A whole batch of this rank's share of one."""
@@ -166,48 +163,10 @@ class OwnSamples:
             return [each[len(share.digest) :] for each in records]
 
         with self._watch.call(_LOADER):
-            args, kwargs = self._sequences_padded(tuple(args), kwargs, everyone, isinstance(plain, dict))
+            named = isinstance(plain, dict)
+            args, kwargs = padded_batch(self._original, self._pad_to, tuple(args), kwargs, everyone, named)
             joined = self._join(args, kwargs, share.copies)
         return joined if kwargs or _is_many(plain) else joined[0]
-
-    def _sequences_padded(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], everyone: Callable[[bytes], list[bytes]], named: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs with sequences as long as on all ranks and a multiple, and a mask if one is wanted;
-        ``everyone``: exchanges what ranks have to know of each other; ``named``: whether keywords may be added."""
-        padding, names = self._sequences, leaf_names(self._original, args, kwargs)
-        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-        widths = padding.plan(everyone(padding.record(names, leaves)))
-        if widths.wants_mask(names, leaves) and (named or (widths.pads and not padding.causal)):
-            if not named:
-                raise OptionsError(
-                    "sequences have to be padded, and a batch without names has no place for the attention_mask that "
-                    "says which positions are real: have the collate function give a dict"
-                )
-            args, kwargs = _with_mask(args, kwargs, names)
-            names = leaf_names(self._original, args, kwargs)
-            leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-            widths = widths.with_mask()
-        if not widths.pads:
-            return args, kwargs
-        with torch.no_grad():
-            longer = [widths.apply(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-        positional, keywords = tree_unflatten(longer, spec)
-        return tuple(positional), {name: keywords[name] for name in kwargs}
-
-
-def _with_mask(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs with a mask of all positions of the ids, instead of a None if there is one."""
-    leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-    keys = [key_of(name) for name in names]
-    mask = torch.ones_like(leaves[keys.index("input_ids")])
-    if "attention_mask" not in keys:
-        return args, {**kwargs, "attention_mask": mask}
-    leaves[keys.index("attention_mask")] = mask
-    positional, keywords = tree_unflatten(leaves, spec)
-    return tuple(positional), {name: keywords[name] for name in kwargs}
 
 
 def _is_many(batch: object) -> bool:

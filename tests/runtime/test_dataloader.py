@@ -175,6 +175,11 @@ def test_what_is_added_is_ignored() -> None:
         torch.testing.assert_close(found.loss, wanted.loss.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found.logits[:, :13], wanted.logits.detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.step(input_ids=ids, labels=ids), wanted.loss.detach(), rtol=1e-5, atol=1e-6)
+    options = autopar.Options(pad_to=8)
+    plan = autopar.plan(reference, (1,), {"input_ids": ids, "labels": ids}, options=options)
+    planned = autopar.parallelize(copy.deepcopy(reference), (1,), plan=plan, options=options)
+    planned.step(input_ids=ids, labels=ids)
+    assert planned.plan == plan
     positional = model.step(ids, labels=ids)  # A mask is added as a keyword.
     torch.testing.assert_close(positional, wanted.loss.detach(), rtol=1e-5, atol=1e-6)
     for options in ({"shuffle": True, "sampler": [0]}, {"batch_sampler": [[0]], "batch_size": 2}):

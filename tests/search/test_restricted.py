@@ -244,6 +244,13 @@ def test_options_beside_a_plan_do_not_ask_for_another() -> None:
     ):
         with pytest.raises(PlanMismatchError, match=re.escape(said)):
             options_under(Options(**fields), plan)  # type: ignore[arg-type]
+    free = plan_of("llama", 2, data=2, zero=0)
+    for name, value, said in (("zero", 3, "state on every device"), ("offload", True, "the memory of devices")):
+        with pytest.raises(PlanMismatchError, match=said):
+            options_under(Options(**{name: value}), free)  # type: ignore[arg-type]
+    for made in (plan, free):
+        zero = 3 if made is plan else 0
+        assert options_under(Options(zero=zero, offload=False, recompute="full"), made).zero == zero  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
