@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import AutoparError, OptionsError
+from autopar.errors import AutoparError
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.runtime.calls.autograd import differentiate
 from autopar.runtime.calls.call import Call
@@ -310,12 +310,6 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         its parameter is updated. ``params``: some of the parameters, or groups of them, as torch takes them: the
         parameters themselves, their names, or those of the model before ``parallelize``
         (:mod:`autopar.runtime.state.param_groups`)."""
-        given: object = cls
-        if not callable(given):
-            raise OptionsError(
-                f"model.optimizer({cls!r}): give the class of an optimizer and its options, such as "
-                "model.optimizer(torch.optim.AdamW, lr=1e-3)"
-            )
         groups = ParamGroups(self)
         optimizer = make_optimizer(cls, groups.resolve(params), self._rests_in_host_memory, **kwargs)
         groups.follow(optimizer)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, OptionsError
 from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor
 from autopar.torch_internals.tensors import storage_key
 
@@ -49,7 +49,13 @@ def make_optimizer(
     """Creates ``cls`` over ``params``, named parameters or groups of them; it steps on local shards if it is one of
     :data:`ELEMENTWISE`. ``in_host(path)``: whether the state of a parameter is kept in host memory; it is called at
     every step, since there may be no plan yet. Raises :class:`AutoparError`, here or when it steps, if an optimizer
-    that does not step on shards would have to keep state there."""
+    that does not step on shards would have to keep state there; :class:`OptionsError` for what makes no optimizer."""
+    given: object = cls
+    if not callable(given):
+        raise OptionsError(
+            f"model.optimizer({given!r}): give the class of an optimizer and its options, such as "
+            "model.optimizer(torch.optim.AdamW, lr=1e-3)"
+        )
     if cls in ELEMENTWISE:
         assert isinstance(cls, type)
         return _on_shards(cls, in_host)(params, **kwargs)
