@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,13 @@ TEMPLATES: Mapping[str, str] = {
     "pytorchjob": "pytorchjob.yaml.jinja",
 }
 # What Kubernetes takes as the name of an object that names pods and a service too (RFC 1035, with room for suffixes).
+# What people call them, and the fields of a job that each alone takes.
+_CALLED: Mapping[str, str] = {"slurm": "SLURM", "trainjob": "a TrainJob", "pytorchjob": "a PyTorchJob"}
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "slurm": ("time", "partition", "account", "port", "setup"),
+    "trainjob": ("image", "namespace", "runtime"),
+    "pytorchjob": ("image", "namespace", "shared_memory"),
+}
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{2}){0,2}")
 _WORD = re.compile(r"[\w.,@+-]+")
@@ -30,12 +38,14 @@ _SIZE = re.compile(r"\d+(Ki|Mi|Gi|Ti|K|M|G|T)?")
 @dataclass(frozen=True)
 class Job:
     """A training script on ``hosts`` with ``processes`` on each. The launcher numbers the ranks of a host one after the
-    other, so the innermost axis of the mesh is inside a host if its size divides ``processes``.
+    other, so the innermost axis of the mesh is inside a host if its size divides ``processes``. None of a field is the
+    template's value.
 
     Attributes:
         command: the script and its arguments; with ``module`` the first is the name of a module.
         gpus: of a host; 0 for processes of the CPU.
         mesh: the shape that the script uses, outermost first, if it is to be checked here.
+        port: at which hosts meet.
         setup: lines of the batch script before the job starts: ``module load``, ``source .venv/bin/activate``.
         shared_memory: size of ``/dev/shm`` of a pod, in Kubernetes' notation. Data loaders need more than the 64 MB
             that pods have by default.
@@ -50,7 +60,7 @@ class Job:
     module: bool = False
     name: str = "autopar"
     mesh: tuple[int, ...] | None = None
-    port: int = 29400
+    port: int | None = None
     restarts: int = 0
     time: str | None = None
     partition: str | None = None
@@ -58,8 +68,8 @@ class Job:
     setup: tuple[str, ...] = ()
     image: str | None = None
     namespace: str | None = None
-    runtime: str = "torch-distributed"
-    shared_memory: str = "16Gi"
+    runtime: str | None = None
+    shared_memory: str | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -69,7 +79,9 @@ class Job:
         for option, word in (("--partition", self.partition), ("--account", self.account)):
             if word is not None and not _WORD.fullmatch(word):
                 raise OptionsError(f"{option} {word!r}: write letters, digits and . , @ + - alone")
-        if not _SIZE.fullmatch(self.shared_memory):
+        if self.port is not None and not 0 < self.port < 1 << 16:
+            raise OptionsError(f"--port {self.port}: ports are 1 to 65535")
+        if self.shared_memory is not None and not _SIZE.fullmatch(self.shared_memory):
             raise OptionsError(f"--shared-memory {self.shared_memory}: write a size such as 16Gi")
         if self.gpus not in (0, self.processes):
             raise OptionsError(
@@ -100,7 +112,15 @@ class Job:
         return [*(["-m"] if self.module else []), *self.command]
 
     def write(self, system: str) -> str:
-        """The job's file for one of :data:`TEMPLATES`. Raises :class:`OptionsError` if something is missing for it."""
+        """The job's file for one of :data:`TEMPLATES`. Raises :class:`OptionsError` if something is missing for it, or
+        given that only another takes."""
+        for name in dict.fromkeys(itertools.chain(*_FIELDS.values())):
+            if getattr(self, name) and name not in _FIELDS[system]:
+                takes = " or ".join(_CALLED[other] for other, fields in _FIELDS.items() if name in fields)
+                raise OptionsError(
+                    f"--{name.replace('_', '-')} is an option for {takes}; {_CALLED[system]} does not take it: leave "
+                    "it out"
+                )
         if system != "slurm" and self.image is None:
             raise OptionsError("--image IMAGE is needed: the container with your script, torch and autopar")
         return _environment().get_template(TEMPLATES[system]).render(job=self)

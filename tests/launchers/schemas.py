@@ -78,6 +78,7 @@ PYTORCHJOB = _object(
     metadata=_METADATA,
     spec=_object(
         "pytorchReplicaSpecs",
+        runPolicy=_object("backoffLimit", backoffLimit=_COUNT),
         nprocPerNode={"type": "string", "pattern": "^[0-9]+$"},
         pytorchReplicaSpecs=_object("Master", Master=_REPLICA, Worker=_REPLICA),
     ),

@@ -24,7 +24,11 @@ PYTHON = '#!/bin/bash\nprintf "%s\\n" "$@" > "$SEEN.$SLURM_NODEID"\n'
 
 
 def job(**fields: Any) -> Job:
-    return Job(**{"command": SCRIPT, "hosts": 2, "processes": 8, "gpus": 8, "image": "here/train:1", **fields})
+    return Job(**{"command": SCRIPT, "hosts": 2, "processes": 8, "gpus": 8, **fields})
+
+
+def pods(**fields: Any) -> Job:
+    return job(**{"image": "here/train:1", **fields})
 
 
 def test_sbatch_starts_a_launcher_on_every_host(tmp_path: Path) -> None:
@@ -32,7 +36,7 @@ def test_sbatch_starts_a_launcher_on_every_host(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     script = tmp_path / "job.sbatch"
-    script.write_text(job(restarts=3, setup=("export FROM_SETUP=yes",)).write("slurm"))
+    script.write_text(job(restarts=3, setup=('export FROM_SETUP="$ACTIVATED_BEFORE"',)).write("slurm"))
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     slurm = {"SLURM_JOB_NODELIST": "node[07,12]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "99"}
     environment = {**os.environ, **slurm, "PATH": path, "SEEN": str(tmp_path / "seen")}
@@ -62,16 +66,47 @@ def test_sbatch_asks_for_what_the_job_needs() -> None:
 def test_manifests_are_what_the_operators_take(kind: str, schema: dict[str, Any], hosts: int) -> None:
     yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
     for gpus in (0, 8):
-        found = yaml.safe_load(job(hosts=hosts, gpus=gpus, namespace="ml").write(kind))
+        found = yaml.safe_load(pods(hosts=hosts, gpus=gpus, namespace="ml", restarts=gpus).write(kind))
         jsonschema.Draft202012Validator(schema).validate(found)
-        for container, pods in containers(found):
+        for container, count in containers(found):
             assert container["command"] == ["torchrun"] and container["args"][-3:] == list(SCRIPT)
             limits = container.get("resources", container.get("resourcesPerNode", {})).get("limits", {})
             assert limits.get("nvidia.com/gpu", 0) == gpus
-            assert pods >= 1
-        assert sum(pods for _, pods in containers(found)) == hosts
+            assert count >= 1
+        assert sum(count for _, count in containers(found)) == hosts
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(schema).validate({**found, "spec": {**found["spec"], "nodes": 1}})
+
+
+@pytest.mark.parametrize(("restarts", "policy", "limit"), [(0, "Never", None), (2, "OnFailure", 7)])
+def test_pods_restart_as_often_as_was_said(restarts: int, policy: str, limit: int | None) -> None:
+    yaml = pytest.importorskip("yaml")
+    spec = yaml.safe_load(pods(hosts=3, restarts=restarts).write("pytorchjob"))["spec"]
+    assert {replica["restartPolicy"] for replica in spec["pytorchReplicaSpecs"].values()} == {policy}
+    assert spec.get("runPolicy", {}).get("backoffLimit") == limit
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob"])
+@pytest.mark.parametrize("name", ["true", "null", "on", "y"])
+def test_a_name_is_text(kind: str, name: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load(pods(name=name).write(kind))["metadata"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("system", "field", "says"),
+    [
+        ("trainjob", {"time": "12:00:00"}, "--time is an option for SLURM; a TrainJob does not take it"),
+        ("pytorchjob", {"setup": ("module load cuda",)}, "--setup is an option for SLURM"),
+        ("trainjob", {"shared_memory": "64Gi"}, "--shared-memory is an option for a PyTorchJob"),
+        ("pytorchjob", {"runtime": "mine"}, "--runtime is an option for a TrainJob"),
+        ("slurm", {"namespace": "ml"}, "--namespace is an option for a TrainJob or a PyTorchJob; SLURM does"),
+    ],
+)
+def test_options_of_another_system_are_refused(system: str, field: dict[str, Any], says: str) -> None:
+    made = job(**field) if system == "slurm" else pods(**field)
+    with pytest.raises(OptionsError, match=says):
+        made.write(system)
 
 
 def containers(manifest: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
@@ -92,6 +127,7 @@ def containers(manifest: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
         ({"gpus": 4}, "a process takes one GPU"),
         ({"time": "soon"}, "HH:MM:SS"),
         ({"shared_memory": "much"}, "16Gi"),
+        ({"port": 99999}, "1 to 65535"),
     ],
 )
 def test_what_no_cluster_can_start_is_refused(fields: dict[str, Any], says: str) -> None:
@@ -100,7 +136,7 @@ def test_what_no_cluster_can_start_is_refused(fields: dict[str, Any], says: str)
 
 
 @pytest.mark.parametrize("mesh", [(2, 8), (16,), (4, 4), (2, 2, 4)])
-def test_meshes_whose_innermost_axis_is_inside_a_host(mesh: tuple[int, ...]) -> None:
+def test_meshes_whose_innermost_axis_is_inside_a_host_or_made_of_hosts(mesh: tuple[int, ...]) -> None:
     assert job(mesh=mesh).mesh == mesh
 
 
@@ -109,6 +145,8 @@ def test_the_command_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None
     assert "--nproc 2" in (text := capsys.readouterr().out) and "-m my.train --lr 1" in text
     assert main(["launch", "kubernetes", "train.py"]) == 2
     assert "--image" in capsys.readouterr().err
+    assert main(["launch", "slurm", "--kind", "trainjob", "train.py"]) == 2
+    assert "--kind trainjob is an option for Kubernetes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["partition", "account"])

@@ -7,6 +7,7 @@ import argparse
 from autopar.cli.arguments import add_mesh, checked, not_negative, positive
 from autopar.cli.output import Output
 from autopar.cli.status import OK
+from autopar.errors import OptionsError
 from autopar.launchers.job import Job
 
 # Processes of a host where nothing is said. Chosen: GPUs of the hosts that clusters have.
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument("--time", help="limit, as sbatch takes it: 12:00:00")
     slurm.add_argument("--partition")
     slurm.add_argument("--account")
-    slurm.add_argument("--port", type=checked(positive), default=29400, help="at which hosts meet (29400)")
+    slurm.add_argument("--port", type=checked(positive), help="at which hosts meet (29400)")
     slurm.add_argument(
         "--setup",
         action="append",
@@ -37,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kubernetes = parser.add_argument_group("Kubernetes")
     kubernetes.add_argument("--image", help="container with the script, torch and autopar")
     kubernetes.add_argument(
-        "--kind", choices=("trainjob", "pytorchjob"), default="trainjob", help="Kubeflow Trainer v2, or operator v1"
+        "--kind", choices=("trainjob", "pytorchjob"), help="Kubeflow Trainer v2 (trainjob), or operator v1"
     )
     kubernetes.add_argument("--namespace")
-    kubernetes.add_argument("--runtime", default="torch-distributed", help="a TrainJob's runtime (torch-distributed)")
-    kubernetes.add_argument("--shared-memory", default="16Gi", help="/dev/shm of a PyTorchJob's pod (16Gi)")
+    kubernetes.add_argument("--runtime", help="a TrainJob's runtime (torch-distributed)")
+    kubernetes.add_argument("--shared-memory", help="/dev/shm of a PyTorchJob's pod (16Gi)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name")
     parser.add_argument("script", help="a training script, as for `autopar run`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
@@ -68,7 +69,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         runtime=arguments.runtime,
         shared_memory=arguments.shared_memory,
     )
-    system = "slurm" if arguments.system == "slurm" else arguments.kind
+    if arguments.system == "slurm" and arguments.kind:
+        raise OptionsError(f"--kind {arguments.kind} is an option for Kubernetes: leave it out for SLURM")
+    system = "slurm" if arguments.system == "slurm" else arguments.kind or "trainjob"
     text = job.write(system)
     output.result(text, {"system": system, "file": text})
     return OK
