@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from autopar.errors import OptionsError
+from autopar.runtime.comm.devices import own_gpu
 from autopar.supported import installed_version
 
 # Bytes of a message. Chosen: a thousand times what a latency of Ethernet is worth.
 _MESSAGE = 8 << 20
-# Messages of which the quickest counts. Chosen.
+# Messages of which the median counts. Chosen: one or two that something else delayed do not.
 _ROUNDS = 5
 # Clocks are read in rounds of a barrier; the least difference counts. Chosen: steady by then.
 _CLOCK_ROUNDS = 8
@@ -55,10 +57,19 @@ def process_facts(host: str | None = None) -> ProcessFacts:
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.cuda.get_device_name(local) if local < torch.cuda.device_count() else "CPU"
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else None
-    return ProcessFacts(dist.get_rank(), host or socket.gethostname(), local, tuple(versions.items()), device, free)
+    return ProcessFacts(dist.get_rank(), host or socket.gethostname(), local, tuple(versions.items()), _device(), free)
+
+
+def _device() -> str:
+    """The GPU that training would take."""
+    if not torch.cuda.is_available():
+        return "CPU"
+    try:
+        return torch.cuda.get_device_name(own_gpu())
+    except OptionsError:
+        return f"no GPU of its own, of {torch.cuda.device_count()}"
 
 
 def all_facts(host: str | None = None) -> list[ProcessFacts]:
@@ -83,23 +94,36 @@ def clock_spread() -> float:
 
 
 def measure_pairs(facts: list[ProcessFacts]) -> tuple[HostPair, ...]:
-    """Every pair of hosts, one after the other, so that nothing else is on the wires. All processes call this and get
-    the same."""
-    leaders = {host: min(f.rank for f in facts if f.host == host) for host in dict.fromkeys(f.host for f in facts)}
-    mine = {
-        (first, second): pair
-        for (first, a), (second, b) in itertools.combinations(leaders.items(), 2)
-        for pair in _exchanged(a, b)
-    }
+    """Every pair of hosts, in as many rounds as there are other hosts: in a round, each host exchanges with one. All
+    processes call this and get the same."""
+    leaders: dict[str, int] = {}
+    for fact in facts:
+        leaders.setdefault(fact.host, fact.rank)
+    names, mine = list(leaders), {}
+    for matches in rounds(len(names)):
+        dist.barrier()
+        for first, second in ((names[a], names[b]) for a, b in matches):
+            for pair in _exchanged(leaders[first], leaders[second]):
+                mine[first, second] = pair
     everyone: list[dict[tuple[str, str], tuple[float, float]]] = [{} for _ in facts]
     dist.all_gather_object(everyone, mine)
     found = {hosts: pair for one in everyone for hosts, pair in one.items()}
     return tuple(HostPair(*hosts, *found[hosts]) for hosts in itertools.combinations(leaders, 2))
 
 
+def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """All pairs of ``count`` players in rounds in which nobody plays twice: the circle method of tournaments."""
+    even = count + count % 2
+    ring = list(range(even))
+    for _ in range(even - 1):
+        pairs = zip(ring[: even // 2], reversed(ring[even // 2 :]), strict=True)
+        # Of an odd number, the one who would play the last rests.
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < count]
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+
+
 def _exchanged(first: int, second: int) -> Iterator[tuple[float, float]]:
     """(bytes per second, seconds of an empty message), as ``first`` measured them; nothing on other ranks."""
-    dist.barrier()
     rank = dist.get_rank()
     if rank not in (first, second):
         return

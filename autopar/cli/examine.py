@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,45 +19,15 @@ from autopar.errors import OptionsError
 from autopar.plans.views.quantities import size
 from autopar.supported import PYTHON, TORCH, is_supported, text
 
+from .finding import Examination, Finding
+from .ports import own_ports
+
 NEEDED = ("torch", "numpy", "ortools", "networkx", "sympy", "rich", "cloudpickle")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. A finding that is not ``ok`` fails the examination; ``advice`` says what to do."""
-
-    name: str
-    value: str
-    ok: bool = True
-    advice: str = ""
-
-    def __str__(self) -> str:
-        mark = "ok" if self.ok else "!!"
-        return f"{mark}  {self.name:<14} {self.value}" + (f"\n    {'':<14} {self.advice}" if self.advice else "")
-
-
-@dataclass(frozen=True)
-class Examination:
-    """All findings; ``str`` is a table."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.ok for finding in self.findings)
-
-    def data(self) -> dict[str, object]:
-        """The findings as plain data, for JSON."""
-        findings = {f.name: {"value": f.value, "ok": f.ok, "advice": f.advice} for f in self.findings}
-        return {"ok": self.ok, "findings": findings}
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.findings))
 
 
 def examine() -> Examination:
     """Examines this machine; starts no process and changes nothing."""
-    return Examination((*_versions(), *_backends(), _devices(), _memory(), _calibration(), *_caches()))
+    return Examination((*_versions(), *_backends(), _devices(), _memory(), own_ports(), _calibration(), *_caches()))
 
 
 def _versions() -> list[Finding]:

@@ -6,14 +6,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
-
 from autopar.calibration.host_pairs import HostPair, ProcessFacts, all_facts, clock_spread, measure_pairs
 from autopar.plans.views.quantities import duration, size
 
-from .examine import Examination, Finding
+from .finding import Examination, Finding
+from .ports import in_group, job_ports
 
-# A pair of hosts is called slow if it has less than this share of the median pair's bandwidth.
+# A host is called slow if its quickest link has less than this share of the others'; a pair, of the median pair's.
 # Chosen: adapters of one kind differ by a few per cent; a cable at a lower rate, or one of two adapters, by half.
 _SLOW = 0.6
 # What /dev/shm should have free. Chosen: NCCL takes tens of megabytes for each pair of GPUs, loaders their batches.
@@ -29,17 +28,15 @@ def examine_job(host: str | None = None) -> Examination:
     facts = all_facts(host)
     spread, pairs = clock_spread(), measure_pairs(facts)
     return Examination(
-        (_order(facts), *_alike(facts), _shared(facts), _clocks(spread, facts), *_links(pairs)),
+        (_order(facts), *_alike(facts), _shared(facts), job_ports(), _clocks(spread, facts), *_links(pairs)),
     )
 
 
 def in_gloo_job() -> Examination:
-    """:func:`examine_job`, in a process that ``torchrun`` started."""
-    dist.init_process_group("gloo")
-    try:
+    """:func:`examine_job`, in a process that ``torchrun`` started. Raises :class:`autopar.FaultError` that says why
+    if the processes do not meet."""
+    with in_group():
         return examine_job()
-    finally:
-        dist.destroy_process_group()
 
 
 def _order(facts: Sequence[ProcessFacts]) -> Finding:
@@ -108,12 +105,26 @@ def _links(pairs: Sequence[HostPair]) -> Iterator[Finding]:
     if not pairs:
         return
     usual, latency = statistics.median(p.bandwidth for p in pairs), statistics.median(p.latency for p in pairs)
-    value = f"{size(usual)}/s between hosts by gloo, {duration(latency)} (medians of {len(pairs)} pairs)"
-    slow = [p for p in pairs if p.bandwidth < _SLOW * usual]
-    if not slow:
-        yield Finding("links", value)
-        return
-    often = Counter(host for pair in slow for host in (pair.first, pair.second)).most_common(1)[0]
+    of = f"medians of {len(pairs)} pairs" if len(pairs) > 1 else "one pair, with nothing to compare it with"
+    value = f"{size(usual)}/s between hosts by gloo, {duration(latency)} ({of})"
+    hosts, slow = _slow(pairs)
     listed = ", ".join(f"{p.first} - {p.second} {size(p.bandwidth)}/s" for p in slow[:4])
-    advice = f"slow: {listed}" + (f"; look at {often[0]}, which is in {often[1]} of them" if len(slow) > 1 else "")
-    yield Finding("links", value, False, advice)
+    look = f"; look at {' and '.join(hosts)}, of which all links are" if hosts else ""
+    yield Finding("links", value, not slow, f"slow: {listed}{look}" if slow else "")
+
+
+def _slow(pairs: Sequence[HostPair]) -> tuple[list[str], list[HostPair]]:
+    """The hosts all of whose links are slow, and the pairs that are slow, for that or by themselves.
+
+    A host is judged by its quickest link: in a job of few hosts most pairs are those of the one slow host, and hosts of
+    another rack are not slow."""
+    best: dict[str, float] = {}
+    for pair in pairs:
+        for host in (pair.first, pair.second):
+            best[host] = max(best.get(host, 0.0), pair.bandwidth)
+    typical = statistics.median_high(best.values())
+    hosts = [host for host, bandwidth in best.items() if bandwidth < _SLOW * typical]
+    others = [p for p in pairs if p.first not in hosts and p.second not in hosts]
+    usual = statistics.median(p.bandwidth for p in others)
+    slow = [p for p in pairs if p.bandwidth < _SLOW * (usual if p in others else typical)]
+    return hosts, slow

@@ -1,10 +1,23 @@
-"""Which process has taken a port."""
+"""Whether a port is taken, and by which process."""
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
+
+
+def is_taken(port: int) -> bool:
+    """Whether a program listens at ``port`` of this host."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def port_owner(port: int) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from autopar.errors import FaultError
-from autopar.processes.port_owner import port_owner
+from autopar.processes.port_owner import is_taken, port_owner
 from autopar.runtime.comm.minority import named
 from autopar.runtime.torch_internals.collectives import world_timeout
 
@@ -24,21 +22,24 @@ from .diagnosis import LENIENCE
 # Seconds in which a rank that has come looks which others have not.
 # Chosen: thousands of questions to a store.
 _ASKED_SECONDS = 10.0
+# Where ranks meet, in errors.
+WHERE = "autopar.parallelize"
 
 
-def join_world(backend: str, timeout: float) -> None:
-    """``init_process_group(backend)`` with the variables of torchrun. Ranks that do not come within ten times
-    ``timeout`` seconds are named by :class:`FaultError`; 0: they are waited for as torch does."""
+def join_world(backend: str, timeout: float, where: str = WHERE, limit: timedelta | None = None) -> None:
+    """``init_process_group(backend)`` with the variables of torchrun. Ranks that do not come to ``where`` within ten
+    times ``timeout`` seconds are named by :class:`FaultError`; 0: they are waited for as torch does. ``limit``: what
+    one communication of the group may take; None: torch's."""
     if timeout <= 0:
         dist.init_process_group(backend)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _store(rank, timeout)
-    await_all(store, range(world), rank, timeout)
-    dist.init_process_group(backend, store=PrefixStore("world", store), rank=rank, world_size=world)
+    store = _store(rank, timeout, where)
+    await_all(store, range(world), rank, timeout, where)
+    dist.init_process_group(backend, store=PrefixStore("world", store), rank=rank, world_size=world, timeout=limit)
 
 
-def _store(rank: int, timeout: float) -> Any:
+def _store(rank: int, timeout: float, where: str) -> Any:
     """The store that torch's own ``env://`` would use, without its wait for all ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -48,21 +49,25 @@ def _store(rank: int, timeout: float) -> Any:
             host, port, None, master, limit, wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
-        raise FaultError(_why_no_store(error, rank, host, port, limit.total_seconds(), master)) from error
+        detail, seconds = str(error).splitlines()[0], limit.total_seconds()
+        if master:
+            raise FaultError(_why_not_kept(detail, host, port)) from error
+        raise FaultError(_why_not_reached(detail, rank, host, port, seconds, where)) from error
     usual = world_timeout("gloo")
     if usual is not None:
         store.set_timeout(usual)
     return PrefixStore(f"autopar/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _why_no_store(error: RuntimeError, rank: int, host: str, port: int, seconds: float, master: bool) -> str:
-    detail = str(error).splitlines()[0]
-    if not master:
-        return (
-            f"rank {rank} does not reach rank 0 at {host}:{port} within {seconds:g} s: rank 0 did not come to "
-            f"autopar.parallelize, cannot be reached from here, or another program has that port ({detail})"
-        )
-    if not _is_taken(port):
+def _why_not_reached(detail: str, rank: int, host: str, port: int, seconds: float, where: str) -> str:
+    return (
+        f"rank {rank} does not reach rank 0 at {host}:{port} within {seconds:g} s: rank 0 did not come to {where}, "
+        f"cannot be reached from here, or another program has that port ({detail})"
+    )
+
+
+def _why_not_kept(detail: str, host: str, port: int) -> str:
+    if not is_taken(port):
         return f"rank 0 cannot wait for the other ranks at {host}:{port} (MASTER_ADDR and MASTER_PORT): {detail}"
     return (
         f"rank 0 cannot wait for the other ranks at {host}:{port}: another program has taken port {port} of this host"
@@ -71,18 +76,7 @@ def _why_no_store(error: RuntimeError, rank: int, host: str, port: int, seconds:
     )
 
 
-def _is_taken(port: int) -> bool:
-    """Whether another program listens at ``port`` of this host."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    return False
-
-
-def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float) -> None:
+def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float, where: str = WHERE) -> None:
     """Waits until all ``ranks`` have come to the ``store``, longer than in calls: they may still load weights or data.
     Raises :class:`FaultError` that names those that have not. Ranks wait for one key, and only the first of those that
     have come looks at all: the store answers one after the other."""
@@ -98,9 +92,9 @@ def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float) -> No
         if not absent:
             return
         if number == 0 and rank == _first(store, ranks, rank):
-            print(f"autopar: {absent} not in autopar.parallelize yet; the others wait", file=sys.stderr, flush=True)
+            print(f"autopar: {absent} not in {where} yet; the others wait", file=sys.stderr, flush=True)
     raise FaultError(
-        f"{absent} did not come to autopar.parallelize within {LENIENCE * timeout:g} s; the others wait there. Every "
+        f"{absent} did not come to {where} within {LENIENCE * timeout:g} s; the others wait there. Every "
         "rank of the mesh must call it; Options(timeout=...) lets them wait ten times as long"
     )
 
