@@ -69,7 +69,7 @@ class Monitor:
         self._groups, self._call = parts.weights.groups, parts.call
         with self._call("Monitor()"):
             self._exchange = Exchange(self._groups, apart=True)
-        self._step, self._since = first, 0
+        self._step, self._since, self._is_first = first, 0, True
         self._outputs = self._open(folder, tensorboard, progress, total) if self._exchange.index == 0 else []
         self._mark()
 
@@ -104,7 +104,7 @@ class Monitor:
         record = self._record(step, value, norm, tokens or self.tokens, everyone)
         for output in self._outputs:
             output.write(record)
-        self._since = 0
+        self._since, self._is_first = 0, False
         self._mark()
         return record
 
@@ -126,6 +126,7 @@ class Monitor:
             loss_scale=self.model.loss_scale_state().get("scale"),
             waiting_seconds=waiting,
             straggler=straggler(self._exchange.ranks, waiting, seconds),
+            first_of_run=self._is_first or None,
         )
 
     def close(self) -> None:

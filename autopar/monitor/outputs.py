@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -24,11 +25,15 @@ class Output(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, appended to ``path`` and flushed, so that a run that dies has written all its steps."""
+    """One JSON object a line, appended to ``path`` and flushed, so that a run that dies has written all its steps. Half
+    a line that it may have left stays a line of its own."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.is_file() and path.stat().st_size > 0 and _last_byte(path) != b"\n"
         self._file: TextIO = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
 
     def write(self, record: StepRecord) -> None:
         # NaN and infinities are no JSON.
@@ -38,6 +43,12 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()
 
 
 def has_tensorboard() -> bool:

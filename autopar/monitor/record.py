@@ -25,6 +25,7 @@ class StepRecord:
         loss_scale: of fp16.
         waiting_seconds: for each rank of the mesh, the part of ``seconds`` that it waited for others' messages; None
             where waits do not block the process (NCCL).
+        first_of_run: True of the first record that a monitor writes: its ``seconds`` include planning and compiling.
         straggler: the rank that the others wait for, if they wait more than a tenth of the step longer than it.
     """
 
@@ -40,6 +41,7 @@ class StepRecord:
     loss_scale: float | None = None
     waiting_seconds: tuple[float, ...] | None = None
     straggler: int | None = None
+    first_of_run: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The figures that are known, as JSON has them."""
@@ -48,5 +50,5 @@ class StepRecord:
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Yields the figures that are single numbers, but the step."""
         for name, value in self.to_dict().items():
-            if name != "step" and isinstance(value, int | float):
+            if name not in ("step", "first_of_run") and isinstance(value, int | float):
                 yield name, float(value)

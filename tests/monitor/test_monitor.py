@@ -50,6 +50,7 @@ def test_two_processes(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(6))
     assert lines[5]["loss"] < lines[0]["loss"]
+    assert [line.get("first_of_run") for line in lines] == [True, *[None] * 5]
     for line in lines:
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
         assert line["predicted_seconds"] > 0 and line["predicted_bytes"] > 0 and line["mfu"] > 0

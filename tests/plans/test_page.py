@@ -14,12 +14,16 @@ from autopar import Plan, step_timeline
 from autopar.command_line import main
 from autopar.errors import OptionsError
 from autopar.ir.placements import parse_placements, short
+from autopar.monitor.outputs import JsonLines
+from autopar.monitor.record import StepRecord
+from autopar.plans.page.measured import read_measured
 from autopar.plans.page.memory_picture import HEIGHT, memory_picture
 from autopar.plans.page.mesh_picture import mesh_pictures
 from autopar.plans.page.page import render
 from autopar.plans.page.step_records import read_records
 from autopar.plans.page.timeline_picture import WIDTH, timeline_picture
 from autopar.plans.views.memory_over_step import memory_over_step
+from autopar.plans.views.quantities import duration
 from autopar.schedule.timeline import Span, Timeline
 from tests.helpers.plan_model import solved
 from tests.plans.test_stages import interleaved, staged
@@ -134,6 +138,7 @@ def test_a_run_stands_beside_the_plan(tmp_path: Path) -> None:
     text = " ".join(re.sub(r"<[^>]+>", " ", page.read_text()).split())
     assert "Predicted and measured" in text and "+100%" in text and "+50%" in text and "-50%" in text
     assert "rank 3 in 9 of 9 steps" in text and "9 steps took" in text
+    assert main(["show", str(source), "--record", str(record)]) == 2
     record.write_text("{}\n")
     with pytest.raises(OptionsError, match=r"has 1 records of steps"):
         plan.to_html(page, record)
@@ -165,7 +170,37 @@ def test_a_line_that_no_run_writes_is_named(tmp_path: Path, line: bytes, said: s
     with pytest.raises(OptionsError, match=f"line 2: {said}.* Give the steps.jsonl that autopar.monitor"):
         read_records(path)
     path.write_bytes(path.read_bytes().replace(line + b"\n", b""))
-    assert read_records(path) == [{"seconds": 1.0}, {}]
+    assert [record.figures for record in read_records(path)] == [{"seconds": 1.0}, {}]
+
+
+def test_a_record_goes_on_after_a_run_that_was_killed(tmp_path: Path) -> None:
+    """The first step of each run is not counted, and half a line is none."""
+    path = tmp_path / "steps.jsonl"
+    for begin, cut in ((0, 20), (3, 5), (2, 0)):
+        file = JsonLines(path)
+        for i in range(begin, begin + 4):
+            file.write(StepRecord(i, 1.0, 100.0 if i == begin else 1.0, first_of_run=i == begin or None))
+        file.close()
+        path.write_bytes(path.read_bytes()[: -cut or None])
+    assert [record.starts for record in read_records(path)] == [i in (0, 3, 6) for i in range(10)]
+    assert read_measured(solved()[0], path).about.startswith("7 steps took 1 s in the median, 1 s to 1 s")
+    old = [b'{"step": %d, "seconds": 1.0}' % i for i in range(4)]
+    path.write_bytes(b"\n".join([*old, old[3][:20] + old[2], old[3], old[3][:4] + old[1]]))
+    assert [record.starts for record in read_records(path)] == [i in (0, 4, 6) for i in range(7)]
+
+
+def test_a_record_of_another_plan_is_told(tmp_path: Path) -> None:
+    plan, path = solved()[0], tmp_path / "steps.jsonl"
+    own = {"seconds": 1.0, "predicted_seconds": plan.predicted.step_seconds}
+    other = {"seconds": 3.0, "predicted_seconds": 0.5}
+    for records, said in (
+        ([own, own, own], f"predicted {duration(plan.predicted.step_seconds)}"),
+        ([other, other], "The run is one of another plan, which predicts 500 ms"),
+        ([own, other, own, other], "2 steps of another plan, which predicts 500 ms, are left out"),
+    ):
+        path.write_text("\n".join(map(json.dumps, records)))
+        assert read_measured(plan, path).about.endswith(said)
+    assert read_measured(plan, path).about.startswith("1 step took 1 s")
 
 
 def test_a_notebook_gets_the_page_in_a_frame() -> None:

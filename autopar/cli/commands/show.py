@@ -7,6 +7,7 @@ import argparse
 from autopar.cli.output import Output
 from autopar.cli.plans import TABLES, read_plan, view, write_files
 from autopar.cli.status import OK
+from autopar.errors import OptionsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
+    if arguments.record and not arguments.html:
+        raise OptionsError("--record is drawn on the plan's page: give --html PLAN.html with it")
     plan = read_plan(arguments.plan)
     write_files(plan, arguments)
     output.result(view(plan, arguments.by), plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +36,14 @@ class Measured:
 
 
 def read_measured(plan: PlanRecord, path: str | PathLike[str]) -> Measured:
-    """What the steps in ``path`` took. The first step of the file is left out: it includes planning and compiling.
+    """What the steps in ``path`` took. The first step of each run is left out: it includes planning and compiling. So
+    are steps of other plans, if there are any of this one, as of a run that was restarted on other devices.
 
     Raises:
         OptionsError: the file cannot be read, a value in it is no figure, or it has no two records of a step.
     """
     records = read_records(path)
-    steps = [record for record in records[1:] if "seconds" in record]
+    steps, note = _of_plan(plan, [r.figures for r in records if not r.starts and "seconds" in r.figures])
     if not steps:
         raise OptionsError(
             f"{fspath(path)!r} has {len(records)} records of steps: give the steps.jsonl of a run of at least two "
@@ -59,10 +61,23 @@ def read_measured(plan: PlanRecord, path: str | PathLike[str]) -> Measured:
         f"{'L' if i else 'M'}{t / max(1, len(seconds) - 1) * WIDTH:.1f} {y(s)}" for i, (t, s) in enumerate(times)
     )
     about = (
-        f"{len(seconds)} steps took {duration(typical)} in the median, {duration(min(seconds))} to "
-        f"{duration(max(seconds))}; predicted {duration(plan.predicted.step_seconds)}"
+        f"{len(seconds)} step{'s' if len(seconds) > 1 else ''} took {duration(typical)} in the median, "
+        f"{duration(min(seconds))} to {duration(max(seconds))}; predicted {duration(plan.predicted.step_seconds)}{note}"
     )
     return Measured(fspath(path), rows, WIDTH, HEIGHT, line, y(plan.predicted.step_seconds), about)
+
+
+def _of_plan(plan: PlanRecord, steps: list[Mapping[str, float]]) -> tuple[list[Mapping[str, float]], str]:
+    """The steps of a run of ``plan``, and what is to be said of others: those that another plan predicted."""
+    ours = plan.predicted.step_seconds
+    others = [step for step in steps if not math.isclose(step.get("predicted_seconds", ours), ours, rel_tol=1e-6)]
+    if not others:
+        return steps, ""
+    theirs = ", ".join(dict.fromkeys(duration(step["predicted_seconds"]) for step in others))
+    if len(others) == len(steps):
+        return steps, f". The run is one of another plan, which predicts {theirs}"
+    kept = [step for step in steps if step not in others]
+    return kept, f". {len(others)} steps of another plan, which predicts {theirs}, are left out"
 
 
 def _rows(plan: PlanRecord, steps: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> list[tuple[str, ...]]:

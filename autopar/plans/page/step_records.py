@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import OptionsError
 
-# The figures of a record that the page shows.
-SHOWN = ("seconds", "memory_bytes", "mfu", "tokens_per_second", "straggler")
+# The figures of a record that the page needs.
+SHOWN = ("step", "seconds", "predicted_seconds", "memory_bytes", "mfu", "tokens_per_second", "straggler")
+# How the monitor begins a line.
+_BEGINNING = b'{"step": '
 # How the monitor writes what JSON has no number for.
 _NOT_FINITE = ("nan", "inf", "-inf")
 # Chosen: more than bytes or tokens that anything has, and far below the largest float.
@@ -21,30 +25,54 @@ _MOST = 1e24
 _LONGEST = 40
 
 
+@dataclass(frozen=True)
+class Record:
+    """The figures of a step by name. ``starts``: whether it is the first of a run, which planned and compiled in it."""
+
+    figures: Mapping[str, float]
+    starts: bool
+
+
 class _NoFigure(ValueError):
     """Something that no run writes."""
 
 
-def read_records(path: str | PathLike[str]) -> list[Mapping[str, float]]:
-    """The figures of each step by name, without those that are not finite. Raises :class:`OptionsError` if the file
-    cannot be read, and for a line that no run writes; half a line at the end is left out, as of a run that was
-    killed."""
+def read_records(path: str | PathLike[str]) -> list[Record]:
+    """The record of each step, with the figures that are finite. Raises :class:`OptionsError` if the file cannot be
+    read, and for a line that no run writes. Half a line that a run left when it was killed is left out, at the end or
+    before the records of its restart."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise OptionsError(f"cannot read the record {fspath(path)!r}: {error.strerror}") from error
-    records = []
+    records: list[Record] = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_figures(json.loads(line.decode())))
+            records += _records(line, records)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) and not isinstance(error, _NoFigure):
-                continue
             raise OptionsError(
                 f"{fspath(path)!r}, line {number}: {_reason(error)}. Give the steps.jsonl that "
                 "autopar.monitor.Monitor(folder=...) wrote; delete a line that something else has damaged"
             ) from error
     return records
+
+
+def _records(line: bytes, before: Sequence[Record]) -> list[Record]:
+    """The record of a line, none of half a line."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        # Monitors of earlier versions went on in the line in which the run before was killed.
+        at = max(0, line.rfind(_BEGINNING))
+        half, rest = (line[:at], line[at:]) if at else (line, b"")
+        if half[: len(_BEGINNING)] != _BEGINNING[: len(half)] or half.endswith(b"}"):
+            raise
+        return _records(rest, before) if rest else []
+    figures = _figures(record)
+    step = figures.get("step", math.inf)
+    # Earlier versions did not mark the first record of a run; numbers of steps go back where the last ones were lost.
+    starts = not before or bool(record.get("first_of_run")) or step <= before[-1].figures.get("step", -1)
+    return [Record(figures, starts)]
 
 
 def _reason(error: Exception) -> str:
