@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from autopar.planner.prepare import describe
 from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.processes import die_with_parent
+from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.module.parallel_module import ParallelModule
 
 from .calls import Compiler
@@ -63,27 +65,46 @@ def plan_ahead(model: ParallelModule, meshes: Sequence[Mesh] | Mapping[Mesh, int
     from the cache. One that is cached already costs next to nothing. Call it on every rank once the model is planned.
 
     Raises:
-        OptionsError: there is no cache (``AUTOPAR_CACHE=off``), or a mesh or size is none.
+        OptionsError: there is no cache (``AUTOPAR_CACHE=off``), a mesh or size is none, a mesh has another number of
+            axes than the named ones of the model's, or the model was traced for one size of batch.
         AutoparError: the model was not planned yet.
     """
-    shapes = {mesh: (mesh,) if isinstance(mesh, int) else tuple(mesh) for mesh in meshes}
-    sizes = [*itertools.chain(*shapes.values()), *(meshes.values() if isinstance(meshes, Mapping) else ())]
-    if not all(shapes.values()) or not all(map(_is_size, sizes)):
-        raise OptionsError(
-            f"meshes={meshes!r} are no meshes; give numbers of devices or shapes such as (2, 4), or a dict from those "
-            "to sizes of the global batch"
-        )
+    wanted = _wanted(meshes)
     if not caching_enabled():
         raise OptionsError("plans are made ahead for the cache, which AUTOPAR_CACHE=off turns off")
-    batches = meshes if isinstance(meshes, Mapping) else {}
-    requests = requests_for(model, [(shape, batches.get(mesh)) for mesh, shape in shapes.items()])
-    if not requests or os.environ.get("LOCAL_RANK", "0") != "0":
+    requests = requests_for(model, wanted)
+    if not requests or not _is_first_of_host(model):
         return PlansAhead(None)
     through = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
     process = subprocess.Popen([*through, *COMMAND], stdin=subprocess.PIPE, start_new_session=True)
     _STARTED.append(process)
     threading.Thread(target=_send, args=(pickle.dumps(requests), process), name="autopar plans", daemon=True).start()
     return PlansAhead(process)
+
+
+def _wanted(meshes: object) -> list[tuple[tuple[int, ...], int | None]]:
+    """Shapes of meshes, and sizes of the global batch (None: the same)."""
+    batches = [*meshes.values()] if isinstance(meshes, Mapping) else []
+    listed = [*meshes] if isinstance(meshes, Iterable) else [None]
+    shapes = [tuple(mesh) if isinstance(mesh, list | tuple) else (mesh,) for mesh in listed]
+    if not all(shapes) or not all(map(_is_size, itertools.chain(*shapes, batches))):
+        raise OptionsError(
+            f"meshes={meshes!r} are no meshes; give a list of numbers of devices or shapes such as [4, (2, 4)], or a "
+            "dict from those to sizes of the global batch"
+        )
+    return list(zip(shapes, batches or itertools.repeat(None), strict=False))
+
+
+def _is_first_of_host(model: ParallelModule) -> bool:
+    """Whether this process is the first of its host, as the launcher says, or else by the hosts' names, which all ranks
+    exchange."""
+    if "LOCAL_RANK" in os.environ:
+        return os.environ["LOCAL_RANK"] == "0"
+    parts = model.autopar_parts
+    with parts.call("plan_ahead()"):
+        everyone = Exchange(parts.weights.groups)
+        hosts = everyone.all_objects(socket.gethostname())
+    return hosts.index(socket.gethostname()) == everyone.index
 
 
 def _send(text: bytes, process: subprocess.Popen[bytes]) -> None:
@@ -106,13 +127,28 @@ def requests_for(model: ParallelModule, wanted: Sequence[tuple[tuple[int, ...], 
         raise AutoparError(
             "the model was not planned here yet: call plan_ahead after the first step, and not with parallelize(plan=)"
         )
-    return [_of_size(replace(request, mesh=mesh), batch, model) for mesh, batch in wanted]
+    return [_of_size(_on_mesh(request, mesh), batch, model) for mesh, batch in wanted]
+
+
+def _on_mesh(request: PlanRequest, mesh: tuple[int, ...]) -> PlanRequest:
+    names = request.axis_names
+    if names and len(names) != len(mesh):
+        raise OptionsError(
+            f"the model's mesh has the axes {', '.join(names)}, but the mesh {mesh} to plan for has {len(mesh)}: give "
+            f"shapes of {len(names)} sizes, such as {(*mesh, *[1] * len(names))[: len(names)]}"
+        )
+    return replace(request, mesh=mesh)
 
 
 def _of_size(request: PlanRequest, batch: int | None, model: ParallelModule) -> PlanRequest:
     """The request that a trace with another global batch would lead to."""
-    if batch is None or not request.graph.symbols:
+    if batch in (None, request.batch):
         return request
+    if not request.graph.symbols:
+        raise OptionsError(
+            f"a plan for a global batch of {batch} needs a trace of its own: this model was traced for a batch of "
+            f"{request.batch} alone, as its code depends on that size. Give numbers of devices without sizes"
+        )
     graph = replace(request.graph, symbols=tuple((name, batch) for name, _ in request.graph.symbols))
     inputs = {node.target: node.type.shape for node in graph.at().placeholders("input")}
     return replace(request, graph=graph, batch=batch, model=describe(model.module, inputs))

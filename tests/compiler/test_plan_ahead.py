@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -16,7 +17,16 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.compiler.plan_ahead import COMMAND, main, make, requests_for
+from autopar.compiler.plan_ahead import (
+    COMMAND,
+    _is_first_of_host,
+    _of_size,
+    _on_mesh,
+    _wanted,
+    main,
+    make,
+    requests_for,
+)
 from tests.helpers.planning import on
 
 
@@ -46,12 +56,26 @@ def test_other_meshes_find_their_plans(
         model = autopar.parallelize(Net(), (world,), options=OPTIONS)
         with pytest.raises(autopar.AutoparError, match="not planned here yet"):
             autopar.plan_ahead(model, [3])
-        with pytest.raises(autopar.OptionsError, match="are no meshes"):
-            autopar.plan_ahead(model, {3: 0})
+        for none in ({3: 0}, 4, [4.0], [[2, "4"]], [()], [True], "34", [{2: 4}]):
+            with pytest.raises(autopar.OptionsError, match="are no meshes"):
+                autopar.plan_ahead(model, none)  # type: ignore[arg-type]
         model.step(batch(12))
+        del os.environ["LOCAL_RANK"]
+        assert [_is_first_of_host(model), _wanted([[2, 4]])] == [rank == 0, [((2, 4), None)]]
         return pickle.dumps(requests_for(model, [((3,), None), ((1,), 6)]))
 
     requests = pickle.loads(on(2, trained)[0])
+    named = replace(requests[0], axis_names=("dp", "tp"))
+    for mesh in ((4,), (2, 2, 2)):
+        with pytest.raises(
+            autopar.OptionsError, match=r"axes dp, tp, but the mesh .* has (1|3): .* such as \((4, 1|2, 2)\)"
+        ):
+            _on_mesh(named, mesh)
+    assert _on_mesh(named, (4, 2)).mesh == (4, 2)
+    fixed = replace(requests[0], graph=replace(requests[0].graph, symbols=()))
+    with pytest.raises(autopar.OptionsError, match=r"global batch of 16 .* for a batch of 12 alone"):
+        _of_size(fixed, 16, None)  # type: ignore[arg-type]
+    assert _of_size(fixed, 12, None) == fixed  # type: ignore[arg-type]
     assert make(requests) == []
     tight = replace(requests[0], options=replace(requests[0].options, memory_limit=100))
     none = replace(requests[0], graph=None)
