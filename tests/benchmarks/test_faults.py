@@ -58,7 +58,7 @@ def test_each_fault_ends_everywhere_and_is_named(fault: str, stages: bool) -> No
     assert row["left_behind"] == 0
     assert isinstance(row["seconds"], float)
     assert row["seconds"] < TIMEOUT * (10 if fault in PATIENT else 1) + SLACK
-    expected = SAID.get(fault, r"on rank 2" if fault.startswith("options") else "")
+    expected = SAID.get(fault, r"ranks pass different autopar\.Options" if fault.startswith("options") else "")
     assert re.search(expected, str(row["said"])), row["said"]
 
 
