@@ -57,6 +57,7 @@ class Link(threading.Thread):
         self._sent = threading.Event()
         self._unread, self._silent, self._fault = b"", 0.0, ""
         self._ended: int | None = None
+        self._closing = False
         self.start()
 
     def send_now(self, seconds: float) -> None:
@@ -66,6 +67,13 @@ class Link(threading.Thread):
             self._ring.send(b"!")
             self._sent.wait(seconds)
 
+    def close(self) -> None:
+        """Ends the thread and the connection."""
+        self._closing = True
+        self._ring.send(b"!")
+        self.join()
+        self.abandon()
+
     def abandon(self) -> None:
         """Closes the sockets in a fork."""
         for each in (self._connection, self._bell, self._ring):
@@ -74,9 +82,8 @@ class Link(threading.Thread):
     def run(self) -> None:
         ignore_this_thread()
         before, gone = time.monotonic(), False
-        while True:
-            asked = self._bell in self._wait(gone)
-            if asked:
+        while not self._closing:
+            if self._bell in self._wait(gone):
                 self._bell.recv(1 << 10)
             now = time.monotonic()
             passed, before = now - before, now

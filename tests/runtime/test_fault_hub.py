@@ -202,10 +202,11 @@ def test_a_link_takes_any_descriptor() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_link_says_where_it_is_and_hears_the_fault(hub: Hub, join: Join) -> None:
+def test_a_link_says_where_it_is_and_hears_the_fault(hub: Hub, join: Join, request: pytest.FixtureRequest) -> None:
     heard: list[tuple[str, Silence]] = []
     token = '{"rank": 4, "token": "secret"}'
     link = Link(["127.0.0.1"], hub.port, token, lambda: WAITS, lambda *said: heard.append(said), INTERVAL)
+    request.addfinalizer(link.close)
     second = join(6)
     second.send(OUTSIDE)
     second.hear(lambda message: True)
