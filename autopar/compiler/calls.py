@@ -160,8 +160,9 @@ class Compiler:
     def _at_other_lengths(self, request: Request) -> Prepared | None:
         """The trace of a call that differs from an earlier one in lengths of its inputs, from a trace in which they are
         open; None if the model fixes them. Collective."""
-        lengths = self._traces.lengths(request)
-        if not lengths:
+        everyone = gather_objects(self.ranks, self._traces.lengths(request))
+        lengths: Lengths = everyone[0]
+        if not lengths or any(own != lengths for own in everyone):
             return None
         if self.ranks.index == 0:
             names = ", ".join(dict.fromkeys(length.input for length in lengths))
