@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.cluster.description import Cluster
-from autopar.errors import FixedLengthError, InfeasibleError, OptionsError, PlanMismatchError
+from autopar.errors import InfeasibleError, OptionsError, PlanMismatchError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
@@ -166,9 +166,9 @@ class Compiler:
             return None
         if self.ranks.index == 0:
             names = ", ".join(dict.fromkeys(length.input for length in lengths))
-            _log.warning("sizes of %s vary: the model is traced again, once for all sizes (docs/data.md)", names)
+            _log.warning("sizes of %s vary: the model is traced again, for all sizes if it allows that", names)
         base = None
-        with suppress(FixedLengthError):
+        with suppress(Exception):  # The trace of this call alone has the error that says most.
             base = self._trace(request, request.grad, None, lengths)
         if not all(gather_objects(self.ranks, base is not None)):
             self._traces.close(lengths)

@@ -97,7 +97,7 @@ def _applied(base: Prepared, model: nn.Module, request: Request, loss_fn: LossFu
         if batch < 2:
             return None
         fixed = _at_lengths(base, tensors)
-        if fixed is None:
+        if fixed is None or not fixed.traced.holds_for(batch):  # Guards may be about lengths and the batch together.
             return None
         base = fixed
     # A symbolic size means 2 or more: models may treat a batch of one differently (``squeeze``), without a guard.

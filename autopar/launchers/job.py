@@ -21,7 +21,6 @@ TEMPLATES: Mapping[str, str] = {
     "trainjob": "trainjob.yaml.jinja",
     "pytorchjob": "pytorchjob.yaml.jinja",
 }
-# What Kubernetes takes as the name of an object that names pods and a service too (RFC 1035, with room for suffixes).
 # What people call them, and the fields of a job that each alone takes.
 _CALLED: Mapping[str, str] = {"slurm": "SLURM", "trainjob": "a TrainJob", "pytorchjob": "a PyTorchJob"}
 _FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -29,6 +28,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "trainjob": ("image", "namespace", "runtime"),
     "pytorchjob": ("image", "namespace", "shared_memory"),
 }
+# What Kubernetes takes as the name of an object that names pods and a service too (RFC 1035, with room for suffixes).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{2}){0,2}")
 _WORD = re.compile(r"[\w.,@+-]+")

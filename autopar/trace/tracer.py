@@ -65,9 +65,13 @@ class Traced:
         """Whether the graph holds for this batch size."""
         return _all_hold(self.guards, {symbol(BATCH): batch})
 
+    def holds_at(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the graph holds at these sizes of all its symbols."""
+        return _all_hold(self.guards, {symbol(name): size for name, size in sizes.items()})
+
     def fixed(self, lengths: Mapping[str, int]) -> Traced | None:
-        """The trace at these sizes of inputs, of which the batch size stays symbolic; None if it does not hold for
-        them."""
+        """The trace at these sizes of inputs, of which the batch size stays symbolic; None if it holds for no batch
+        size there. For a certain one :meth:`holds_for` says it."""
         sizes = {symbol(name): size for name, size in lengths.items()}
         guards = tuple(guard.subs(sizes) for guard in self.guards)
         if any(guard == sympy.false for guard in guards):
@@ -262,7 +266,8 @@ def _is_specialised(captured: Captured, graph: Graph, request: Request) -> bool:
         return True  # It is a number now.
     call = request.call
     inputs = {node.target: node.type.shape for node in graph.placeholders("input") if node.type.rank}
-    with_batch = [shape[0] for name, shape in inputs.items() if call.tensors[name].shape[0] == call.batch]
+    others = {length.input for length in request.lengths if length.dim == 0}
+    with_batch = [inputs[n][0] for n in inputs if n not in others and call.tensors[n].shape[0] == call.batch]
     fixed = any(size != symbol(BATCH) for size in with_batch)
     of_lengths = [inputs[length.input][length.dim] == symbol(length.symbol) for length in request.lengths]
     returned = any(isinstance(constant, sympy.Basic) for constant in captured.returned.constants.values())

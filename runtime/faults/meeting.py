@@ -80,15 +80,17 @@ def await_all(store: Any, ranks: Sequence[int], rank: int, timeout: float, where
     """Waits until all ``ranks`` have come to the ``store``, longer than in calls: they may still load weights or data.
     Raises :class:`FaultError` that names those that have not. Ranks wait for one key, and only the first of those that
     have come looks at all: the store answers one after the other."""
+    # Keys of a number of ranks: torchrun's store outlives a change of members.
     store.set(_key(rank), "")
-    if store.add("count", 1) >= len(ranks):
-        store.set("all", "")
+    everyone = f"all{len(ranks)}"
+    if store.add(f"count{len(ranks)}", 1) >= len(ranks):
+        store.set(everyone, "")
     absent = ""
     for number, seconds in enumerate((timeout, (LENIENCE - 1) * timeout)):
         with suppress(RuntimeError):
-            store.wait(["all"], timedelta(seconds=seconds))
+            store.wait([everyone], timedelta(seconds=seconds))
             return
-        absent = _absent(store, ranks, rank, f"absent{number}")
+        absent = _absent(store, ranks, rank, f"absent{len(ranks)}.{number}")
         if not absent:
             return
         if number == 0 and rank == _first(store, ranks, rank):

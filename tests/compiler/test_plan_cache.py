@@ -139,6 +139,9 @@ def test_everything_in_a_question_counts(plan_request: PlanRequest, monkeypatch:
         keys[name] = plan_key(replace(plan_request, **{name: value}))
     for name, value in _OPTIONS.items():
         keys[f"options.{name}"] = plan_key(replace(plan_request, options=replace(Options(), **{name: value})))
+    for zero in (None, 1):  # ``from_layout`` differs: a stage of ZeRO that the user gives fixes the axes.
+        options = Options(zero=zero, layout=Layout(zero=1))  # type: ignore[arg-type]
+        keys[f"zero {zero} and of a layout"] = plan_key(replace(plan_request, options=options))
     (weight, *rest) = plan_request.graph.nodes
     other = replace(plan_request.graph, nodes=(replace(weight, module="x"), *rest))
     keys["a node"] = plan_key(replace(plan_request, graph=other))

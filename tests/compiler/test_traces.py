@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.compiler import calls
 from autopar.planner.prepare import prepare
+from autopar.trace.cache import cache
 from autopar.trace.lengths import Lengths
 from tests.helpers.planning import on
 
@@ -81,6 +83,26 @@ def test_a_length_that_the_model_fixes_is_traced_each_time(traced: list[int]) ->
     for length in (9, 7, 5, 7, 12):
         check(model, reference, 4, length)
     assert traced == [0, 2, 0, 0, 0], "the attempt at 7 fails, and is the only one"
+
+
+def test_a_guard_on_both_the_length_and_the_batch_is_heard(
+    traced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the trace with the length open is that of an earlier run."""
+
+    class Counting(Reader):
+        def forward(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(ids, weight)
+            return loss.cos() if ids.shape[0] * ids.shape[1] > 100 else loss
+
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    reference = Counting()
+    for lengths in ((16, 20, 30, 18), (16, 30, 20)):
+        cache.forget()
+        model = autopar.parallelize(copy.deepcopy(reference), (1,))
+        for length in lengths:
+            check(model, reference, 4, length)
 
 
 def test_ranks_share_what_is_open() -> None:

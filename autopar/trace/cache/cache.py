@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ from autopar.errors import AutoparError, TraceError
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.capture import Request
 from autopar.trace.counters import warn_of_counters
-from autopar.trace.lengths import real_lengths
+from autopar.trace.lengths import BATCH, real_lengths
 from autopar.trace.tracer import Traced, traced_request
 
 from .entry import Entry, Uncacheable, differences
@@ -70,16 +70,15 @@ def _cached(key: str | None, request: Request) -> Traced | None:
     except (ValueError, AttributeError, KeyError) as error:
         _log.debug("trace %s does not fit: %s", key, error)
         return None
-    if not _holds(traced, request):  # Lengths are no part of the key.
-        return None
+    if request.lengths:  # Their sizes are no part of the key.
+        real = {BATCH: request.call.batch, **real_lengths(request.lengths, request.call.tensors)}
+        if not traced.holds_at(real):
+            return None
+        symbols = tuple((name, real[name]) for name, _ in traced.graph.symbols)
+        traced = replace(traced, graph=replace(traced.graph, symbols=symbols))
     if traced.counted:  # Tracing would warn too.
         warn_of_counters(request.model, traced.counted)
     return traced
-
-
-def _holds(traced: Traced, request: Request) -> bool:
-    """Whether ``traced`` is a trace of the lengths of ``request``."""
-    return traced.fixed(real_lengths(request.lengths, request.call.tensors)) is not None
 
 
 def _load(key: str, text: str) -> bool:
