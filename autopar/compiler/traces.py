@@ -93,16 +93,14 @@ def _applied(base: Prepared, model: nn.Module, request: Request, loss_fn: LossFu
     if tensors is None:
         return None
     batch = batch_size(request.args, request.kwargs)
-    if base.lengths:
-        if batch < 2:
-            return None
-        fixed = _at_lengths(base, tensors)
-        if fixed is None or not fixed.traced.holds_for(batch):  # Guards may be about lengths and the batch together.
-            return None
-        base = fixed
+    applied = _at_lengths(base, tensors) if base.lengths else base
+    if applied is None:
+        return None
     # A symbolic size means 2 or more: models may treat a batch of one differently (``squeeze``), without a guard.
-    holds = batch == base.batch or (batch >= 2 and base.traced.holds_for(batch))
-    return base if holds and _same_but_batch(base, tensors, batch) else None
+    # Guards may be about lengths and the batch together: at other lengths the batch that was traced may not hold.
+    as_traced = batch == base.batch and not base.lengths
+    holds = as_traced or (batch >= 2 and applied.traced.holds_for(batch))
+    return applied if holds and _same_but_batch(applied, tensors, batch) else None
 
 
 def _at_lengths(base: Prepared, tensors: Mapping[str, torch.Tensor]) -> Prepared | None:

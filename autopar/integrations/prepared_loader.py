@@ -117,8 +117,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next iteration. Another one than the present begins with its first batch, or where
         :meth:`skipping` says."""
-        if epoch != self._position.epoch:
-            self._position.load_state_dict({"epoch": epoch, "batches": 0})
+        self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its batches were given."""

@@ -23,6 +23,8 @@ from .edges import TensorEdge
 from .formulation import Instance
 
 Allowed = Callable[[Node, Choice], bool]
+# Whether a value may not go from one placement to another.
+Forbidden = Callable[[Placements, Placements], bool]
 
 
 def live_axes(mesh: tuple[int, ...]) -> tuple[int, ...]:
@@ -73,17 +75,29 @@ def _place(choice: Choice) -> Placements:
 
 def _without_gathers(instance: Instance, edge: TensorEdge, transfer: Transfer) -> Transfer:
     """Forbids communication between a parameter, or a view or cast of one, and its uses."""
+    kind = instance.graph.type_of(Value(edge.producer, edge.result))
+
+    def communicates(source: Placements, target: Placements) -> bool:
+        path = instance.prices.path(kind, source, target, edge.role == "gradient")
+        return any(hop.collective is not None for hop in path)
+
+    return without_moves(instance, edge, transfer, communicates)
+
+
+def without_moves(instance: Instance, edge: TensorEdge, transfer: Transfer, forbidden: Forbidden) -> Transfer:
+    """``transfer``, of ``edge``, without the moves that are ``forbidden``. Those that are free change nothing, or feed
+    a consumer that needs nothing: they stay."""
     choices = instance.choices[transfer.producer]
-    sources = {row: result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)}
+    sources = {
+        int(row): result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)
+    }
     targets: dict[int, Placements] = {}
     for (_, operand), consumer, columns in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
         places = (operand_place(choice, operand) for choice in instance.choices[consumer])
         targets.update(zip(map(int, columns), places, strict=True))
-    kind = instance.graph.type_of(Value(edge.producer, edge.result))
     cost = transfer.cost.copy()
     for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
-        path = instance.prices.path(kind, sources[row], targets[int(column)], edge.role == "gradient")
-        if any(hop.collective is not None for hop in path):
+        if forbidden(sources[int(row)], targets[int(column)]):
             cost[row, column] = np.inf
     return replace(transfer, cost=cost)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 from torch.distributed.tensor import Partial
 
 from autopar.cost import family_of
@@ -15,11 +14,10 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
-from autopar.placement.choices import Choice, operand_place, result_place
-from autopar.placement.constraints import with_choices
+from autopar.placement.choices import Choice
+from autopar.placement.constraints import with_choices, without_moves
 from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
-from autopar.solver.problem import Floats, Transfer
 
 from .products import Products
 
@@ -105,23 +103,9 @@ def _without_moves(instance: Instance, axis: int, rule: Callable[[TensorEdge], F
     for index, edge in enumerate(instance.edges):
         forbidden = rule(edge)
         if forbidden is not None:
-            cost = _forbidding(instance, edge, transfers[index], axis, forbidden)
-            transfers[index] = replace(transfers[index], cost=cost)
+            transfers[index] = without_moves(instance, edge, transfers[index], _on(axis, forbidden))
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
 
 
-def _forbidding(instance: Instance, edge: TensorEdge, transfer: Transfer, axis: int, forbidden: Forbidden) -> Floats:
-    choices = instance.choices[transfer.producer]
-    sources: dict[int, Placements] = {
-        int(row): result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)
-    }
-    targets: dict[int, Placements] = {}
-    for (_, operand), consumer, columns in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
-        places = (operand_place(choice, operand) for choice in instance.choices[consumer])
-        targets.update(zip(map(int, columns), places, strict=True))
-    cost = transfer.cost.copy()
-    # Moves that are free change nothing, or feed a consumer that needs nothing.
-    for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
-        if forbidden(sources[int(row)][axis], targets[int(column)][axis]):
-            cost[row, column] = np.inf
-    return cost
+def _on(axis: int, forbidden: Forbidden) -> Callable[[Placements, Placements], bool]:
+    return lambda source, target: forbidden(source[axis], target[axis])

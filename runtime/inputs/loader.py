@@ -54,6 +54,11 @@ class Position:
         self.batches, self.begin = self.begin, 0
         return self.batches
 
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next iteration, from its beginning unless it is the present one."""
+        if epoch != self.epoch:
+            self.load_state_dict({"epoch": epoch, "batches": 0})
+
     def state_dict(self) -> dict[str, int]:
         """The position, valid for any number of ranks."""
         seed = {} if self._order is None else {"seed": self._order.seed}
@@ -197,8 +202,7 @@ class GlobalLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next iteration, from its beginning unless it is the present one."""
-        if epoch != self._position.epoch:
-            self._position.load_state_dict({"epoch": epoch, "batches": 0})
+        self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its batches were given; valid for any number of ranks."""
