@@ -18,6 +18,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "aliased_argument",
     "autograd_kernel",
     "get_decompositions",
     "is_mutable",
@@ -32,6 +33,17 @@ __all__ = [
 def schema_of(operation: OpOverload) -> torch._C.FunctionSchema:
     """Arguments and results of ``operation``. Relies on ``OpOverload._schema`` (2.11)."""
     return operation._schema
+
+
+def aliased_argument(operation: OpOverload) -> int | None:
+    """The position of the argument whose memory the first result has, or may have, without being written to; None if
+    the schema names none. Relies on ``OpOverload._schema`` (2.11)."""
+    returns = operation._schema.returns
+    shared = returns[0].alias_info if returns else None
+    if shared is None or shared.is_write:
+        return None
+    names = [None if a.alias_info is None else a.alias_info.before_set for a in operation._schema.arguments]
+    return names.index(shared.before_set) if shared.before_set in names else None
 
 
 def is_mutable(operation: OpOverload) -> bool:

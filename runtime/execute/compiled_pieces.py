@@ -38,7 +38,8 @@ from .index_guards import GUARDED
 from .piece_lookups import LOOKUPS, Lookups, Range
 from .pieces import Piece, kind_of, split
 from .section_code import Run, SectionCode
-from .section_source import Operation, Source
+from .section_source import Source
+from .torch_operations import Operation
 
 # The folder of compiled code in autopar's cache folder.
 KIND = "compiled"
@@ -126,7 +127,9 @@ class PieceCode:
             return RuntimeError(f"it is compiled for {_MOST_VARIANTS} sizes of inputs already")
         lookups = Lookups(self._canonical, _checked_lookups(self._device))
         operations = {**LOCAL_OPS, **lookups.operations}
-        function = SectionCode(self._canonical, Source(self._canonical, operations, self._device), "").function
+        function = SectionCode(
+            self._canonical, Source(self._canonical, operations, self._device, reuse=False), ""
+        ).function
         try:
             with _alone(f"{self._canonical}{key}"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Advice of Inductor, which is nobody's to follow.

@@ -25,7 +25,7 @@ from .fused_recomputation import recomputed_in_backward
 from .index_guards import GUARDED
 from .randomness import draws, shared_random
 from .section_code import Run, compile_section
-from .section_source import Operation
+from .torch_operations import Operation
 
 
 def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from autopar.ir.program import Instruction, Program, Section
 
 from .piece_lookups import LOOKUPS
 from .pieces import kind_of
-from .section_source import resolve_aten
+from .torch_operations import resolve_aten
 
 # Steps that are computed again for one value.
 # Chosen: an activation function has about ten; not measured.

@@ -17,7 +17,7 @@ from autopar.ir.program import Instruction, Section
 from autopar.ops.index_range import any_outside, is_outside
 from autopar.ops.masked import LOCAL_OPS
 
-from .section_source import Operation, resolve_aten
+from .torch_operations import Operation, resolve_aten
 
 # What a dim of that size may be indexed with: from 0, or also from its end.
 _Bounds = Callable[..., Iterator[tuple[int, int]]]

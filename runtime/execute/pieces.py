@@ -23,7 +23,8 @@ from autopar.ir.program import Instruction, Section
 from autopar.torch_internals.operators import OpOverload, is_mutable
 
 from .piece_lookups import LOOKUPS, indices_of
-from .section_source import COMPILED, resolve_aten
+from .section_source import COMPILED
+from .torch_operations import resolve_aten
 
 # "fused": part of a piece, and cheaper fused. "kernel": part of a piece, but run by a kernel of its own.
 # "view": part of a piece, costs nothing. "early": runs in front of the piece. "late": runs behind the piece.

@@ -27,7 +27,8 @@ from autopar.ir.program import Section
 from autopar.ops.index_range import PROGRAM_FILE
 from autopar.runtime.torch_internals.profiling import profiling, span
 
-from .section_source import Operation, Source
+from .section_source import Source
+from .torch_operations import Operation
 
 Run = Callable[[list[torch.Tensor]], list[Any]]
 # How many operands, and characters of an instruction, an error shows: a bucket has dozens.

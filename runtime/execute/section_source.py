@@ -29,44 +29,20 @@ import torch
 from autopar.errors import GraphError
 from autopar.ir.node import Arg, Value
 from autopar.ir.program import Instruction, Section
-from autopar.torch_internals.operators import OpOverload, schema_of
 
-Operation = Callable[..., Any]
+from .in_place import in_place, writing
+from .torch_operations import Operation, resolve_aten, returns_sequence
 
-# A view of the traced tensor may be impossible for a shard's memory layout, so reshapes, which may copy, replace views.
-_TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 WAIT = "collective.wait"
 # How operations that run a piece (`pieces.py`) begin: they take one list, which they empty, and return a list.
 COMPILED = "compiled."
-
-
-def resolve_aten(op: str) -> OpOverload:
-    """The torch operation called ``namespace.name.overload``. Raises :class:`GraphError` if there is none."""
-    parts = _TOLERANT.get(op, op).split(".")
-    operation: Any = torch.ops
-    try:
-        for part in parts:
-            operation = getattr(operation, part)
-    except AttributeError:
-        operation = None
-    if not isinstance(operation, OpOverload):
-        raise GraphError(f"{op!r} is not an operation: expected namespace.name.overload, such as aten.mm.default")
-    return operation
-
-
-def returns_sequence(operation: Operation) -> bool:
-    """Whether a torch operation returns a tuple or list even if it has one result."""
-    if not isinstance(operation, OpOverload):
-        return False
-    returns = schema_of(operation).returns
-    return len(returns) != 1 or isinstance(returns[0].type, torch.ListType)
 
 
 class Source:
     """The Python text of one section. ``namespace``: the operations and constants it refers to; ``instructions``: the
     instruction of each line. With ``pauses`` the function is a generator that stops before each wait. ``spans`` (not
     with pauses): makes a context of a name; each instruction, and each run of instructions of one module, is inside of
-    one."""
+    one. ``reuse``: results are written into operands that nothing reads afterwards."""
 
     def __init__(
         self,
@@ -75,6 +51,7 @@ class Source:
         device: torch.device,
         pauses: bool = False,
         spans: Callable[[str], object] | None = None,
+        reuse: bool = True,
     ) -> None:
         self.namespace: dict[str, Any] = {} if spans is None else {"span": spans}
         self.instructions: dict[int, Instruction] = {}
@@ -84,6 +61,7 @@ class Source:
         self._taken: set[str] = {"inputs", "float", "piece", "span", "_"}
         self._called: dict[str, str] = {}
         self._bucketed: set[Value] = set()
+        self._written = in_place(section) if reuse else {}
         last = self._last_uses(section)
         self.function = self._fresh(section.name)
         lines = [f"def {self.function}(inputs):", *self._unpack(section, last)]
@@ -186,9 +164,20 @@ class Source:
             self._called[op] = self._constant(operation, op.removesuffix(".default"))
         return self._called[op], operation
 
+    def _writing(self, instruction: Instruction) -> str | None:
+        """The name of what runs the instruction and writes its result into an operand, if it may."""
+        places = self._written.get(instruction.name)
+        if places is None:
+            return None
+        key = f"{instruction.op} {places}"
+        if key not in self._called:
+            self._called[key] = self._constant(writing(instruction.op, places), f"{instruction.op}_in_place")
+        return self._called[key]
+
     def _line(self, instruction: Instruction, last: Mapping[Value, int]) -> str:
         runs_piece = instruction.op.startswith(COMPILED)
         function, operation = self._operation(instruction.name if runs_piece else instruction.op)
+        function = self._writing(instruction) or function
         args = ["piece"] if runs_piece else [self._arg(arg) for arg in instruction.args]
         args += [f"{k}={self._arg(v)}" for k, v in instruction.kwargs if not keyword.iskeyword(k)]
         args += [f"**{{{k!r}: {self._arg(v)}}}" for k, v in instruction.kwargs if keyword.iskeyword(k)]

@@ -17,7 +17,7 @@ from autopar.ir.placements import take_local, take_shard
 from autopar.ir.program import Instruction, Program, Section, TensorSlot
 from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.execute.randomness import set_state_of_generator, state_of_generator
-from autopar.runtime.execute.section_source import returns_sequence
+from autopar.runtime.execute.torch_operations import returns_sequence
 
 Tensors = dict[str, Any]
 
