@@ -14,6 +14,7 @@ from autopar.ir.placements import PARTIAL_SUM, REPLICATE, local_shape, take_loca
 from autopar.ir.program import Program, Section, TensorSlot
 from autopar.ops.index_range import take_out_of_range
 from autopar.runtime.comm.collectives import Collectives, Handle
+from autopar.runtime.execute.convolution_layout import as_traced
 from autopar.runtime.execute.executor import Executable
 from autopar.runtime.inputs.rank_local import own_part
 from autopar.runtime.state.parameters import gather_whole, local_of, make_dtensor, torch_placements
@@ -151,6 +152,7 @@ class Call(CompiledCall):
     def present(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Output ``name`` for the user: a plain tensor if replicated, else a DTensor."""
         slot = self.results[name]
+        local = local if self.compilation is None else as_traced(local)
         return local.detach() if is_replicated(slot) else make_dtensor(local, slot, self.groups)
 
     def own_tangent(self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

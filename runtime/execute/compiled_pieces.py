@@ -34,6 +34,7 @@ from autopar.runtime.torch_internals.inductor import (
     missing_compiler,
 )
 
+from .convolution_layout import convolutions
 from .index_guards import GUARDED
 from .piece_lookups import LOOKUPS, Lookups, Range
 from .pieces import Piece, kind_of, split
@@ -126,7 +127,7 @@ class PieceCode:
         if len(self._variants) >= _MOST_VARIANTS:
             return RuntimeError(f"it is compiled for {_MOST_VARIANTS} sizes of inputs already")
         lookups = Lookups(self._canonical, _checked_lookups(self._device))
-        operations = {**LOCAL_OPS, **lookups.operations}
+        operations = {**LOCAL_OPS, **lookups.operations, **convolutions(self._device)}
         function = SectionCode(
             self._canonical, Source(self._canonical, operations, self._device, reuse=False), ""
         ).function

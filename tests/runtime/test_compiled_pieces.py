@@ -249,3 +249,46 @@ def test_models(name: str, mesh: tuple[int, ...], options: dict[str, Any], preci
     report = autopar.verify(model, mesh, batch, options=given, cluster=CLUSTER, timeout=900)
     assert report.ok, str(report)
     assert report.gradient_errors
+
+
+class Blocks(nn.Module):
+    """Blocks of convolutions that end in another operation, a pooling, and a feature map as the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(3, 1, 1))
+            for bias in (True, False, True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.slow
+def test_convolutions_keep_their_layout_from_block_to_block_and_outputs_do_not() -> None:
+    def work(rank: int, world: int) -> dict[str, Any]:
+        net, x = Blocks(), torch.randn(4, 3, 9, 7)
+        reference = copy.deepcopy(net)
+        model = autopar.parallelize(net, (1,), options=COMPILED)
+        found, wanted = model(x), reference(x)
+        for output in (found, wanted):
+            output.view(4, -1).square().mean().backward()
+        both = zip(model.parameters(), reference.parameters(), strict=True)
+        pairs = [(model.full_tensor(p.grad), q.grad) for p, q in both]
+        saved = [size for code in compiled_pieces._CODE.values() for v in code._variants.values() for size in v.sizes]
+        # Biases in front of a batch norm have gradients of nothing but rounding.
+        largest = max(float(b.abs().max()) for _, b in pairs)
+        return {
+            "error": max(float((a - b).abs().max()) for a, b in pairs) / largest,
+            "outputs": float((found - wanted).detach().abs().max()),
+            "strides": all(a.stride() == b.stride() for a, b in pairs),
+            "channels last": sum(stride == (189, 1, 21, 3) for _, stride in saved),
+            "contiguous": sum(stride == (189, 63, 7, 1) for _, stride in saved),
+        }
+
+    (found,) = on(1, work, timeout=500)
+    assert found["error"] < 1e-4 and found["outputs"] < 1e-5 and found["strides"], found
+    assert found["channels last"] > found["contiguous"], found
