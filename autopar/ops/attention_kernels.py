@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.torch_internals.operators import cpu_attention
+
 aten = torch.ops.aten
 
 # The widest heads that FlashAttention's kernels are built for (FlashAttention-2, Dao 2023, section 4).
@@ -99,10 +101,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _processor(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return out, logsumexp
+    return cpu_attention(query, key, value, mask, causal, scale)
 
 
 def _processor_backward(

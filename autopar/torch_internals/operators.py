@@ -20,6 +20,7 @@ __all__ = [
     "OpOverloadPacket",
     "aliased_argument",
     "autograd_kernel",
+    "cpu_attention",
     "get_decompositions",
     "is_mutable",
     "overload_name",
@@ -80,3 +81,15 @@ def set_autograd_kernel(operation: OpOverload, kernel: Callable[..., Any] | None
 def safe_softmax(scores: Tensor, dim: int) -> Tensor:
     """Softmax that gives zeros for a row of ``-inf``, as attention does. Relies on ``torch._safe_softmax`` (2.11)."""
     return torch._safe_softmax(scores, dim)
+
+
+def cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention by the processor's kernel, and the log-sum-exp of each row. Relies on
+    ``_scaled_dot_product_flash_attention_for_cpu`` (2.11). In 2.11 its shape function declares sums of float64 as
+    float32, which the kernel does not give."""
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return out, sums.double() if out.dtype == torch.float64 else sums

@@ -33,7 +33,8 @@ def _channels_last(value: Tensor) -> Tensor:
 
 
 def _forward(value: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.ops.aten.convolution.default(_channels_last(value), weight, *rest)
+    result: Tensor = torch.ops.aten.convolution.default(_channels_last(value), weight, *rest)
+    return result
 
 
 def _backward(gradient: Tensor, value: Tensor, weight: Tensor, *rest: Any) -> Sequence[Tensor | None]:

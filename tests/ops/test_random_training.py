@@ -113,8 +113,9 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=1, n_embd=24, n_head=4, vocab_size=VOCABULARY, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
+        n_layer=1, n_embd=24, n_head=4, vocab_size=VOCABULARY, n_positions=16, bos_token_id=0, eos_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
     return GPT2LMHeadModel(config).train()
 
 

@@ -32,7 +32,7 @@ def traced(options: autopar.Options) -> list[tuple[list[str], bool]]:
         losses, gradients = [], []
         for recording in (False, True):
             model.zero_grad()
-            trace = profile(activities=[ProfilerActivity.CPU]) if recording else None
+            trace = profile(activities=[ProfilerActivity.CPU], acc_events=True) if recording else None
             with trace or nullcontext():
                 losses.append(float(model.step(*batch)))
             gradients.append([model.full_tensor(p.grad) for p in model.parameters() if p.grad is not None])
