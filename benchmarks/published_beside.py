@@ -1,10 +1,23 @@
 """What trainers of published rows do in a step in addition to training, which no layout holds.
 
-Composer, which llm-foundry trains with, evaluates training metrics on the logits of every microbatch after its backward
-(github.com/mosaicml/composer, `trainer.py`, `_train_microbatch`); of llm-foundry's models these are by default
-`LanguageCrossEntropy` and `LanguagePerplexity` (`use_train_metrics`). Each is torch's own cross entropy under autocast:
-logits are copied to fp32, and a table of their log-probabilities is written, without gradients. By then backward has
-freed what layers kept, so that the two tables do not add to the peak of memory.
+*Metrics.* Composer, which llm-foundry trains with, evaluates training metrics on the logits of every microbatch after
+its backward (github.com/mosaicml/composer, `trainer.py`, `_train_microbatch`); of llm-foundry's models these are by
+default `LanguageCrossEntropy` and `LanguagePerplexity` (`use_train_metrics`). Each is torch's own cross entropy under
+autocast: logits are copied to fp32, and a table of their log-probabilities is written, without gradients. By then
+backward has freed what layers kept, so that the two tables do not add to the peak of memory.
+
+*Stalls of DeepSpeed's ZeRO-3 of 2021.* Its `partition_parameters.py` (versions with `flat_tensor = torch.zeros(...)`)
+gathers one weight at a time: it fills a new tensor with zeros, waits for the device (`torch.cuda.synchronize`), and
+calls `all_gather` with a list of as many views as there are ranks. Torch (`ProcessGroupNCCL.cpp`, until there was
+`all_gather_into_tensor`) gathers into a second new tensor, and copies it to the list, view by view; `reduce_scatter`
+does the same the other way. Nothing is sent or computed meanwhile. On eight V100s such lists made a gather of 4.3 GB
+take 140 ms in place of 30 (pytorch/pytorch pull request 33924).
+
+How long these stalls take is not taken from the rows that are priced, but from what removing them gained elsewhere:
+DeepSpeed's pull request 1453 of October 2021, which prefetches weights and gathers without lists. A model of 52B
+parameters on 64 A100s went from 67.61 to 116.06 TFLOP/s of each. What it gained beyond the network's time, even if
+all of that is hidden now, is the least that stalls took, as far as gathers and reductions are all that it made faster.
+Its model of 10B gives 24 ps of each byte, this one 17.
 """
 
 from __future__ import annotations
@@ -14,8 +27,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.cluster.description import Cluster
+from autopar.layout import Layout
 
-from .published_systems import system
+from .published_shape import number
+from .published_systems import ZERO_OF_2021, system
 
 WITH_METRICS = r"llm-foundry"
 METRICS = 2
@@ -23,8 +38,35 @@ METRICS = 2
 BYTES = 2 + 4 + 4 + 4
 
 
-def beside_seconds(row: Mapping[str, Any], cluster: Cluster, logits: float) -> float:
-    """Seconds of a step spent beside training, by memory bandwidth; ``logits`` is how many a device computes a step."""
+def metrics_seconds(row: Mapping[str, Any], cluster: Cluster, logits: float) -> float:
+    """Seconds of a step spent on metrics, by memory bandwidth; ``logits`` is how many a device computes a step."""
     if not re.search(WITH_METRICS, system(row)):
         return 0.0
     return METRICS * BYTES * logits / cluster.device.memory_bandwidth
+
+
+# Of DeepSpeed's pull request 1453: parameters; tokens of a step on each device (16 samples of 512); FLOP/s without what
+# is computed again, before and after; bytes per second of a node's four adapters of 100 Gb/s, at the presets' 95%.
+PARAMETERS, TOKENS, BEFORE, AFTER, NETWORK = 52e9, 16 * 512, 67.61e12, 116.06e12, 0.95 * 4 * 100e9 / 8
+
+
+def sharded_bytes(parameters: float, recomputes: bool) -> float:
+    """Bytes of weights that are gathered for a microbatch, and of gradients that are reduced, in 16 bits."""
+    gathers = 3 if recomputes else 2
+    return 2 * parameters * (gathers + 1)
+
+
+def stall_of_a_byte() -> float:
+    """Seconds that DeepSpeed's ZeRO-3 of 2021 stalled for each byte that it gathered or reduced."""
+    sent = sharded_bytes(PARAMETERS, recomputes=True)
+    gained = 6 * PARAMETERS * TOKENS * (1 / BEFORE - 1 / AFTER)
+    return (gained - sent / NETWORK) / sent
+
+
+def stalled_seconds(row: Mapping[str, Any], layout: Layout, batch: int) -> float:
+    """Seconds of a step in which a row's library neither computed nor sent."""
+    if not re.search(ZERO_OF_2021, system(row), re.DOTALL):
+        return 0.0
+    microbatches = batch // (layout.data * layout.microbatch)
+    sent = sharded_bytes(number(row["model"], "params"), layout.recompute == "full")
+    return microbatches * sent * stall_of_a_byte()

@@ -16,7 +16,7 @@ from autopar.layout import Layout
 from autopar.layouts.space import Space
 from autopar.schedule.named import SCHEDULES
 
-from .published_beside import beside_seconds
+from .published_beside import metrics_seconds, stalled_seconds
 from .published_clusters import cluster_of
 from .published_fields import check_fields, shown
 from .published_flops import published_seconds
@@ -68,7 +68,8 @@ class PublishedCase:
     def beside_seconds(self) -> float:
         """Seconds of the step that its trainer spent beside training."""
         logits = self.batch * self.shape.seq * self.shape.vocab / self.devices
-        return beside_seconds(self.row, self.cluster, logits)
+        metrics = metrics_seconds(self.row, self.cluster, logits)
+        return metrics + stalled_seconds(self.row, self.layout, self.batch)
 
     @property
     def sweep(self) -> tuple[object, ...]:

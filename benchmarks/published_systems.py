@@ -15,13 +15,15 @@ def system(row: Mapping[str, Any]) -> str:
     return " ".join(str(word) for word in words).lower()
 
 
+# DeepSpeed's ZeRO-3 as of early 2021 (Narayanan et al., table 2).
+ZERO_OF_2021 = r"narayanan.*zero-3\b"
 # What is known of how a system trains, by a pattern of its source, name, schedule or notes.
 HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     # Its loss is FlashAttention's fused cross entropy, by default (github.com/mosaicml/llm-foundry).
     ("llm-foundry", {"eager": ("embedding", "positions", "layers.*", "norm", "head")}),
-    # ZeRO-3 of early 2021, of which we know in Narayanan et al., table 2: weights are gathered one by one as they are
-    # needed, and again before what is computed again: assumed, after DeepSpeed's later `partition_parameters.py`.
-    (r"narayanan.*zero-3\b", {"gathers": "tensor", "overlap": ("message",)}),
+    # Weights are gathered one by one as they are needed, after waiting for the device, and again before what is
+    # computed again (its `partition_parameters.py`; :mod:`.published_beside` has what that costs beyond the network).
+    (ZERO_OF_2021, {"gathers": "tensor", "overlap": ("message",)}),
     # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
     # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
     ("embedding-balanced", {"embedding_as_layers": 1, "head_as_layers": 1}),

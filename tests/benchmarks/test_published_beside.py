@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.published import price_row
+from benchmarks.published_beside import sharded_bytes, stall_of_a_byte
 from benchmarks.published_rows import case_of
 from benchmarks.published_scores import Scored
-from tests.helpers.published_row import MODELS, made_up
+from tests.helpers.published_row import MODELS, change, made_up
 
 ROW = made_up(cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8}, parallel={"t": 1, "p": 1, "d": 8, "global_batch": 16})
 
@@ -21,3 +22,15 @@ def test_composers_metrics_read_and_write_the_logits_of_each_rank() -> None:
     assert scored.predicted == scored.priced.predicted.step_seconds + theirs.beside_seconds
     assert scored.flops_per_second < scored.priced.flops_per_second
     assert scored.to_json()["parts"]["beside"] == theirs.beside_seconds
+
+
+def test_zero_3_of_2021_stalls_for_each_byte_that_it_gathers_or_reduces() -> None:
+    # 52e9 parameters: 37.8 s a step before, 22.0 after, 8.8 of the difference the network's, by hand.
+    assert stall_of_a_byte() == pytest.approx(7.0 / 416e9, rel=0.01)
+    row = change(ROW, "parallel", zero_stage=3, recompute="full", microbatch=1)
+    theirs = case_of({**row, "source": "Narayanan et al., SC 2021", "row": "ZeRO-3 small"})
+    others = [{**row, "source": "Narayanan et al., SC 2021", "row": "PTD-P small"}, {**row, "row": "ZeRO-3 small"}]
+    assert [case_of(other).beside_seconds for other in others] == [0.0, 0.0]
+    # Two microbatches; weights of 4e6 parameters gathered three times and reduced once, in 16 bits.
+    assert theirs.beside_seconds == pytest.approx(2 * 4 * 8e6 * stall_of_a_byte())
+    assert sharded_bytes(1.0, recomputes=False) == 6.0
