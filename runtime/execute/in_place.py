@@ -28,13 +28,13 @@ from .torch_operations import Operation, resolve_aten
 
 # Operations whose result can have the shape, strides and dtype of an operand, and their forms that write into the
 # first.
-_WRITING = {
-    "aten.add.Tensor": torch.ops.aten.add_.Tensor,
-    "aten.sub.Tensor": torch.ops.aten.sub_.Tensor,
-    "aten.mul.Tensor": torch.ops.aten.mul_.Tensor,
-    "aten.div.Tensor": torch.ops.aten.div_.Tensor,
-    "aten.scatter.src": torch.ops.aten.scatter_.src,
-    "aten.scatter.value": torch.ops.aten.scatter_.value,
+WRITING = {
+    "aten.add.Tensor": "aten.add_.Tensor",
+    "aten.sub.Tensor": "aten.sub_.Tensor",
+    "aten.mul.Tensor": "aten.mul_.Tensor",
+    "aten.div.Tensor": "aten.div_.Tensor",
+    "aten.scatter.src": "aten.scatter_.src",
+    "aten.scatter.value": "aten.scatter_.value",
 }
 # Unless the second operand is scaled (`alpha`).
 _COMMUTATIVE = frozenset(("aten.add.Tensor", "aten.mul.Tensor"))
@@ -74,7 +74,7 @@ def in_place(section: Section) -> dict[str, tuple[int, ...]]:
 
 def _places(instruction: Instruction) -> tuple[int, ...]:
     """The positions of the operands that the operation could write into."""
-    if instruction.op not in _WRITING:
+    if instruction.op not in WRITING:
         return ()
     return (0, 1) if instruction.op in _COMMUTATIVE and not instruction.kwargs else (0,)
 
@@ -119,9 +119,9 @@ def _operation(op: str) -> OpOverload | None:
     return resolve_aten(op) if op.startswith("aten.") else None
 
 
-def writing(op: str, places: tuple[int, ...]) -> Operation:
-    """``op``, which writes into one of the operands at ``places`` if the result has its shape, strides and dtype."""
-    plain, into = resolve_aten(op), _WRITING[op]
+def writing(op: str, places: tuple[int, ...], plain: Operation, into: Operation) -> Operation:
+    """``op``, which writes into one of the operands at ``places`` if the result has its shape, strides and dtype. It
+    runs by ``plain``, and by ``into``, which writes into the first operand."""
     if op.startswith("aten.scatter."):
         return into
 

@@ -20,8 +20,8 @@ _LOOKUPS: Mapping[str, tuple[int, Callable[[tuple[Any, ...]], int]]] = {
     **{
         f"aten.{name}": (2, lambda args: int(args[0].shape[args[1]]) if args[0].dim() else 1)
         for name in (
-            "gather.default", "index_select.default", "scatter.value", "scatter.src", "scatter_add.default",
-            "index_add.default",
+            "gather.default", "index_select.default", "scatter.value", "scatter_.value", "scatter.src", "scatter_.src",
+            "scatter_add.default", "index_add.default",
         )
     },
 }  # fmt: skip

@@ -30,7 +30,7 @@ from autopar.errors import GraphError
 from autopar.ir.node import Arg, Value
 from autopar.ir.program import Instruction, Section
 
-from .in_place import in_place, writing
+from .in_place import WRITING, in_place, writing
 from .torch_operations import Operation, resolve_aten, returns_sequence
 
 WAIT = "collective.wait"
@@ -171,7 +171,9 @@ class Source:
             return None
         key = f"{instruction.op} {places}"
         if key not in self._called:
-            self._called[key] = self._constant(writing(instruction.op, places), f"{instruction.op}_in_place")
+            plain, into = (self._operation(op)[1] for op in (instruction.op, WRITING[instruction.op]))
+            run = writing(instruction.op, places, plain, into)
+            self._called[key] = self._constant(run, f"{instruction.op}_in_place")
         return self._called[key]
 
     def _line(self, instruction: Instruction, last: Mapping[Value, int]) -> str:

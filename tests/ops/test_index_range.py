@@ -120,6 +120,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "aten.index_select.default": (torch.ones(5), 0, INDEX),
     "aten.scatter.value": (torch.ones(5), 0, INDEX, 2.0),
     "aten.scatter.src": (torch.ones(5), 0, INDEX, torch.ones(2)),
+    "aten.scatter_.value": (torch.ones(5), 0, INDEX, 2.0),
+    "aten.scatter_.src": (torch.ones(5), 0, INDEX, torch.ones(2)),
     "aten.scatter_add.default": (torch.ones(5), 0, INDEX, torch.ones(2)),
     "aten.index_add.default": (torch.ones(5), 0, INDEX, torch.ones(2)),
     "aten.index.Tensor": (torch.ones(5), [INDEX]),
@@ -133,7 +135,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 def test_a_guarded_operation_is_the_operation_unless_an_index_is_out_of_range(name: str) -> None:
     _, packet, overload = name.split(".")
     wanted = getattr(getattr(torch.ops.aten, packet), overload)(*CALLS[name])
-    torch.testing.assert_close(GUARDED[name](*CALLS[name]), wanted)
+    torch.testing.assert_close(GUARDED[name](*CALLS[name]), wanted)  # What it writes to has been written to: the same.
     assert take_out_of_range() == []
     for value in (5, -6):
         bad = torch.tensor([0, value])

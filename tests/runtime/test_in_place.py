@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Section
-from autopar.runtime.execute.in_place import ALLOCATING, in_place, writing
-from autopar.runtime.execute.section_code import SectionCode
+from autopar.ops.index_range import take_out_of_range
+from autopar.runtime.execute.in_place import ALLOCATING, WRITING, in_place, writing
+from autopar.runtime.execute.index_guards import GUARDED
+from autopar.runtime.execute.section_code import SectionCode, compile_section
 from autopar.runtime.execute.section_source import Source
 from autopar.runtime.execute.torch_operations import resolve_aten
 
@@ -30,6 +32,11 @@ def places(*instructions: Instruction, outputs: tuple[Value, ...] = (V("y"),)) -
 
 def add(name: str, left: str, right: str, **kwargs: Any) -> Instruction:
     return Instruction(name, "aten.add.Tensor", (V(left), V(right)), tuple(kwargs.items()))
+
+
+def written(name: str, where: tuple[int, ...]) -> Any:
+    op = f"aten.{name}.Tensor"
+    return writing(op, where, resolve_aten(op), resolve_aten(WRITING[op]))
 
 
 def test_either_operand_of_a_sum_unless_the_second_is_scaled() -> None:
@@ -84,15 +91,26 @@ def test_a_result_that_is_not_as_the_operand_is_new(left: torch.Tensor, right: A
     before, expected = left.clone(), left + right
     if left.is_contiguous() or not isinstance(right, torch.Tensor):
         right = right.t().contiguous().t() if isinstance(right, torch.Tensor) and right.dim() == 2 else right
-    found = writing("aten.add.Tensor", (0, 1))(left, right)
+    found = written("add", (0, 1))(left, right)
     assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert torch.equal(left, before) and found.untyped_storage().data_ptr() != left.untyped_storage().data_ptr()
 
 
 def test_a_result_as_the_operand_has_its_memory() -> None:
     left, right = torch.ones(2, 3), torch.full((2, 3), 2.0)
-    assert writing("aten.sub.Tensor", (0,))(left, right) is left and left.tolist() == [[-1.0] * 3] * 2
-    assert writing("aten.mul.Tensor", (1,))(left, right) is right and right.tolist() == [[-2.0] * 3] * 2
+    assert written("sub", (0,))(left, right) is left and left.tolist() == [[-1.0] * 3] * 2
+    assert written("mul", (1,))(left, right) is right and right.tolist() == [[-2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("label", [3, 4, -1])
+def test_an_index_out_of_range_is_noted(label: int) -> None:
+    zeros = Instruction("zeros", "aten.full.default", ((2, 4), 0.0))
+    scatter = Instruction("y", "aten.scatter.value", (V("zeros"), 1, V("x"), 1.0))
+    section = Section("forward", ("x",), (zeros, scatter), (V("y"),))
+    assert in_place(section) == {"y": (0,)}
+    take_out_of_range()
+    (found,) = compile_section(section, GUARDED, CPU)([torch.tensor([[0], [label]])])
+    assert (take_out_of_range() == []) == (0 <= label < 4) == bool(found.isfinite().all())
 
 
 STEPS = {

@@ -65,7 +65,8 @@ NOT_RUN = {
     "torchrun --nnodes 2": "needs two hosts; tests/calibration/test_job.py starts a job on one",
     "autopar run --nnodes 2": "needs two hosts; tests/cli/test_run.py emulates them",
     "make docs": "CI runs it",
-    "python -m benchmarks.gallery": "takes minutes",
+    "python -m benchmarks.": "is for a checkout; tests/benchmarks runs parts of each",
+    "autopar show plan.json --html plan.html --record": "reads the record of a run; tests/plans/test_page.py gives one",
 }
 # Blocks without a language that are no code.
 NOT_CODE = ("model -> trace ->", "__main__\n")

@@ -10,8 +10,8 @@ def make(layers=2):
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         use_cache=False,
     )
     tokens = torch.randint(0, 128, (64, 16))
