@@ -25,7 +25,7 @@ from autopar.plans.plan import Plan
 # Strategies that a message names. Chosen: what a reader takes in.
 SHOWN = 3
 # What :mod:`autopar.passes.pipeline.cut` appends to the name of a copy; values that the copy saves append theirs to it.
-_COPY = re.compile(r"_at\d+(_\d+)?_*(?=$|(_result\d+)?_saved$|_recomputed$)")
+_COPY = re.compile(r"_at\d+(_\d+)?_*(?=$|(_result\d+)?_rest$|_recomputed$)")
 # And to that of a sum.
 _SUM = re.compile(r"_sum_*$")
 

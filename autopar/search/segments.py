@@ -78,7 +78,7 @@ def price_segments(
 
 def _segment(name: str, segment_of: Mapping[str, int]) -> int:
     name = name.removesuffix(RECOMPUTED)
-    return segment_of.get(name, segment_of.get(name.removesuffix("_saved"), 0))
+    return segment_of.get(name, segment_of.get(name.removesuffix("_rest"), 0))
 
 
 def pinned_ranks(graph: Graph, segment_of: Mapping[str, int], count: int, pins: Mapping[str, str], stages: int) -> Ints:

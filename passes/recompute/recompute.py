@@ -7,15 +7,15 @@ their place, so that a copy equals its original bit by bit.
 
     %h: f32[4, 4] = aten.mm.default(%x, %w)
     %y: f32[4, 4] = aten.tanh.default(%h)
-    %y_saved: f32[4, 4] = autopar.saved(%y)
-    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_saved)
+    %y_rest: f32[4, 4] = autopar.saved(%y)
+    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
 
-becomes, with ``y_saved``, ``y`` and ``h`` recomputed::
+becomes, with ``y_rest``, ``y`` and ``h`` recomputed::
 
     backward %h_recomputed: f32[4, 4] = aten.mm.default(%x, %w)
     backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_recomputed)
-    backward %y_saved_recomputed: f32[4, 4] = autopar.saved(%y_recomputed)
-    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_saved_recomputed)
+    backward %y_rest_recomputed: f32[4, 4] = autopar.saved(%y_recomputed)
+    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest_recomputed)
 
 Each copy comes right before the first operation of backward that needs it, and there is one of each.
 """

@@ -6,8 +6,8 @@ the producer's result is resharded once to the placement in which it is saved un
 it from there.
 
     %y: f32[4, 4] = aten.mm.default(%x, %w)                 %y: f32[4, 4] = aten.mm.default(%x, %w)
-    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y)   ->   %y_saved: f32[4, 4] = autopar.saved(%y)
-                                                            backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_saved)
+    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y)   ->   %y_rest: f32[4, 4] = autopar.saved(%y)
+                                                            backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
 
 Values that exist for the whole step (parameters, buffers, inputs, constants) are not saved.
 """
@@ -46,7 +46,7 @@ def saved_values(graph: Graph) -> list[Value]:
 def save_activations(graph: Graph) -> Graph:
     """The graph with one ``autopar.saved`` per saved value, which takes over all its uses by operations."""
     saved = {
-        value: Value(_saved_name(value)) for value in saved_values(graph) if graph[value.node].op != SAVED_ACTIVATION
+        value: Value(_rest_name(value)) for value in saved_values(graph) if graph[value.node].op != SAVED_ACTIVATION
     }
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -68,5 +68,5 @@ def save_activations(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _saved_name(value: Value) -> str:
-    return f"{value.node}_saved" if value.index == 0 else f"{value.node}_result{value.index}_saved"
+def _rest_name(value: Value) -> str:
+    return f"{value.node}_rest" if value.index == 0 else f"{value.node}_result{value.index}_rest"

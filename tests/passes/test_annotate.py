@@ -141,7 +141,7 @@ return gradient "w" = %dw
 
 def test_a_saved_value_rests_where_it_is_made_or_used() -> None:
     found = strategies(BACKWARD.format(kind="input"), (2,))
-    assert found["z_saved"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (S(1))"]
+    assert found["z_rest"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (S(1))"]
     assert found["dw"][2] == "(S(1)) (S(0)) -> (P(sum))"
 
 

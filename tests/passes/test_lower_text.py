@@ -42,7 +42,7 @@ BATCH = {
     "one": "-> R",
     "h": "S(0) R -> S(0)",
     "a": "S(0) -> S(0)",
-    "a_saved": "S(0) -> S(0)",
+    "a_rest": "S(0) -> S(0)",
     "y": "S(0) R -> S(0)",
     "loss": "S(0) -> P(sum)",
     "dy": "R -> S(0)",
@@ -59,7 +59,7 @@ HIDDEN = {
     "one": "-> R",
     "h": "R S(1) -> S(1)",
     "a": "S(1) -> S(1)",
-    "a_saved": "S(1) -> S(1)",
+    "a_rest": "S(1) -> S(1)",
     "y": "S(1) S(0) -> P(sum)",
     "loss": "R -> R",
     "dy": "R -> R",
@@ -117,13 +117,13 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [4, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %downt = aten.permute.default(%down, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.all_reduce_bucket([%ddown, %dup], axes=[0], op="sum")
@@ -146,13 +146,13 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [4, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %downt = aten.permute.default(%down, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.all_reduce_bucket([%ddown, %dup], axes=[0], op="sum")
@@ -179,15 +179,15 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [4, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %down_all_gather = collective.all_gather(%down, axes=[0], dim=0, size=8, before=1)
   %down_all_gather_wait = collective.wait(%down_all_gather)
   %downt = aten.permute.default(%down_all_gather_wait, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.reduce_scatter_bucket([%ddown, %dup], axes=[0], op="sum", dims=[0, 0], befores=[1, 1])
@@ -208,13 +208,13 @@ forward(%up, %down, %x):
   %y_all_reduce_wait = collective.wait(%y_all_reduce)
   %loss = aten.sum.default(%y_all_reduce_wait)
   return %loss, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [8, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %downt = aten.permute.default(%down, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   return %dup, %ddown""",
@@ -233,13 +233,13 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0, 1], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [2, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %downt = aten.permute.default(%down, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.all_reduce_bucket([%ddown, %dup], axes=[0, 1], op="sum")
@@ -262,13 +262,13 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [4, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %downt = aten.permute.default(%down, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.all_reduce_bucket([%ddown, %dup], axes=[0], op="sum")
@@ -293,15 +293,15 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0, 1], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [2, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %down_all_gather = collective.all_gather(%down, axes=[0, 1], dim=0, size=8, before=1)
   %down_all_gather_wait = collective.wait(%down_all_gather)
   %downt = aten.permute.default(%down_all_gather_wait, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.reduce_scatter_bucket([%ddown, %dup], axes=[0, 1], op="sum", dims=[0, 0], befores=[1, 1])
@@ -326,13 +326,13 @@ forward(%up, %down, %x):
   %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
   %loss_all_reduce_wait = collective.wait(%loss_all_reduce)
   return %loss_all_reduce_wait, %a, %down, %x
-backward(%a_saved, %down, %x, %one):
+backward(%a_rest, %down, %x, %one):
   %dy = aten.expand.default(%one, [4, 4])
-  %at = aten.permute.default(%a_saved, [1, 0])
+  %at = aten.permute.default(%a_rest, [1, 0])
   %ddown = aten.mm.default(%at, %dy)
   %downt = aten.permute.default(%down, [1, 0])
   %da = aten.mm.default(%dy, %downt)
-  %dh = aten.tanh_backward.default(%da, %a_saved)
+  %dh = aten.tanh_backward.default(%da, %a_rest)
   %xt = aten.permute.default(%x, [1, 0])
   %dup = aten.mm.default(%xt, %dh)
   %gradients = collective.all_reduce_bucket([%ddown, %dup], axes=[0], op="sum")

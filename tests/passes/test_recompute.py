@@ -43,12 +43,12 @@ graph()
 %w: f32[4, 4] = param("w")
 %d: f32[4, 4] = tangent("0")
 %h: f32[4, 4] = aten.mm.default(%x, %w)
-%h_saved: f32[4, 4] = autopar.saved(%h)
-%y: f32[4, 4] = aten.tanh.default(%h_saved)
-%y_saved: f32[4, 4] = autopar.saved(%y)
-backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_saved)
-backward %k: f32[4, 4] = aten.mul.Tensor(%g, %h_saved)
-return output "0" = %y_saved
+%h_rest: f32[4, 4] = autopar.saved(%h)
+%y: f32[4, 4] = aten.tanh.default(%h_rest)
+%y_rest: f32[4, 4] = autopar.saved(%y)
+backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
+backward %k: f32[4, 4] = aten.mul.Tensor(%g, %h_rest)
+return output "0" = %y_rest
 return gradient "w" = %k
 """
 
@@ -58,7 +58,7 @@ def body(graph: Graph) -> list[str]:
 
 
 def test_copies_stand_before_their_first_use() -> None:
-    everything = Recompute(frozenset(("h", "h_saved", "y", "y_saved")))
+    everything = Recompute(frozenset(("h", "h_rest", "y", "y_rest")))
     check(
         everything,
         CHAIN,
@@ -68,16 +68,16 @@ def test_copies_stand_before_their_first_use() -> None:
         %w: f32[4, 4] = param("w")
         %d: f32[4, 4] = tangent("0")
         %h: f32[4, 4] = aten.mm.default(%x, %w)
-        %h_saved: f32[4, 4] = autopar.saved(%h)
-        %y: f32[4, 4] = aten.tanh.default(%h_saved)
-        %y_saved: f32[4, 4] = autopar.saved(%y)
+        %h_rest: f32[4, 4] = autopar.saved(%h)
+        %y: f32[4, 4] = aten.tanh.default(%h_rest)
+        %y_rest: f32[4, 4] = autopar.saved(%y)
         backward %h_recomputed: f32[4, 4] = aten.mm.default(%x, %w)
-        backward %h_saved_recomputed: f32[4, 4] = autopar.saved(%h_recomputed)
-        backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_saved_recomputed)
-        backward %y_saved_recomputed: f32[4, 4] = autopar.saved(%y_recomputed)
-        backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_saved_recomputed)
-        backward %k: f32[4, 4] = aten.mul.Tensor(%g, %h_saved_recomputed)
-        return output "0" = %y_saved
+        backward %h_rest_recomputed: f32[4, 4] = autopar.saved(%h_recomputed)
+        backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_rest_recomputed)
+        backward %y_rest_recomputed: f32[4, 4] = autopar.saved(%y_recomputed)
+        backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest_recomputed)
+        backward %k: f32[4, 4] = aten.mul.Tensor(%g, %h_rest_recomputed)
+        return output "0" = %y_rest
         return gradient "w" = %k
         """,
     )
@@ -86,17 +86,17 @@ def test_copies_stand_before_their_first_use() -> None:
 
 def test_a_copy_reads_what_is_kept() -> None:
     graph = Graph.from_text(CHAIN)
-    made = Recompute(recomputable(graph).chain(frozenset(("y_saved",))))(graph)
-    assert body(made)[0] == "backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_saved)"
-    assert made.kept == {"h_saved"}
+    made = Recompute(recomputable(graph).chain(frozenset(("y_rest",))))(graph)
+    assert body(made)[0] == "backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_rest)"
+    assert made.kept == {"h_rest"}
 
 
 def test_what_nothing_keeps_gets_a_rest() -> None:
-    lines = [line for line in CHAIN.splitlines() if "h_saved: " not in line and "%k: " not in line]
-    graph = Graph.from_text("\n".join(lines).replace("%h_saved", "%h").replace("= %k", "= %g") + "\n")
-    made = Recompute(frozenset(("y", "y_saved")))(graph)
-    assert body(made)[0] == "backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_saved)"
-    assert made.kept == {"h_saved"}
+    lines = [line for line in CHAIN.splitlines() if "h_rest: " not in line and "%k: " not in line]
+    graph = Graph.from_text("\n".join(lines).replace("%h_rest", "%h").replace("= %k", "= %g") + "\n")
+    made = Recompute(frozenset(("y", "y_rest")))(graph)
+    assert body(made)[0] == "backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_rest)"
+    assert made.kept == {"h_rest"}
 
 
 def layers() -> Case:

@@ -42,14 +42,14 @@ def test_a_full_bucket_leaves_while_backward_computes_on() -> None:
     """Added up by the product itself, the first gradient travels while the second is made; both are awaited apart."""
     found = chunk(2, REPLICATED, 1)
     assert lines(str(found.last)) == lines("""
-        last(%a_saved, %down, %x, %one, %sum_so_far_0, %sum_so_far_1):
+        last(%a_rest, %down, %x, %one, %sum_so_far_0, %sum_so_far_1):
           %dy = aten.expand.default(%one, [4, 4])
-          %at = aten.permute.default(%a_saved, [1, 0])
+          %at = aten.permute.default(%a_rest, [1, 0])
           %sum_so_far_1_more = aten.addmm_.default(%sum_so_far_1, %at, %dy)
           %gradients = collective.all_reduce(%sum_so_far_1_more, axes=[0], op="sum")
           %downt = aten.permute.default(%down, [1, 0])
           %da = aten.mm.default(%dy, %downt)
-          %dh = aten.tanh_backward.default(%da, %a_saved)
+          %dh = aten.tanh_backward.default(%da, %a_rest)
           %xt = aten.permute.default(%x, [1, 0])
           %sum_so_far_0_more = aten.addmm_.default(%sum_so_far_0, %xt, %dh)
           %gradients_1 = collective.all_reduce(%sum_so_far_0_more, axes=[0], op="sum")
@@ -66,15 +66,15 @@ def test_a_full_bucket_leaves_while_backward_computes_on() -> None:
 def test_weights_are_gathered_and_what_is_no_full_bucket_leaves_at_the_end() -> None:
     found = chunk(2, ZERO_3, 1 << 20)
     assert lines(str(found.last)) == lines("""
-        last(%a_saved, %down, %x, %one, %sum_so_far_0, %sum_so_far_1):
+        last(%a_rest, %down, %x, %one, %sum_so_far_0, %sum_so_far_1):
           %down_all_gather = collective.all_gather(%down, axes=[0], dim=0, size=8, before=1)
           %dy = aten.expand.default(%one, [4, 4])
-          %at = aten.permute.default(%a_saved, [1, 0])
+          %at = aten.permute.default(%a_rest, [1, 0])
           %sum_so_far_1_more = aten.addmm_.default(%sum_so_far_1, %at, %dy)
           %down_all_gather_wait = collective.wait(%down_all_gather)
           %downt = aten.permute.default(%down_all_gather_wait, [1, 0])
           %da = aten.mm.default(%dy, %downt)
-          %dh = aten.tanh_backward.default(%da, %a_saved)
+          %dh = aten.tanh_backward.default(%da, %a_rest)
           %xt = aten.permute.default(%x, [1, 0])
           %sum_so_far_0_more = aten.addmm_.default(%sum_so_far_0, %xt, %dh)
           return %sum_so_far_1_more, %sum_so_far_0_more

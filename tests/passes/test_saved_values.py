@@ -7,12 +7,12 @@ from tests.helpers.pass_text import check
 
 AFTER = """
     %y: f32[b, 4] = aten.tanh.default(%x)
-    %y_saved: f32[b, 4] = autopar.saved(%y)
-    %p: f32[b, 2], %p.1: f32[b, 2] = aten.split.Tensor(%y_saved, 2, 1)
-    %p_result1_saved: f32[b, 2] = autopar.saved(%p.1)
-    backward %g: f32[b, 4] = aten.tanh_backward.default(%dy, %y_saved)
+    %y_rest: f32[b, 4] = autopar.saved(%y)
+    %p: f32[b, 2], %p.1: f32[b, 2] = aten.split.Tensor(%y_rest, 2, 1)
+    %p_result1_rest: f32[b, 2] = autopar.saved(%p.1)
+    backward %g: f32[b, 4] = aten.tanh_backward.default(%dy, %y_rest)
     backward %h: f32[b, 4] = aten.mul.Tensor(%g, %x)
-    backward %i: f32[b, 2] = aten.neg.default(%p_result1_saved)
+    backward %i: f32[b, 2] = aten.neg.default(%p_result1_rest)
     return output "0" = %y
     return input_gradient "x" = %h
     """

@@ -32,12 +32,12 @@ class Loss(nn.Module):
     [
         ("cos_at1", "cos"),
         ("cos_at12_", "cos"),
-        ("cos_at1_saved", "cos_saved"),
-        ("topk_at1_result1_saved", "topk_result1_saved"),
+        ("cos_at1_rest", "cos_rest"),
+        ("topk_at1_result1_rest", "topk_result1_rest"),
         ("cos_recomputed_at1", "cos"),
         ("cos_at1_recomputed", "cos"),
         ("mean_at1_more", "mean_at1_more"),
-        ("cos_saved", "cos_saved"),
+        ("cos_rest", "cos_rest"),
     ],
 )
 def test_the_node_that_a_name_copies(copy: str, original: str) -> None:

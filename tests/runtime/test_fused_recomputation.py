@@ -24,11 +24,11 @@ forward(%x, %w):
   %mul = aten.mul.Tensor(%add, %mm)  @h.0
   %mm_1 = aten.mm.default(%mul, %w)  @h.0.fc
   return %mm_1, %add, %tanh, %mul, %w
-backward(%add_saved, %tanh_saved, %mul_saved, %w, %tangent):
-  %view = aten.reshape.default(%tanh_saved, [4, 4])  @h.0
-  %a = aten.mul.Tensor(%add_saved, %tangent)  @h.0
+backward(%add_rest, %tanh_rest, %mul_rest, %w, %tangent):
+  %view = aten.reshape.default(%tanh_rest, [4, 4])  @h.0
+  %a = aten.mul.Tensor(%add_rest, %tangent)  @h.0
   %b = aten.mul.Tensor(%a, %view)  @h.0
-  %c = aten.mm.default(%mul_saved, %b)  @h.0
+  %c = aten.mm.default(%mul_rest, %b)  @h.0
   return %c, %w
 """
 AFTER = """
@@ -39,13 +39,13 @@ forward(%x, %w):
   %mul = aten.mul.Tensor(%add, %mm)
   %mm_1 = aten.mm.default(%mul, %w)
   return %mm_1, %mul, %w, %mm
-backward(%mul_saved, %w, %mm_kept, %tangent):
+backward(%mul_rest, %w, %mm_kept, %tangent):
   %tanh_fused = aten.tanh.default(%mm_kept)
   %add_fused = aten.add.Tensor(%tanh_fused, 1.0)
   %a = aten.mul.Tensor(%add_fused, %tangent)
   %view = aten.reshape.default(%tanh_fused, [4, 4])
   %b = aten.mul.Tensor(%a, %view)
-  %c = aten.mm.default(%mul_saved, %b)
+  %c = aten.mm.default(%mul_rest, %b)
   return %c, %w
 """
 
@@ -81,8 +81,8 @@ def test_small_values_stay_saved() -> None:
       %rsqrt = aten.rsqrt.default(%sum)
       %mul = aten.mul.Tensor(%x, %rsqrt)
       return %rsqrt
-    backward(%rsqrt_saved):
-      %neg = aten.neg.default(%rsqrt_saved)
+    backward(%rsqrt_rest):
+      %neg = aten.neg.default(%rsqrt_rest)
       return %neg
     """
     before = Program.from_text(text)
