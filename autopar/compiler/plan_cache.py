@@ -28,6 +28,7 @@ from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
+from autopar.rare_collections import collecting_rarely
 from autopar.search.best_plan import best_plan
 
 KIND = "plans"
@@ -40,6 +41,7 @@ _NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite"
 _log = logging.getLogger(__name__)
 
 
+@collecting_rarely()
 def cached_plan(request: PlanRequest, timings: Timings) -> Plan:
     """What :func:`autopar.search.best_plan.best_plan` returns, from the cache if it is there. Raises its errors, which
     are not cached."""

@@ -46,9 +46,16 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
             for axis, placement in enumerate(place):
                 per_axis[axis].add(placement)
 
+    seen: set[object] = set()
     for node in graph.nodes:
         kinds = tuple(graph.type_of(value) for value in node.operands)
-        for strategy in dict.fromkeys(graph.strategies[node.name]):
+        strategies = graph.strategies[node.name]
+        # Equal nodes of repeated layers share one list, so its identity suffices.
+        key = (id(strategies), kinds, node.types, node.stored)
+        if key in seen:
+            continue
+        seen.add(key)
+        for strategy in dict.fromkeys(strategies):
             if node.op == "param" and node.stored != node.type:  # Its gradient has the same placements.
                 add(node.stored, strategy.outputs[0])
             for kind, place in zip((*kinds, *node.types), strategy.places, strict=True):

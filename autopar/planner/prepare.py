@@ -16,6 +16,7 @@ from autopar.options import Options
 from autopar.passes.normalise.scaled_loss import with_scaled_loss
 from autopar.passes.normalise.standard import normalise
 from autopar.precision import Precision, autocast_dtype, check_precision, scales_loss
+from autopar.rare_collections import collecting_rarely
 from autopar.runtime.calls.kind import kind_of
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.cache.cache import traced_once
@@ -66,6 +67,7 @@ class Prepared:
         return None if traced is None else replace(self, traced=traced, graph=self.graph.fixed(lengths))
 
 
+@collecting_rarely()
 def prepare(
     model: nn.Module,
     args: tuple[Any, ...],

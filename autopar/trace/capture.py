@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.rare_collections import collecting_rarely
 from autopar.torch_internals.fake_tensors import (
     FakeTensorMode,
     ShapeEnv,
@@ -231,19 +231,6 @@ def _symbols(environment: ShapeEnv | None, request: Request) -> dict[str, torch.
     return sizes
 
 
-@contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Makes garbage collections rare: tracing creates many objects that stay alive, and collections would take an
-    eighth of its time."""
-    saved = gc.get_threshold()
-    # Chosen: a few collections for a large model.
-    gc.set_threshold(max(saved[0], 200_000), *saved[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*saved)
-
-
 def capture(
     request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
 ) -> Captured:
@@ -261,7 +248,7 @@ def capture(
     step = Step(request, tensors, tracker, selected)
     with ExitStack() as stack:
         for context in (
-            _collecting_rarely(),
+            collecting_rarely(),
             exporting(),  # Models, transformers' above all, then take paths free of data-dependent checks.
             without_error_log(),
             patched(request.device.type),

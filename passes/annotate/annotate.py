@@ -37,6 +37,7 @@ from autopar.passes.rule_language.registry import OpCall
 from autopar.passes.rules import RULES
 
 from .equivalent_nodes import without_positions
+from .fold import fold_layers
 from .prune import Live, is_live, live_placements
 
 Factors = Mapping[int, frozenset[int]]
@@ -123,7 +124,7 @@ def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
     sizes = sorted({size for size in mesh if size > 1})
     single = [_strategies(graph, (size,), partial(axis_strategies, factors=factors)) for size in sizes]
     joined = {node.name: tuple(dict.fromkeys(s for axis in single for s in axis[node.name])) for node in graph.nodes}
-    live = live_placements(graph, joined)
+    live = live_placements(graph, joined, fold_layers(graph).classes)
     wanted = _wanted(graph, live)
     composed = _strategies(graph, mesh, partial(_live_offers, factors=factors, wanted=wanted))
     return replace(graph, strategies=_pruned(graph, composed, live))

@@ -7,13 +7,16 @@ lookups, normalisation, reductions to Partial) and inputs of the model. Strided 
 themselves; they only link live placements. Partial operands of products are dropped too: delaying a reduction past a
 product saves nothing.
 
+Equal nodes of repeated layers share what is live: it is computed once for each class, as the union over its nodes.
+
 This removes choices, never correctness; replication always remains.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import Partial, Shard
@@ -55,6 +58,7 @@ BILINEAR = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default", "aten.div.
 
 Placed = tuple[Value, Placement]
 Live = Mapping[Value, frozenset[Placement]]
+SELF: Mapping[str, str] = MappingProxyType({})
 
 
 def is_anchor(node: Node) -> bool:
@@ -63,17 +67,9 @@ def is_anchor(node: Node) -> bool:
     return name in ANCHORS or (not node.is_placeholder and not node.op.startswith(("aten.", "autopar.")))
 
 
-def _places(node: Node, strategy: Strategy) -> list[Placed]:
-    """Value and (one-axis) placement of every operand and result of a strategy."""
-    results = (Value(node.name, index) for index in range(len(node.types)))
-    values = (*node.operands, *results)
-    return [(v, p[0]) for v, p in zip(values, strategy.places, strict=True)]
-
-
 def _anchors(node: Node, strategy: Strategy) -> bool:
     """Whether a strategy's placements are live by themselves."""
-    places = [p for _, p in _places(node, strategy)]
-    if any(isinstance(p, StridedShard) for p in places):
+    if any(isinstance(p[0], StridedShard) for p in strategy.places):
         return False
     reduces = any(isinstance(p[0], Partial) for p in strategy.outputs)
     operands = [p[0] for p in strategy.inputs]
@@ -85,23 +81,44 @@ def _is_large(node: Node) -> bool:
     return any(kind is not None and kind.rank > 0 for kind in node.types)
 
 
-def live_placements(graph: Graph, strategies: Mapping[str, Iterable[Strategy]]) -> Live:
-    """The live placements of every value; ``strategies`` are those of a mesh of one axis."""
-    live: defaultdict[Value, set[Placement]] = defaultdict(set)
-    waiting: defaultdict[Placed, list[list[Placed]]] = defaultdict(list)
-    queue: list[Placed] = []
+def live_placements(
+    graph: Graph, strategies: Mapping[str, Iterable[Strategy]], classes: Mapping[str, str] = SELF
+) -> Live:
+    """The live placements of every value; ``strategies`` are those of a mesh of one axis. ``classes``: for each node
+    the first of those that share what is live, and have equal strategies; by default every node is its own class."""
+    found = _live_of_classes(graph, strategies, classes)
+    live: dict[Value, frozenset[Placement]] = {}
     for node in graph.nodes:
-        for strategy in strategies[node.name] if node.op != "param" else ():
-            places = [(v, p) for v, p in _places(node, strategy) if p != REPLICATE]
+        first = classes.get(node.name, node.name)
+        for value, shared in zip(_results(node.name, node), _results(first, node), strict=True):
+            if shared in found:
+                live[value] = found[shared]
+    return live
+
+
+def _results(name: str, node: Node) -> list[Value]:
+    return [Value(name, index) for index in range(len(node.types))]
+
+
+def _live_of_classes(
+    graph: Graph, strategies: Mapping[str, Iterable[Strategy]], classes: Mapping[str, str]
+) -> dict[Value, frozenset[Placement]]:
+    """The live placements of the results of the first node of each class."""
+    live: defaultdict[Value, set[Placement]] = defaultdict(set)
+    waiting: defaultdict[Placed, list[tuple[Placed, ...]]] = defaultdict(list)
+    queue: list[Placed] = []
+    for node, name, operands in _distinct(graph, classes):
+        for strategy in strategies[node.name]:
+            places = _sharded_places(strategy, (*operands, *_results(name, node)))
             if node.op == "input" or _anchors(node, strategy):
                 queue += places
                 continue
             for place in places:
                 if is_shard(place[1]):
                     waiting[place].append(places)
-                elif place[0] in node.operands:
+                elif place[0] in operands:
                     # A wanted Partial does not make the operand's placement live; it only flows forward.
-                    waiting[place].append([p for p in places if p[0].node == node.name])
+                    waiting[place].append(tuple(p for p in places if p[0].node == name))
     while queue:
         value, placement = queue.pop()
         if placement not in live[value]:
@@ -109,6 +126,23 @@ def live_placements(graph: Graph, strategies: Mapping[str, Iterable[Strategy]]) 
             for linked in waiting[value, placement]:
                 queue += linked
     return {value: frozenset(placements) for value, placements in live.items()}
+
+
+def _distinct(graph: Graph, classes: Mapping[str, str]) -> Iterator[tuple[Node, str, tuple[Value, ...]]]:
+    """The operations and inputs of the graph with their class and the classes of their operands, each such call
+    once."""
+    seen: set[tuple[str, tuple[Value, ...]]] = set()
+    for node in graph.nodes:
+        name = classes.get(node.name, node.name)
+        operands = tuple(Value(classes.get(v.node, v.node), v.index) for v in node.operands)
+        if node.op != "param" and (name, operands) not in seen:
+            seen.add((name, operands))
+            yield node, name, operands
+
+
+def _sharded_places(strategy: Strategy, values: tuple[Value, ...]) -> tuple[Placed, ...]:
+    """Value and (one-axis) placement of the operands and results that a strategy does not replicate."""
+    return tuple((v, p[0]) for v, p in zip(values, strategy.places, strict=True) if p[0] != REPLICATE)
 
 
 def is_live(node: Node, strategy: Strategy, live: Live) -> bool:
