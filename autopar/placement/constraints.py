@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from .edges import TensorEdge
 from .formulation import Instance
 
 Allowed = Callable[[Node, Choice], bool]
-# Whether a value may not go from one placement to another.
-Forbidden = Callable[[Placements, Placements], bool]
+# Whether a value may not go from one placement to another, or from what ``part`` of :func:`without_moves` takes of them.
+Forbidden = Callable[[Any, Any], bool]
 
 
 def live_axes(mesh: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,22 +85,39 @@ def _without_gathers(instance: Instance, edge: TensorEdge, transfer: Transfer) -
     return without_moves(instance, edge, transfer, communicates)
 
 
-def without_moves(instance: Instance, edge: TensorEdge, transfer: Transfer, forbidden: Forbidden) -> Transfer:
+def without_moves(
+    instance: Instance,
+    edge: TensorEdge,
+    transfer: Transfer,
+    forbidden: Forbidden,
+    part: Callable[[Placements], Any] = lambda places: places,
+) -> Transfer:
     """``transfer``, of ``edge``, without the moves that are ``forbidden``. Those that are free change nothing, or feed
-    a consumer that needs nothing: they stay."""
+    a consumer that needs nothing: they stay. ``part``: what of the placements of source and target ``forbidden`` looks
+    at; it is asked once for each pair."""
     choices = instance.choices[transfer.producer]
-    sources = {
-        int(row): result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)
-    }
-    targets: dict[int, Placements] = {}
-    for (_, operand), consumer, columns in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
-        places = (operand_place(choice, operand) for choice in instance.choices[consumer])
-        targets.update(zip(map(int, columns), places, strict=True))
+    left = (part(result_place(choice, edge.result)) for choice in choices)
+    rows = dict(zip(map(int, transfer.source), left, strict=True))
+    columns: dict[int, Any] = {}
+    for (_, operand), consumer, needed in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
+        places = (part(operand_place(choice, operand)) for choice in instance.choices[consumer])
+        columns.update(zip(map(int, needed), places, strict=True))
+    moves = (transfer.cost > 0) & np.isfinite(transfer.cost)
     cost = transfer.cost.copy()
-    for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
-        if forbidden(sources[int(row)], targets[int(column)]):
-            cost[row, column] = np.inf
+    for source, of_source in _positions(rows).items():
+        for target, of_target in _positions(columns).items():
+            cells = np.ix_(of_source, of_target)
+            if moves[cells].any() and forbidden(source, target):
+                cost[cells] = np.where(moves[cells], np.inf, cost[cells])
     return replace(transfer, cost=cost)
+
+
+def _positions(parts: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """The positions at which each part occurs."""
+    positions: dict[Any, list[int]] = {}
+    for position, part in parts.items():
+        positions.setdefault(part, []).append(position)
+    return positions
 
 
 def zero_allows(instance: Instance, stage: int) -> Allowed:

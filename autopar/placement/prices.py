@@ -51,7 +51,7 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
         kinds = tuple(graph.type_of(value) for value in node.operands)
         strategies = graph.strategies[node.name]
         # Equal nodes of repeated layers share one list, so its identity suffices.
-        key = (id(strategies), kinds, node.types, node.stored)
+        key = (id(strategies), kinds, node.types, node.stored if node.op == "param" else None)
         if key in seen:
             continue
         seen.add(key)

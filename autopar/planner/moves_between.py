@@ -13,7 +13,7 @@ from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
-from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
+from autopar.ir.placements import REPLICATE, Placement, is_shard
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import with_choices, without_moves
 from autopar.placement.edges import TensorEdge
@@ -103,9 +103,5 @@ def _without_moves(instance: Instance, axis: int, rule: Callable[[TensorEdge], F
     for index, edge in enumerate(instance.edges):
         forbidden = rule(edge)
         if forbidden is not None:
-            transfers[index] = without_moves(instance, edge, transfers[index], _on(axis, forbidden))
+            transfers[index] = without_moves(instance, edge, transfers[index], forbidden, lambda places: places[axis])
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
-
-
-def _on(axis: int, forbidden: Forbidden) -> Callable[[Placements, Placements], bool]:
-    return lambda source, target: forbidden(source[axis], target[axis])

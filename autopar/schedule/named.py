@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain as concatenate
 from itertools import pairwise
 
@@ -170,6 +171,8 @@ def chunks_allowed(name: str) -> tuple[int, int | None]:
     return SCHEDULES[name].least, SCHEDULES[name].most
 
 
+# Chosen: a search asks for the same few schedules again and again; one of 64 stages and 512 microbatches has 50 MB.
+@lru_cache(maxsize=8)
 def make_schedule(
     name: str,
     stages: int,

@@ -204,15 +204,6 @@ def _kinds_within(request: PipelineRequest, segments: int) -> list[tuple[str, in
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A schedule (name, chunks per stage) with the best cuts for it, and its step, estimated from the segments."""
-
-    kind: tuple[str, int]
-    cuts: tuple[str, ...]
-    estimate: float
-
-
 def _scheduled(
     request: PipelineRequest,
     pieces: Microbatched,
@@ -232,27 +223,17 @@ def _scheduled(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
-    cuts = [cut for kind in kinds if (cut := _cut_for(request, segments, kind, pinned, slowest, shared)) is not None]
-    for chosen in sorted(cuts, key=lambda estimated: estimated.estimate):
-        yield cut_and_price(request.layout, pieces, chosen.cuts, chosen.kind, uncut)
-
-
-def _cut_for(
-    request: PipelineRequest,
-    segments: Segments,
-    kind: tuple[str, int],
-    pinned: Ints,
-    link: WirePrice,
-    shared: SharedProcessors | None,
-) -> _Cut | None:
-    """The best cuts for a schedule, None if no cut fits into memory."""
     # The chunks of a rank share its memory equally.
-    cuts = _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1])
-    if cuts is None:
-        return None
-    schedule = make_schedule(kind[0], request.layout.stages, request.microbatches, kind[1])
-    return _Cut(kind, cuts, simulate(schedule, _estimated(segments, cuts, schedule, link, shared)).seconds)
+    found = {kind: _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1]) for kind in kinds}
+    cuts = {kind: names for kind, names in found.items() if names is not None}
+    shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
+
+    def estimate(kind: tuple[str, int]) -> float:
+        schedule = make_schedule(kind[0], stages, request.microbatches, kind[1])
+        return simulate(schedule, _estimated(segments, cuts[kind], schedule, slowest, shared)).seconds
+
+    for kind in sorted(cuts, key=estimate) if len(cuts) > 1 else cuts:
+        yield cut_and_price(request.layout, pieces, cuts[kind], kind, uncut)
 
 
 def _cuts_at(
