@@ -24,7 +24,7 @@ from .edges import TensorEdge
 from .formulation import Instance
 
 Allowed = Callable[[Node, Choice], bool]
-# Whether a value may not go from one placement to another, or from what ``part`` of :func:`without_moves` takes of them.
+# Whether a value may not go from one placement to another (of :func:`without_moves`: from a ``part`` of one).
 Forbidden = Callable[[Any, Any], bool]
 
 

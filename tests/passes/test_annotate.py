@@ -220,3 +220,22 @@ def test_a_product_takes_no_partial_sum() -> None:
 def test_where_rules_come_from() -> None:
     graph = Graph.from_text("graph()\n" + CHAIN)
     assert rule_sources(graph, (2,)) == {"aten.mm.default": ("written",), "aten.tanh.default": ("written",)}
+
+
+LAYERS = """
+%v: f32[8, 8] = param("layers.0.up.weight")
+%w: f32[8, 8] = param("layers.1.up.weight")
+%x: f32[8] = constant("x")
+%a: f32[8] = aten.tanh.default(%x)  @layers.0.act
+%b: f32[8] = aten.tanh.default(%x)  @layers.1.act
+%c: f32[8] = aten.mv.default(%w, %b)
+return output "0" = %a
+return output "1" = %c
+"""
+
+
+def test_equal_nodes_of_layers_share_what_is_live() -> None:
+    """Only the second layer's result is read by a product; the shard that this makes live is offered to both."""
+    graph = annotate(Graph.from_text("graph()\n" + LAYERS), (2,))
+    assert graph.strategies["a"] == graph.strategies["b"]
+    assert "(S(0)) -> (S(0))" in map(str, graph.strategies["a"])
