@@ -32,6 +32,7 @@ from autopar.runtime.faults.meeting import join_world
 from autopar.runtime.faults.watch import Watch, watch_over
 from autopar.runtime.module.padded_batch import padded_batch
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.unwrapped import check_plain, check_whole
 from autopar.runtime.module.value_checks import ValueChecks
 from autopar.trace.loss import TARGETS
 
@@ -72,10 +73,21 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
     return sizes
 
 
-def _check_model(model: object, example_inputs: object) -> None:
-    """Raises :class:`OptionsError` for a model that is none, and for options in the place of inputs."""
+def check_model(model: object) -> None:
+    """Raises :class:`OptionsError` for a model that is none, and for one that is parallel or wrapped already."""
     if isinstance(model, type):
         raise OptionsError(f"the model is the class {model.__name__}: give an instance of it, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise OptionsError(f"the model is a {type(model).__name__} and no torch.nn.Module, which has parameters")
+    check_plain(model)
+
+
+def _check_parallelized(model: nn.Module, example_inputs: object, weights: Folder | None) -> None:
+    """Raises :class:`OptionsError` as :func:`check_model`, for options in the place of inputs, and for a model of which
+    a part alone has values."""
+    check_model(model)
+    if weights is None:
+        check_whole(model)
     if isinstance(example_inputs, Options):
         raise OptionsError("the third argument is example_inputs, a batch: give options=autopar.Options(...) by name")
 
@@ -134,6 +146,7 @@ def plan(
         InfeasibleError: nothing fits into the memory limit; the message names a limit that suffices.
         OptionsError: an option or pin that cannot be honoured.
     """
+    check_model(model)
     timings = Timings()
     args, kwargs = split_batch(batch, targets)
     where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
@@ -180,7 +193,7 @@ def parallelize(
     """
     _check_plan(plan)
     settings = _options(options)
-    _check_model(model, example_inputs)
+    _check_parallelized(model, example_inputs, weights)
     _join_processes(mesh, settings.timeout)
     watch = watch_over(_ranks(mesh), settings.timeout)
     with watch.call("autopar.parallelize()"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -29,7 +30,17 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("memory", "max_memory", "memory_budget", "budget"), ("memory_limit",)),
     **dict.fromkeys(("zero_stage", "stage"), ("zero",)),
     **dict.fromkeys(("dtype", "mixed_precision", "amp"), ("precision",)),
-    **dict.fromkeys(("pp", "pipeline", "pipeline_stages", "num_stages"), ("stages",)),
+    **dict.fromkeys(("pp", "pipeline_stages", "num_stages", "pipeline_parallel"), ("stages", "pipeline")),
+    "pipeline": ("stages",),
+    "stages": ("pipeline",),
+    **dict.fromkeys(("tp", "tensor_parallel", "model_parallel"), ("tensor",)),
+    **dict.fromkeys(("dp", "data_parallel"), ("data",)),
+    **dict.fromkeys(("cp", "context_parallel"), ("context",)),
+    **dict.fromkeys(("ep", "expert_parallel"), ("expert",)),
+    **dict.fromkeys(("micro_batch", "micro_batch_size", "microbatch_size"), ("microbatch",)),
+    **dict.fromkeys(("batchsize", "per_device_batch_size", "bs"), ("batch_size",)),
+    **dict.fromkeys(("collate", "collator", "data_collator"), ("collate_fn",)),
+    **dict.fromkeys(("workers",), ("num_workers",)),
     **dict.fromkeys(("num_microbatches", "accumulation_steps", "chunks"), ("microbatches",)),
     **dict.fromkeys(("checkpointing", "activation_checkpointing", "gradient_checkpointing"), ("recompute",)),
     **dict.fromkeys(("time",), ("time_limit", "timeout")),
@@ -44,27 +55,31 @@ def suggests(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _check(function.__name__, kwargs, parameters)
+        check_keywords(function.__name__, kwargs, parameters)
         return function(*args, **kwargs)
 
     return checked
 
 
 def suggests_fields(cls: type[C]) -> type[C]:
-    """Makes the constructor of ``cls`` raise :class:`ArgumentError` for a keyword argument that it does not have."""
+    """Makes the constructor of a dataclass raise :class:`ArgumentError` for a keyword argument that it does not have.
+    Fields that are left out of comparisons are not the user's, and not suggested."""
     initialise = cls.__init__
     parameters = tuple(inspect.signature(initialise).parameters)[1:]
+    internal = {field.name for field in fields(cls) if not field.compare}  # type: ignore[arg-type]
+    offered = tuple(name for name in parameters if name not in internal)
 
     @wraps(initialise)
     def checked(self: C, *args: object, **kwargs: object) -> None:
-        _check(cls.__name__, kwargs, parameters)
+        check_keywords(cls.__name__, [name for name in kwargs if name not in internal], offered)
         initialise(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[assignment]
     return cls
 
 
-def _check(function: str, keywords: Collection[str], parameters: tuple[str, ...]) -> None:
+def check_keywords(function: str, keywords: Collection[str], parameters: tuple[str, ...]) -> None:
+    """Raises :class:`ArgumentError` for the first of ``keywords`` that is none of ``parameters``."""
     for name in keywords:
         if name not in parameters:
             suggestion = _did_you_mean(name, parameters)

@@ -13,6 +13,7 @@ from autopar.schedule.named import SCHEDULES
 from .errors import OptionsError
 from .field_text import read, written
 from .given_fields import own_fields, remembers_given
+from .keywords import suggests_fields
 from .renamed_fields import LAYOUT_FIELDS, accepts_old_names
 
 Recompute = Literal["none", "selective", "elementwise", "operations", "full"]
@@ -49,6 +50,7 @@ _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "exper
 
 
 @accepts_old_names(LAYOUT_FIELDS)
+@suggests_fields
 @remembers_given
 @dataclass(frozen=True)
 class Layout:

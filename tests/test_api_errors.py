@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cluster.device import Device
 from autopar.errors import OptionsError, TraceError
 from tests.helpers.models import Plain, plain
 from tests.helpers.planning import CLUSTER, on
@@ -56,6 +58,24 @@ def test_options_plans_and_devices_of_another_kind() -> None:
         autopar.plan(model, (2,), batch, device="gpu")
     with pytest.raises(OptionsError, match="looks like a path: give the text of the file"):
         autopar.Plan.from_json("plan.json")
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "right"),
+    [
+        (autopar.Options, "zeor", "zero"),
+        (autopar.Layout, "tensr", "tensor"),
+        (autopar.Layout, "tp", "tensor"),
+        (autopar.Layout, "pp", "pipeline"),
+        (autopar.Options, "pp", "stages"),
+        (Device, "memory_byte", "memory_bytes"),
+    ],
+)
+def test_misspelt_options_are_suggested(make: Callable[..., Any], wrong: str, right: str) -> None:
+    with pytest.raises(autopar.errors.ArgumentError, match=rf"has no argument {wrong!r}: did you mean {right}=\?") as e:
+        make(**{wrong: 2})
+    assert "given" not in str(e.value) and "from_layout" not in str(e.value), "are not the user's"
+    assert right in inspect.signature(make).parameters
 
 
 def test_the_version_is_the_wheels() -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from autopar.content.cache_folder import cache_folder
 from autopar.errors import OptionsError
+from autopar.keywords import suggests_fields
 
 from .device import Device
 from .links import ALGORITHMS, Link, Rate, is_amount, require
@@ -36,6 +37,7 @@ __all__ = ["Cluster", "Device", "Link", "Rate", "local_file", "machine_memory"]
 BACKENDS = ("nccl", "gloo")
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Cluster:
     """One kind of device, and the links between devices.

@@ -9,10 +9,12 @@ from functools import cached_property
 import torch
 
 from autopar.ir.node import DTYPE_NAMES
+from autopar.keywords import suggests_fields
 
 from .links import is_amount, is_rate, require
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or the share of a processor that one process gets.

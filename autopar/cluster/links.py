@@ -9,6 +9,7 @@ from functools import cached_property
 
 from autopar.errors import OptionsError
 from autopar.ir.program import COLLECTIVES
+from autopar.keywords import suggests_fields
 
 # Algorithms of collectives; :mod:`autopar.cost.collective.algorithms` describes them.
 ALGORITHMS = ("ring", "levels", "tree", "nvls", "direct")
@@ -59,6 +60,7 @@ class Rate:
         require(self.algorithm in ("", *ALGORITHMS), f"{self.algorithm!r} is not an algorithm; one of {algorithms}")
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Link:
     """One level of the network: groups of ``size`` consecutive devices (all devices, inner levels included; None: any

@@ -63,6 +63,11 @@ class AutoparTrainerMixin:
         **keywords: Any,
     ) -> None:
         positional = list(given)
+        if isinstance(positional[0] if positional else keywords.get("model"), ParallelModule):
+            raise OptionsError(
+                f"{type(self).__name__} makes the model parallel itself: give the plain model, and mesh=, options=, "
+                "cluster= and plan= to the trainer instead of to autopar.parallelize"
+            )
         arguments: Any = positional[1] if len(positional) > 1 else keywords.get("args")
         check_arguments(arguments)
         self._given_arguments: Any = arguments

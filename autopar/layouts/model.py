@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import nn
 
-from autopar.api import Batch, split_batch
+from autopar.api import Batch, check_model, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
+from autopar.keywords import suggests
 from autopar.layout import Layout
 from autopar.layouts.sections.divides import check_division
 from autopar.layouts.sections.experts import expert_counts
@@ -108,6 +109,7 @@ def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:
     return [path for path, kinds in depth.kinds.items() if read_by_others(graph, loss, path, kinds)]
 
 
+@suggests
 def price(
     model: nn.Module,
     batch: Batch,
@@ -132,6 +134,7 @@ def price(
         OptionsError: layers, batch, sequence, heads or devices cannot be divided so, there is no such module, or
             options set a field of the layout.
     """
+    check_model(model)
     if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
     hardware = Cluster.get(cluster)

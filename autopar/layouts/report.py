@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api import Batch, split_batch
+from autopar.api import Batch, check_model, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
+from autopar.keywords import suggests
 from autopar.layout import Layout, Recompute
 from autopar.options import Options
 from autopar.planner.prepare import batch_size
@@ -195,6 +196,7 @@ def _memory(priced: Priced) -> str:
     return f"{size(predicted.peak_bytes)} of {size(priced.memory_limit)} ({breakdown})"
 
 
+@suggests
 def plan_layouts(
     model: nn.Module,
     batch: Batch,
@@ -232,6 +234,7 @@ def plan_layouts(
         InfeasibleError: no layout fits; says what would fit, in bytes.
         OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
     """
+    check_model(model)
     began, cpu_began = time.perf_counter(), time.process_time()
     hardware = Cluster.get(cluster)
     like, space = _searched(zero, recompute, precision, offload)

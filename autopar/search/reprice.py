@@ -17,6 +17,7 @@ from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.planned_pipeline import PlannedPipeline
+from autopar.keywords import suggests
 from autopar.options import Options, under_policy
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
@@ -42,6 +43,7 @@ from .stage_meshes import StageLayout
 from .to_plan import staged_plan
 
 
+@suggests
 def reprice(
     plan: Plan, prepared: Prepared, batch: int, *, cluster: str | Cluster | None = None, options: Options | None = None
 ) -> Plan:

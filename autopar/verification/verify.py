@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api import Batch, LossFunction, Mesh, mesh_shape
+from autopar.api import Batch, LossFunction, Mesh, check_model, mesh_shape
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.keywords import suggests
@@ -60,6 +60,7 @@ def verify(
         TraceError: the model returns no loss and no ``loss_fn`` is given.
         AutoparError: whatever :func:`autopar.plan` raises.
     """
+    check_model(model)
     start = time.perf_counter()
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
     settings = settings if plan is None else options_under(settings, plan)

@@ -79,7 +79,7 @@ class Call(CompiledCall):
         ``past``."""
         started, saved = self.start(leaves, past)
         outputs = {name: wait_for(value) for name, value in started.items()}
-        self.check_indices()
+        self.check_indices(leaves)
         return outputs, saved
 
     def saved_again(self, leaves: Sequence[Any], past: Past) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ class Call(CompiledCall):
         tangents = self.tangents({name: tangent}, {s.target: tangent.dtype for s in self.program.tangents})
         gradients = self.backward(saved, tangents)
         loss = gather_whole(wait_for(outputs.pop(name)), self.results[name], self.groups).detach()
-        self.check_indices()
+        self.check_indices(leaves)
         with torch.no_grad():
             for slot, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 gradient = gradients.pop(("gradient", slot.target), None)

@@ -64,7 +64,7 @@ class PipelineCall(CompiledCall):
         run = self._run(leaves, scale)
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
-        self.check_indices()
+        self.check_indices(leaves)
         with torch.no_grad():
             everything = self.weights.module.parameters()
             if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), everything, self.groups):
@@ -77,7 +77,7 @@ class PipelineCall(CompiledCall):
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Runs forward only. Returns whole outputs by name, on every rank. Updates buffers."""
         outputs = self._finish(self._run(leaves))
-        self.check_indices()
+        self.check_indices(leaves)
         return outputs
 
     def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:

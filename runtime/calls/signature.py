@@ -4,7 +4,7 @@ value."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from autopar.runtime.state.weights import Weights
 from autopar.torch_internals.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from .compiled import Compiled
+from .kind import leaf_names
 
 
 def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -79,8 +80,15 @@ class CompiledCall:
         raise NotImplementedError
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat inputs. Raises :class:`PlanMismatchError` if a non-tensor input differs from the trace."""
+        """The flat inputs. Raises :class:`PlanMismatchError` if a non-tensor input differs from the trace, or a tensor
+        has no values."""
         leaves = flatten_as(self.signature.input_spec, args, kwargs)
+        if any(getattr(leaves[index], "is_meta", False) for index in self._leaf_index.values()):
+            empty = [name for index, name in self._given_names().items() if getattr(leaves[index], "is_meta", False)]
+            raise PlanMismatchError(
+                f"on the meta device, without values to run with: the input {' and the input '.join(empty)}. Pass real "
+                "tensors. To plan alone, autopar.plan(...) and parallelize(example_inputs=...) take such a batch"
+            )
         for index, value in self.signature.constants.items():
             if self.signature.input_names[index] is None and not same_value(value, leaves[index]):
                 raise PlanMismatchError(
@@ -101,11 +109,20 @@ class CompiledCall:
         own = self.groups.device.type == "cpu" and looks_up(self.sections())
         self._exchange = exchange if any(exchange.all_objects(own)) else None
 
-    def check_indices(self) -> None:
-        """Raises :class:`IndexRangeError`, on every rank, if on any of them indices were out of range in the call that
-        has just run. Collective."""
+    def check_indices(self, leaves: Sequence[Any]) -> None:
+        """Raises :class:`IndexRangeError`, on every rank, if on any of them indices were out of range in the call of
+        these ``leaves`` that has just run. Collective."""
         if self._exchange is not None:
-            raise_bad_indices(self._exchange)
+            raise_bad_indices(self._exchange, lambda: {n: leaves[index] for index, n in self._given_names().items()})
+
+    def _given_names(self) -> dict[int, str]:
+        """The user's names of the tensors of :meth:`leaves`, by their index."""
+        numbers = list(range(len(self.signature.input_names)))
+        args, kwargs = tree_unflatten(numbers, self.signature.input_spec)
+        names = leaf_names(self.weights.module, args, kwargs)
+        ordered = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
+        given = dict(zip(ordered, names, strict=True))
+        return {index: given[index] for index in self._leaf_index.values()}
 
     def leaf_name(self, index: int) -> str:
         """The position of leaf ``index`` of the inputs in the call, such as ``kwargs['use_cache']``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import IndexRangeError
 from autopar.ops.index_range import OutOfRange, take_out_of_range
@@ -14,12 +17,26 @@ from .section_code import describe_place
 LocatedIndex = tuple[OutOfRange, str]
 
 
-def raise_bad_indices(exchange: Exchange) -> None:
-    """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the previous call. Collective,
-    with one byte: results do not show an index whose nan is masked, or that looks up integers."""
-    located = [(bad, describe_place(bad.place)) for bad in take_out_of_range()]
+def raise_bad_indices(exchange: Exchange, inputs: Callable[[], Mapping[str, object]]) -> None:
+    """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the previous call, whose
+    ``inputs`` these were by name. Collective, with one byte: results do not show an index whose nan is masked, or that
+    looks up integers."""
+    located = [(bad, describe_place(bad.place) + _inputs_with(bad.value, inputs())) for bad in take_out_of_range()]
     if any(map(any, exchange.all_bytes(bytes([bool(located)])))):
         raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(located)))
+
+
+def _inputs_with(value: int, inputs: Mapping[str, object]) -> str:
+    """Which of a call's inputs have the value: of a loss this says more than its place."""
+    found = [name for name, leaf in inputs.items() if _has(leaf, value)]
+    return f", a value of the input {' or of the input '.join(found)}" if found else ""
+
+
+def _has(leaf: object, value: int) -> bool:
+    own = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    if not isinstance(own, torch.Tensor) or own.is_floating_point() or own.is_complex() or own.dtype == torch.bool:
+        return False
+    return bool((own == value).any())
 
 
 def _explain(ranks: Sequence[int], everyone: Sequence[list[LocatedIndex]]) -> str:

@@ -93,12 +93,13 @@ def compile_section(
 
 
 def describe_place(place: tuple[str, int] | None) -> str:
-    """Describes the instruction at a line of a section's function: its module, or else its operation."""
+    """Describes the instruction at a line of a section's function: its module. What the model's own forward or a loss
+    function does is of no module inside, and forward and backward of it are described alike."""
     code = None if place is None else _CODE.get(place[0])
     instruction = None if code is None or place is None else code.source.instructions.get(place[1])
     if code is None or instruction is None:
         return ""
-    return f"in module {instruction.module}" if instruction.module else f"in {instruction.op}"
+    return f"in module {instruction.module}" if instruction.module else "in the model's own forward or loss_fn"
 
 
 def instruction_at(file: str, line: int) -> str:

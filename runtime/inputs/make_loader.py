@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import inspect
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autopar.errors import InputMismatchError, OptionsError
+from autopar.keywords import check_keywords
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.minority import minority, named
 
@@ -59,6 +61,49 @@ def checked_batch_size(batch_size: object) -> int:
     if type(batch_size) is not int or batch_size < 1:
         raise OptionsError(f"batch_size={batch_size!r} is not a number of samples: give that of the global batch")
     return batch_size
+
+
+# The arguments of torch's loader that ``model.dataloader`` passes on.
+_PASSED_ON = tuple(inspect.signature(DataLoader.__init__).parameters)[2:]
+
+
+def check_arguments(dataset: object, options: Mapping[str, Any], **own: Any) -> None:
+    """Checks what ``model.dataloader`` is given: ``own`` arguments and further ``options`` of torch's loader. Raises
+    :class:`OptionsError`, which is an :class:`ArgumentError` for arguments that there are none of."""
+    check_keywords("dataloader", options, tuple(dict.fromkeys(("dataset", "batch_size", *own, *_PASSED_ON))))
+    _check_dataset(dataset)
+    for name in ("shuffle", "drop_last"):
+        if not isinstance(own[name], bool):
+            raise OptionsError(f"{name}={own[name]!r} is not True or False")
+    if own["seed"] is not None and type(own["seed"]) is not int:
+        raise OptionsError(f"seed={own['seed']!r} is not a whole number, or None for the model's seed")
+    if own["collate_fn"] is not None and not callable(own["collate_fn"]):
+        raise OptionsError(f"collate_fn={own['collate_fn']!r} is not a function from a list of samples to a batch")
+    for name, gives in (("sampler", "indices of samples"), ("batch_sampler", "lists of indices of samples")):
+        if own[name] is not None and not isinstance(own[name], Iterable):
+            raise OptionsError(
+                f"{name}={own[name]!r} cannot be iterated over: it gives {gives}, as torch's samplers do"
+            )
+    workers = options.get("num_workers", 0)
+    if type(workers) is not int or workers < 0:
+        raise OptionsError(f"num_workers={workers!r} is not a number of processes, 0 or more")
+
+
+def _check_dataset(dataset: object) -> None:
+    if isinstance(dataset, DataLoader):
+        raise OptionsError(
+            "the dataset is a DataLoader, and model.dataloader makes one: give what it reads, loader.dataset, with "
+            "batch_size= that of the global batch, and collate_fn= and others as they were given to the loader"
+        )
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__getitem__") and not isinstance(dataset, type)):
+        return
+    if isinstance(dataset, Iterable) and not isinstance(dataset, type):
+        raise OptionsError(
+            f"the dataset is a {type(dataset).__name__}, which can be iterated over but not indexed: make it a "
+            "torch.utils.data.IterableDataset, whose __iter__ begins anew in every epoch, or a list"
+        )
+    what = f"the class {dataset.__name__}" if isinstance(dataset, type) else repr(dataset)
+    raise OptionsError(f"the dataset is {what}: give one with __len__ and __getitem__, or an IterableDataset")
 
 
 def as_plain(batch: Any) -> Any:

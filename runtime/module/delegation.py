@@ -27,6 +27,13 @@ from .full_params import is_first, whole_parameters
 # Words by which torch's errors about DTensors are recognised, in addition to where they are raised.
 _WORDS = ("DTensor", "invalid python storage", "sharding strategy")
 _TENSOR_FILES = "torch/distributed/tensor/"
+# What DistributedDataParallel reads of a module first, and nothing else does.
+_READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+_NO_COPIES = (
+    "DistributedDataParallel of a parallel model: it is distributed already, and its gradients are those of the global "
+    "batch, so use it as it is. For Hugging Face's Trainer take autopar.integrations.transformers.AutoparTrainer, and "
+    "for Accelerate AutoparAccelerator; both are given the plain model"
+)
 
 
 class Delegating(nn.Module):
@@ -77,6 +84,8 @@ class Delegating(nn.Module):
             original = self.__dict__.get("_original")
             if original is None:
                 raise
+            if name == _READ_BY_DDP and not hasattr(original, name):
+                raise AutoparError(_NO_COPIES) from None
             attribute = getattr(original, name)
         if self._is_whole or not inspect.ismethod(attribute) or attribute.__self__ is not original:
             return attribute
@@ -156,23 +165,6 @@ class Delegating(nn.Module):
             "a parallel model holds process groups and compiled programs, which cannot be pickled. Save its state: "
             "autopar.checkpoint.save(folder, model, optimizer, step=...); inside `with model.full_params():` "
             "model.state_dict() has whole plain tensors for torch.save"
-        )
-
-
-def check_plain(module: nn.Module) -> None:
-    """Raises :class:`AutoparError` if ``module``, or a part of it, is already parallel."""
-    if isinstance(module, Delegating):
-        raise AutoparError(
-            "the model is parallel already: it takes batches of any shape, so it needs no second autopar.parallelize. "
-            "For another mesh or other options, parallelize a new instance of the plain model"
-        )
-    taken = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if taken:
-        raise AutoparError(
-            f"{taken[0]} and {len(taken) - 1} more parameters of this model are DTensors already: it was parallelized "
-            "before. A parallel model takes batches of any shape and needs no second autopar.parallelize. For another "
-            "mesh or other options, parallelize a new instance of the plain model; to take the weights along: `with "
-            "parallel.full_params(): new.load_state_dict(parallel.state_dict())`"
         )
 
 

@@ -19,6 +19,7 @@ from autopar.runtime.inputs.loader import BatchShares, GlobalLoader, Position, S
 from autopar.runtime.inputs.make_loader import (
     as_plain,
     batch_loader,
+    check_arguments,
     check_same_batch,
     checked_batch_size,
     stream_loader,
@@ -117,8 +118,10 @@ class OwnSamples:
             sampler, batch_sampler: torch's, instead of ``shuffle``; they give the global order, the same on all ranks.
             options: others of ``DataLoader``, such as ``num_workers``.
 
-        Raises :class:`OptionsError` for options that exclude each other.
+        Raises :class:`OptionsError` for options of another kind, or that exclude each other.
         """
+        own = {"collate_fn": collate_fn, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        check_arguments(dataset, options, **own, sampler=sampler, batch_sampler=batch_sampler)
         ranks, rank = len(self._exchange.ranks), self._exchange.index
         options["collate_fn"] = collate_fn
         if isinstance(dataset, IterableDataset):

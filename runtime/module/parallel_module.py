@@ -46,10 +46,12 @@ from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 from .carried_state import CarriedState
 from .copies import compile_for, copied_module
-from .delegation import Delegating, check_plain
+from .delegation import Delegating
 from .loss_factor import step_scale
 from .own_samples import OwnSamples, check_one_form
 from .parts import Parts
+from .step_loss import differentiated
+from .unwrapped import check_plain
 from .value_checks import BackwardCheck, ValueChecks, checked_step
 from .watched import watched
 
@@ -201,8 +203,9 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         call = self.prepare(args, kwargs, "loss", grad=True)
         leaves = call.leaves(args, kwargs)
         if not self._values.due():
-            return call.step(leaves, factor)
-        return checked_step(self._values, call, leaves, factor, self._original, self._random, self._exchange)
+            return differentiated(call.step(leaves, factor))
+        checked = checked_step(self._values, call, leaves, factor, self._original, self._random, self._exchange)
+        return differentiated(checked)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: CallKind) -> Call:
         """The program that differentiates every output of a call of the kind ``before``. Later calls use it too."""

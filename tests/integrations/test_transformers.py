@@ -199,6 +199,15 @@ def test_a_trainer_plans_its_model_once(tmp_path: Path) -> None:
     assert together(1, train_twice, tmp_path) == pytest.approx(wanted)
 
 
+def test_a_parallel_model_is_refused() -> None:
+    from autopar.integrations.transformers import AutoparTrainer
+
+    parallel = autopar.parallelize(torch.nn.Linear(2, 2), (1,))
+    for given, named in (((parallel,), {}), ((), {"model": parallel})):
+        with pytest.raises(OptionsError, match="give the plain model, and mesh=, options="):
+            AutoparTrainer(*given, **named)
+
+
 def test_what_excludes_a_plan_is_refused(tmp_path: Path) -> None:
     from autopar.integrations.trainer_arguments import check_arguments, options_of
 

@@ -72,6 +72,8 @@ def test_every_rank_is_told_of_an_index_that_some_meet(name: str) -> None:
     assert f"index {ROWS} is out of range, not 0 <= index < {ROWS}, in module embed" in large
     assert f"index -1 is out of range, not 0 <= index < {ROWS}, in module embed" in negative
     assert f"index {CLASSES + 3} is out of range, not 0 <= index < {CLASSES}" in label and "index -1" in below
+    assert "in module embed, a value of the input ids" in large
+    assert "in the model's own forward or loss_fn, a value of " in label and "the input labels" in label
     if name == "data":
         assert "(met on rank 3)" in label, "the others were told"
 

@@ -219,3 +219,27 @@ def test_what_is_no_sequence_stays() -> None:
     left = torch.tensor([[0, 1, 1], [1, 1, 1]])
     records = [padding.record(["attention_mask"], [mask]) for mask in (left, torch.ones(2, 5))]
     assert padding.plan(records).apply("attention_mask", left).tolist()[0] == [0, 0, 0, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"shuffle": "yes"}, "shuffle='yes' is not True or False"),
+        ({"drop_last": None}, "drop_last=None is not True or False"),
+        ({"seed": "a"}, "seed='a' is not a whole number"),
+        ({"collate_fn": 3}, "collate_fn=3 is not a function"),
+        ({"num_workers": "2"}, "num_workers='2' is not a number of processes"),
+        ({"sampler": 3}, "sampler=3 cannot be iterated over: it gives indices"),
+        ({"batch_sampler": 3}, "batch_sampler=3 cannot be iterated over: it gives lists"),
+        ({"batchsize": 3}, r"no argument 'batchsize': did you mean batch_size=\?"),
+        ({"num_worker": 3}, r"no argument 'num_worker': did you mean num_workers=\?"),
+        ({"dataset": DataLoader(Texts())}, r"the dataset is a DataLoader, .* give what it reads, loader.dataset"),
+        ({"dataset": Texts}, "the dataset is the class Texts: give one with __len__"),
+        ({"dataset": 3}, "the dataset is 3: give one with __len__"),
+        ({"dataset": iter([1])}, r"a list_iterator, which can be iterated over but not indexed: .*IterableDataset"),
+    ],
+)
+def test_arguments_of_another_kind(given: dict[str, Any], words: str) -> None:
+    model = autopar.parallelize(nn.Linear(2, 2), (1,))
+    with pytest.raises(OptionsError, match=words):
+        model.dataloader(**{"dataset": Texts(), "batch_size": 4, **given})
