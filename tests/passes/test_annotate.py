@@ -225,8 +225,9 @@ def test_where_rules_come_from() -> None:
 LAYERS = """
 %v: f32[8, 8] = param("layers.0.up.weight")
 %w: f32[8, 8] = param("layers.1.up.weight")
+%u: f32[8] = constant("u")
 %x: f32[8] = constant("x")
-%a: f32[8] = aten.tanh.default(%x)  @layers.0.act
+%a: f32[8] = aten.tanh.default(%u)  @layers.0.act
 %b: f32[8] = aten.tanh.default(%x)  @layers.1.act
 %c: f32[8] = aten.mv.default(%w, %b)
 return output "0" = %a
