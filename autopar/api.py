@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
 from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
+from autopar.layouts.proposals import proposed_layouts
 from autopar.planner.options_of_plan import options_under
 from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
@@ -32,32 +34,17 @@ from autopar.runtime.faults.meeting import join_world
 from autopar.runtime.faults.watch import Watch, watch_over
 from autopar.runtime.module.padded_batch import padded_batch
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.module.unwrapped import check_plain, check_whole
+from autopar.runtime.module.unwrapped import check_whole
 from autopar.runtime.module.value_checks import ValueChecks
-from autopar.trace.loss import TARGETS
 
+from .arguments import Batch, check_model, split_batch
 from .errors import OptionsError
 from .keywords import suggests
 from .options import Options
 from .precision import scales_loss
 
-Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Mesh = DeviceMesh | Sequence[int] | int
 LossFunction = Callable[..., torch.Tensor]
-
-
-def split_batch(batch: Batch, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Splits a batch into positional and keyword inputs: a mapping has keyword inputs, a sequence positional ones, and
-    anything else is the only input. ``targets``, if any, are the keyword input of that name. Raises
-    :class:`OptionsError` if they are given twice."""
-    kwargs = {} if targets is None else {TARGETS: targets}
-    if isinstance(batch, Mapping):
-        if kwargs.keys() & batch.keys():
-            raise OptionsError(f"the batch has an input {TARGETS!r}, and {TARGETS}= is given too: give one of them")
-        return (), {**batch, **kwargs}
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), kwargs
-    return (batch,), kwargs
 
 
 def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
@@ -71,15 +58,6 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
             f"{mesh!r} is not a mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first"
         )
     return sizes
-
-
-def check_model(model: object) -> None:
-    """Raises :class:`OptionsError` for a model that is none, and for one that is parallel or wrapped already."""
-    if isinstance(model, type):
-        raise OptionsError(f"the model is the class {model.__name__}: give an instance of it, {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise OptionsError(f"the model is a {type(model).__name__} and no torch.nn.Module, which has parameters")
-    check_plain(model)
 
 
 def _check_parallelized(model: nn.Module, example_inputs: object, weights: Folder | None) -> None:
@@ -156,7 +134,9 @@ def plan(
     base = prepare(
         model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
     )
-    request = make_request(model, base, mesh_shape(mesh), Cluster.get(cluster or "local"), settings, _axis_names(mesh))
+    propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
+    hardware = Cluster.get(cluster or "local")
+    request = make_request(model, base, mesh_shape(mesh), hardware, settings, _axis_names(mesh), propose)
     return cached_plan(request, timings)
 
 

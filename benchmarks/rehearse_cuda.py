@@ -35,7 +35,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from autopar.api import split_batch
+from autopar.arguments import split_batch
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.program import Program

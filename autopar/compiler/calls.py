@@ -14,6 +14,7 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import coordinate_of
 from autopar.ir.program import Program
+from autopar.layouts.proposals import proposed_layouts
 from autopar.options import Options, without_stages
 from autopar.passes.annotate.annotate import annotate, needs_finding
 from autopar.passes.lower.lower import Lowering, lower
@@ -110,9 +112,10 @@ class Compiler:
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
-        plan_request, called = self._plan_request(base), request.outputs != "loss"
-        self.planned_from = _without_stages(plan_request) if called else plan_request
-        asked = self.planned_from
+        propose = partial(proposed_layouts, self.model, request.args, request.kwargs, self.loss_fn)
+        plan_request, called = replace(self._plan_request(base), propose=propose), request.outputs != "loss"
+        asked = _without_stages(plan_request) if called else plan_request
+        self.planned_from = replace(asked, propose=None)  # Otherwise the batch would be held.
 
         def make_plan() -> Plan:
             try:

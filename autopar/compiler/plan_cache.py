@@ -109,7 +109,9 @@ def plan_key(request: PlanRequest) -> str:
 def _ingredients(request: PlanRequest) -> Iterator[str]:
     yield code_version()
     for field in fields(request):
-        if field.name not in ("graph", "cluster", "options"):
+        if field.name == "propose":
+            yield f"proposes={request.propose is not None}"
+        elif field.name not in ("graph", "cluster", "options"):
             yield f"{field.name}={getattr(request, field.name)!r}"
     for field in fields(request.options):
         if field.name in _NOT_PLANNED:

@@ -18,7 +18,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api import Batch, LossFunction, Mesh, parallelize
+from autopar.api import LossFunction, Mesh, parallelize
+from autopar.arguments import Batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.options import Options

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.api import Batch, check_model, split_batch
+from autopar.arguments import Batch, check_model, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.keywords import suggests
@@ -47,7 +48,16 @@ class LayoutModel:
     def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
         """Traces ``model`` with three layers of each kind if these can represent the others. Raises
         :class:`TraceError`."""
-        args, kwargs = split_batch(batch)
+        return LayoutModel.of_call(model, *split_batch(batch), loss_fn)
+
+    @staticmethod
+    def of_call(
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+    ) -> LayoutModel:
+        """:meth:`of` for the arguments of a call."""
         prepared, depth = traced_short(
             model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True), _needed_whole
         )

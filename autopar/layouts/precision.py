@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.api import Batch, split_batch
+from autopar.arguments import Batch, split_batch
 from autopar.errors import OptionsError
 
 # The dtype of products with weights.
@@ -29,17 +30,25 @@ def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.
     """A copy of the model's modules whose parameters are of ``dtype`` and take no memory. Buffers and inputs that have
     a converted dtype are converted too. Returns the model itself if nothing differs. Raises :class:`OptionsError` for
     a model that cannot be copied."""
+    args, kwargs = split_batch(batch)
+    converted, args, kwargs = call_computed_in(model, args, kwargs, dtype)
+    return converted, kwargs or args
+
+
+def call_computed_in(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """:func:`computed_in` for the arguments of a call."""
     old_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
     if not old_dtypes:
-        return model, batch
+        return model, args, dict(kwargs)
     converted: dict[int, Any] = {id(buffer): _as(buffer, old_dtypes, dtype) for buffer in model.buffers()}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
         empty = torch.empty_like(parameter, dtype=kind, device="meta")
         converted[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    args, kwargs = split_batch(batch)
     named = {name: _as(value, old_dtypes, dtype) for name, value in kwargs.items()}
-    return _copied(model, converted, dtype), named or tuple(_as(value, old_dtypes, dtype) for value in args)
+    return _copied(model, converted, dtype), tuple(_as(value, old_dtypes, dtype) for value in args), named
 
 
 def _copied(model: nn.Module, converted: dict[int, Any], dtype: torch.dtype) -> nn.Module:

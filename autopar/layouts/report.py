@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.api import Batch, check_model, split_batch
+from autopar.arguments import Batch, check_model, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.keywords import suggests

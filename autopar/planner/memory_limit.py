@@ -20,7 +20,7 @@ from autopar.ir.assignment import ParameterPlacement, Recomputed
 from autopar.ir.node import SAVED_ACTIVATION, Node
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
-from autopar.passes.recompute.recomputable import Recomputable, recomputable
+from autopar.passes.recompute.recomputable import recomputable
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import with_choices
 from autopar.placement.formulation import Instance, build_instance
@@ -147,16 +147,8 @@ def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
         return
     saved = frozenset(name for name in wide.recomputable.nodes if wide.graph[name].op == SAVED_ACTIVATION)
     for choices in incumbents[:1]:
-        for dropped in (wide.recomputable.selective, _cheap(wide.recomputable), wide.recomputable.full, saved):
+        for dropped in (wide.recomputable.selective, wide.recomputable.cheap, wide.recomputable.full, saved):
             yield _with_recomputed(wide, choices, wide.recomputable.chain(dropped))
-
-
-def _cheap(recomputable: Recomputable) -> frozenset[str]:
-    """The saved activations that can be recomputed without a matrix product."""
-    saved = [n.name for n in recomputable.graph.nodes if n.op == SAVED_ACTIVATION and n.name in recomputable.nodes]
-    return frozenset(
-        s for s in saved if not any("mm" in recomputable.graph[n].op for n in recomputable.chain(frozenset((s,))))
-    )
 
 
 def _with_recomputed(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:

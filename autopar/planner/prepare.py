@@ -24,7 +24,7 @@ from autopar.trace.call import Differentiate, describe_call
 from autopar.trace.lengths import BATCH, Lengths
 from autopar.trace.tracer import Traced, request_for
 
-from .request import PlanRequest
+from .request import PlanRequest, Propose
 from .timings import Timings
 
 LossFunction = Callable[..., torch.Tensor]
@@ -64,7 +64,8 @@ class Prepared:
     def fixed(self, lengths: Mapping[str, int]) -> Prepared | None:
         """This at certain :attr:`lengths`; None if the model runs other operations then."""
         traced = self.traced.fixed(lengths)
-        return None if traced is None else replace(self, traced=traced, graph=self.graph.fixed(lengths))
+        # At certain lengths, some reshapes and expansions change nothing.
+        return None if traced is None else replace(self, traced=traced, graph=normalise(self.graph.fixed(lengths)))
 
 
 @collecting_rarely()
@@ -132,6 +133,7 @@ def make_request(
     cluster: Cluster,
     options: Options,
     axis_names: tuple[str, ...] = (),
+    propose: Propose | None = None,
 ) -> PlanRequest:
     """The request to plan a prepared model, with a description for people."""
     inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
@@ -145,4 +147,5 @@ def make_request(
         model=describe(model, inputs),
         axis_names=axis_names,
         notes=base.traced.notes,
+        propose=propose,
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from autopar.cluster.description import Cluster
 from autopar.cost import usable_bytes, usable_host_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
+from autopar.layout import Layout
 from autopar.options import Options
 
 from .axis_roles import AxisRole
+
+Propose = Callable[["PlanRequest"], tuple[Layout, ...]]
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
-    ``roles``: what each axis of the mesh is for, if a layout says."""
+    ``roles``: what each axis of the mesh is for, if a layout says. ``propose``: finds layouts worth trying for this
+    request, where there are too many to try."""
 
     graph: Graph
     loss: str | None
@@ -34,6 +39,7 @@ class PlanRequest:
     host_limit: float | None = None
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
+    propose: Propose | None = field(default=None, compare=False, repr=False)
 
 
 def axes_are_fixed(request: PlanRequest) -> bool:

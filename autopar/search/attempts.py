@@ -28,6 +28,9 @@ from .stage_meshes import StageLayout, layouts, microbatch_counts
 # Chosen: one program for a graph of 2000 operations, whose solve takes longest; four for one of 500.
 EFFORT = 2000
 
+# From so many devices on, layouts are proposed. Chosen: there are more ways to divide them than can be solved.
+MANY_DEVICES = 128
+
 
 def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
     """Layouts with the numbers of microbatches to try. ``graph``: the step that will be cut; ``best``: seconds of the
@@ -50,6 +53,15 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
         yield from possible
     else:
         yield from _promising(request, graph, best, possible)
+
+
+def proposes(request: PlanRequest) -> bool:
+    """Whether the stages to try are those of proposed layouts: on many devices, if the options leave stages open."""
+    options = request.options
+    fixed = (options.layout, options.stages, options.microbatches, options.schedule, options.recompute, options.offload)
+    is_open = all(value is None for value in fixed) and not request.roles and not keeps_axes(request)
+    trains = request.loss is not None and bool(request.graph.gradients)
+    return is_open and trains and math.prod(request.mesh) >= MANY_DEVICES
 
 
 def asks_for_chunks(request: PlanRequest) -> bool:

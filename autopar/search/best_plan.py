@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.plan_record import Predicted
+from autopar.options import without_stages
 from autopar.placement.predicted import predicted
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, mesh_candidates
@@ -26,7 +28,7 @@ from autopar.restriction import words_of
 from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
 
-from .attempts import asks_for_chunks, keeps_axes
+from .attempts import asks_for_chunks, keeps_axes, proposes
 from .candidate import Candidate, named_axes
 from .pipelines import with_stages
 from .segments import stage_pins
@@ -53,7 +55,7 @@ def best_plan(request: PlanRequest, timings: Timings) -> Plan:
     if pinned:
         _check_stages_are_searched(unstaged)
     try:
-        candidates = _of_arrangements(arrangements(unstaged), pinned, timings)
+        candidates = _candidates(unstaged, pinned, timings)
     except InfeasibleError as error:
         raise layout_infeasible(unstaged, error, partial(_predicted, pinned)) from error
     chosen = min(candidates, key=lambda candidate: candidate.seconds * _safety_factor(request, candidate))
@@ -80,6 +82,24 @@ def _check_stages_are_searched(request: PlanRequest) -> None:
             "pins name stages, but zero, pins of placements, named axes or mesh_search=False refer to the axes "
             "of the mesh, of which stages would take some: say how many stages there are, Options(stages=2)"
         )
+
+
+def _candidates(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) -> list[Candidate]:
+    """The candidates that are compared. Where layouts are proposed, pipelines are restricted by these, and are not
+    enumerated. Raises what :func:`_of_arrangements` raises."""
+    with timings.phase("propose"):
+        layouts = request.propose(request) if request.propose is not None and proposes(request) else ()
+    if not layouts:
+        return _of_arrangements(arrangements(request), pinned, timings)
+    candidates = list[Candidate]()
+    for layout in layouts:
+        with suppress(InfeasibleError, OptionsError):
+            restricted = replace(request, options=replace(request.options, layout=layout))
+            candidates += _of_arrangements(arrangements(restricted), pinned, timings, explains=False)
+    own = request if not candidates else replace(request, options=without_stages(request.options))
+    with suppress(*((InfeasibleError,) if candidates else ())):
+        candidates += _of_arrangements(arrangements(own), pinned, timings)
+    return candidates
 
 
 def _of_arrangements(

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.api import Batch, LossFunction, parallelize, split_batch
+from autopar.api import LossFunction, parallelize
+from autopar.arguments import Batch, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import TraceError
 from autopar.ir.pipeline_program import PipelineProgram

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api import Batch, LossFunction, Mesh, check_model, mesh_shape
+from autopar.api import LossFunction, Mesh, mesh_shape
+from autopar.arguments import Batch, check_model
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.keywords import suggests

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.api import split_batch
+from autopar.arguments import split_batch
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.passes.annotate.annotate import annotate

@@ -69,7 +69,11 @@ def _is_batch_norm(site: Site) -> bool:
     count = math.prod(shape[dim] for dim in others)
     if len(shape) < 2 or list(argument["dims"]) != others or argument["count"] != count:
         return False
-    if len({site.type(name).dtype for name in site.pattern.section.inputs}) > 1:
+    rows = [name for name in site.pattern.section.inputs if name != "x"]
+    # A column of weights may match as the weights, if its reshape is placed otherwise than the rest.
+    if any(tuple(site.shape(name)) != (shape[1],) for name in rows):
+        return False
+    if len({site.type(name).dtype for name in ("x", *rows)}) > 1:
         return False
     if "momentum" not in argument:
         return True

@@ -56,6 +56,16 @@ class Recomputable:
         saved = (n for n in self.graph.nodes if n.op == SAVED_ACTIVATION and n.name in self.nodes)
         return frozenset(n.name for n in saved if n.name in inside or n.operands[0].node in fused)
 
+    @cached_property
+    def cheap(self) -> frozenset[str]:
+        """The saved activations that can be recomputed without a matrix product."""
+        costly: set[str] = set()
+        for node in self.graph.nodes:
+            if "mm" in node.op or any(v.node in costly and self._is_computed(v.node) for v in node.operands):
+                costly.add(node.name)
+        saved = (node.name for node in self.graph.nodes if node.op == SAVED_ACTIVATION)
+        return frozenset(name for name in saved if name in self.nodes and name not in costly)
+
     def chain(self, saved: frozenset[str]) -> frozenset[str]:
         """All nodes that run again if ``saved`` (of :attr:`nodes`) are not saved: they, and the operations back to
         values that still exist."""

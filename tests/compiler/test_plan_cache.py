@@ -112,6 +112,7 @@ _OTHER: dict[str, Any] = {
     "memory_limit": 2.0**30,
     "host_limit": 2.0**30,
     "notes": ("slow",),
+    "propose": lambda request: (),
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from autopar.api import split_batch
+from autopar.arguments import split_batch
 from autopar.compiler.pipeline import pipeline_program
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph

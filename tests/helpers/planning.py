@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api import split_batch
+from autopar.arguments import split_batch
 from autopar.cluster.description import Cluster
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph

@@ -162,6 +162,21 @@ def test_what_backward_reads_of_the_statistics_comes_from_the_kernel() -> None:
     )
 
 
+def test_weights_that_are_no_row_are_not_given_to_the_kernel() -> None:
+    """The kernel takes a weight for each channel in one dim; the statistics are its own all the same."""
+    text = BATCH_NORM.replace(
+        '    return output "0" = %y\n',
+        """    %w: f32[1, 3, 1] = input("w")
+    %v: f32[1, 3, 1] = input("v")
+    %weighted: f32[6, 3, 2] = aten.mul.Tensor(%y, %w)
+    %z: f32[6, 3, 2] = aten.add.Tensor(%weighted, %v)
+    return output "0" = %z
+""",
+    )
+    graph = restored(replicated)(Graph.from_text(text))
+    assert KERNEL in graph.to_text() and operations(graph)["aten.mul.Tensor"] == 1
+
+
 def test_channels_may_be_sharded() -> None:
     graph, assignment = restore(Graph.from_text(BATCH_NORM), placed(Graph.from_text(BATCH_NORM), CLASSES))
     assert assignment.strategies["y"] == Strategy((CLASSES,), (CLASSES, ROWS, ROWS))

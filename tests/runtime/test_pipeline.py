@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
-from autopar.api import split_batch
+from autopar.arguments import split_batch
 from autopar.errors import AutoparError, WorkerError
 from autopar.runtime import ParallelModule, Request, run_local
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
-from autopar.api import split_batch
+from autopar.arguments import split_batch
 from autopar.cluster.description import Cluster
 from autopar.options import Options
 from autopar.planner.prepare import Prepared, make_request, prepare

@@ -1,0 +1,76 @@
+"""Layouts for the search of a plan to try on many devices: the best that quick prices find.
+
+Enumerating stages by solving a placement program for each takes too long where there are many devices and layers. The
+prices of :func:`autopar.plan_layouts` cover thousands of layouts in seconds; the search then solves the few best, as
+restrictions, and decides by its own prices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.layout import Layout
+from autopar.planner.request import PlanRequest, memory_limit_of
+from autopar.precision import Precision
+from autopar.restriction import Restriction, can_be_planned
+
+from .model import LayoutModel
+from .precision import DTYPES, call_computed_in
+from .search import best_layout
+from .space import PLANNED
+
+# How many layouts are proposed. Chosen: solving one takes as long as pricing all.
+PROPOSED = 2
+
+
+def proposed_layouts(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    request: PlanRequest,
+) -> tuple[Layout, ...]:
+    """The layouts with pipeline stages that are predicted to be quickest for ``request``, quickest first, each with
+    other degrees. None if the model has no layers that could be divided, or if nothing fits."""
+    precision = request.options.precision or _precision_of(model)
+    try:
+        called = call_computed_in(model, args, kwargs, DTYPES[precision])
+        found = best_layout(
+            LayoutModel.of_call(*called, loss_fn),
+            request.cluster,
+            math.prod(request.mesh),
+            batch=request.batch,
+            limit=memory_limit_of(request),
+            like=Layout(precision=precision),
+            space=PLANNED,
+        )
+    except AutoparError:  # Layouts are for models of layers; others are planned without proposals.
+        return ()
+    proposals: dict[tuple[int, ...], Layout] = {}
+    for priced in found.ranked:
+        layout = priced.layout
+        if layout.pipeline > 1:
+            proposals.setdefault((layout.tensor, layout.pipeline, layout.data), _restriction(layout))
+    return tuple(proposals.values())[:PROPOSED]
+
+
+def _precision_of(model: nn.Module) -> Precision:
+    """The precision in which most parameters are."""
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    most = max(set(dtypes), key=dtypes.count, default=torch.float32)
+    names: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(most, "fp32")
+
+
+def _restriction(layout: Layout) -> Layout:
+    """The fields of a layout that restrict plans; what only prices know is left open."""
+    names = [field.name for field in fields(Restriction)]
+    values = {name: getattr(layout, name) for name in (*names, "recompute", "zero")}
+    return Layout(**{name: value for name, value in values.items() if can_be_planned(name, value)})

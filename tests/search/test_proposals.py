@@ -1,0 +1,87 @@
+"""On many devices, proposed layouts decide which stages are tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.layout import Layout
+from autopar.layouts.proposals import proposed_layouts
+from autopar.options import Options
+from autopar.planner.request import PlanRequest
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search import attempts
+from autopar.search.attempts import proposes
+from autopar.search.best_plan import best_plan
+from tests.helpers.models import make
+from tests.helpers.planning import requested
+
+# Bytes with which no plan without stages fits.
+SCARCE = 64_000
+TWO_STAGES = Layout(pipeline=2, tensor=2, microbatch=1, interleave=1)
+
+
+def request(*layouts: Layout, **options: object) -> PlanRequest:
+    """A request to plan the test model Stack on (2, 2), with ``layouts`` proposed."""
+    open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
+    asked = requested("stack", (2, 2), **{**open_ones, **options})
+    return replace(asked, propose=lambda _: layouts)
+
+
+@pytest.fixture(autouse=True)
+def _four_devices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "MANY_DEVICES", 4)
+
+
+def tried(plan: Plan) -> str:
+    return " ".join(plan.baselines)
+
+
+def test_a_proposal_is_solved_and_compared() -> None:
+    plan = best_plan(request(TWO_STAGES), Timings())
+    assert "2 stages" in tried(plan) and "4 stages" not in tried(plan)
+    assert plan.layout == "", "the user asked for no layout"
+
+
+def test_proposals_that_are_impossible_leave_the_search_as_it_is() -> None:
+    impossible = Layout(pipeline=2, tensor=2, microbatch=3)
+    plan = best_plan(request(impossible), Timings())
+    assert plan.predicted == best_plan(request(), Timings()).predicted
+
+
+@pytest.mark.parametrize(
+    "options", [{"stages": 2}, {"microbatches": 2}, {"zero": 3}, {"mesh_search": False}, {"pins": {"*": "R,R"}}]
+)
+def test_what_options_fix_is_not_proposed(options: dict[str, object]) -> None:
+    assert proposes(request()) and not proposes(request(**options))
+
+
+def test_few_devices_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "MANY_DEVICES", 128)
+    assert not proposes(request())
+
+
+def test_proposed_layouts_have_stages_and_use_all_devices() -> None:
+    model, batch = make("llama")
+    with torch.device("meta"):
+        ids = torch.zeros(256, 64, dtype=torch.int64)
+    asked = replace(requested("llama", (16, 8), "dgx-a100-80gb"), batch=256)
+    found = proposed_layouts(model, (), dict.fromkeys(batch, ids), None, asked)
+    assert found
+    for layout in found:
+        assert layout.pipeline > 1 and layout.tensor * layout.pipeline * layout.data * layout.context == 128
+        Options(layout=layout)
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_proposal_computes_what_one_process_does() -> None:
+    """The step has no room without stages: the proposed pipeline is the plan, and it runs."""
+    model, batch = make("stack")
+    plan = best_plan(request(TWO_STAGES, memory_limit=SCARCE), Timings())
+    assert plan.pipeline is not None and plan.pipeline.schedule.stages == 2
+    report = autopar.verify(model, (2, 2), batch, plan=plan)
+    assert report.ok, str(report)
