@@ -50,21 +50,27 @@ def memory(step: PlacedStep) -> Memory:
     graph, assignment, prices = step.graph, step.assignment, step.prices
     host = host_memory(step)
     weights, gradients, states = map(sum, zip((0, 0, 0), *_held_parameters(step), strict=True))
-    activations = inputs = 0
+    activations, inputs = saved_bytes(step) * step.repeats.in_flight, 0
     temporary = host.largest
     for node in graph.nodes:
-        if node.op == "param" or (node.op == SAVED_ACTIVATION and node.name not in graph.kept):
+        if node.op in ("param", SAVED_ACTIVATION, "receive"):
             continue
-        if node.op in (SAVED_ACTIVATION, "receive"):
-            held = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
-            activations += held * step.repeats.in_flight
-        elif node.is_placeholder:
+        if node.is_placeholder:
             inputs += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
     temporary += recomputed_bytes(graph, assignment)
     return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes)
+
+
+def saved_bytes(step: PlacedStep) -> int:
+    """Bytes of what one microbatch in flight holds until its backward: saved activations, and values received."""
+    return sum(
+        local_bytes(node.type, step.assignment.strategies[node.name].outputs[0], step.prices.mesh)
+        for node in step.graph.nodes
+        if node.op == "receive" or (node.op == SAVED_ACTIVATION and node.name in step.graph.kept)
+    )
 
 
 def _held_parameters(step: PlacedStep) -> Iterator[tuple[int, int, int]]:

@@ -223,8 +223,7 @@ def _scheduled(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    # The chunks of a rank share its memory equally.
-    found = {kind: _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1]) for kind in kinds}
+    found = {kind: _cuts_within(segments, kind, request, pinned) for kind in kinds}
     cuts = {kind: names for kind, names in found.items() if names is not None}
     shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
 
@@ -234,6 +233,15 @@ def _scheduled(
 
     for kind in sorted(cuts, key=estimate) if len(cuts) > 1 else cuts:
         yield cut_and_price(request.layout, pieces, cuts[kind], kind, uncut)
+
+
+def _cuts_within(
+    segments: Segments, kind: tuple[str, int], request: PipelineRequest, pinned: Ints
+) -> tuple[str, ...] | None:
+    """The best cuts for a schedule whose chunks share the memory of their rank equally. Several chunks may also fit
+    with unequal shares, as the first ones have more microbatches in flight: the best cuts of all are then tried."""
+    cuts = _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1])
+    return cuts if cuts is not None or kind[1] == 1 else _cuts_at(segments, kind, request, pinned, math.inf)
 
 
 def _cuts_at(

@@ -21,6 +21,7 @@ from autopar.ir.placements import Placements
 from autopar.ir.staged_graph import Edge
 from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.item_prices import agreement_seconds
+from autopar.placement.memory_bound import saved_bytes
 from autopar.placement.overlap_windows import HiddenShares, gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices, local_bytes
@@ -123,7 +124,7 @@ def _breakdowns(
 ) -> Iterator[CostBreakdown]:
     """The cost breakdown of each chunk. The first chunk of each rank includes the agreement on overflow, which every
     device makes once a step."""
-    most, first = in_flight_of_chunks(schedule), {held[0] for held in schedule.held}
+    most, first = in_flight_at_peak(chunks, schedule, prices, optimizer), {held[0] for held in schedule.held}
     agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
     shared = shared_parameters(chunks, schedule.placement, prices)
     for chunk, lent, share, section_of in zip(chunks, shared, shares, sections, strict=True):
@@ -137,6 +138,29 @@ def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:
     """For each chunk, the most microbatches that have begun forward there and not ended backward; at least one."""
     lists = ([i for i in schedule.ranks[rank] if i.chunk == chunk] for chunk, rank in enumerate(schedule.placement))
     return tuple(max(1, most_in_flight(listed)) for listed in lists)
+
+
+def in_flight_at_peak(chunks: tuple[Chunk, ...], schedule: Schedule, prices: Prices, optimizer: str) -> tuple[int, ...]:
+    """For each chunk, the microbatches in flight at the moment when its rank holds most saved bytes; at least one. The
+    chunks of a rank do not all have their most in flight at once."""
+    saved = [saved_bytes(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer)) for chunk in chunks]
+    return tuple(max(1, count) for _, count in sorted(_counts_at_peak(schedule, saved)))
+
+
+def _counts_at_peak(schedule: Schedule, saved: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each chunk with its microbatches in flight at its rank's peak; ``saved``: bytes of one, by chunk."""
+    for held, listed in zip(schedule.held, schedule.ranks, strict=True):
+        counts = dict.fromkeys(held, 0)
+        bytes_now = most = 0
+        at_peak = dict(counts)
+        for action in listed:
+            change = (action.kind == "forward") - (action.kind in ("weight_gradient", "backward"))
+            if change:
+                counts[action.chunk] += change
+                bytes_now += change * saved[action.chunk]
+            if bytes_now > most:
+                most, at_peak = bytes_now, dict(counts)
+        yield from at_peak.items()
 
 
 def _edge_prices(

@@ -16,7 +16,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import working_dtype
 
 from .pipeline import PipelineSolution
-from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks
+from .pipeline_breakdown import PipelineBreakdown, in_flight_at_peak
 from .shared_parameters import shared_parameters
 
 
@@ -142,7 +142,7 @@ def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[ResidentTen
     """The tensors that rest on the devices of ``rank``."""
     breakdown, prices = solution.breakdown, solution.uncut.prices
     most, shared = (
-        in_flight_of_chunks(breakdown.schedule),
+        in_flight_at_peak(breakdown.chunks, breakdown.schedule, prices, solution.uncut.instance.optimizer),
         shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices),
     )
     for index in breakdown.schedule.held[rank]:
