@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.cluster.device import Device
 from autopar.errors import OptionsError, TraceError
-from tests.helpers.models import Plain, plain
+from tests.helpers.models import Plain, make, plain
 from tests.helpers.planning import CLUSTER, on
 
 
@@ -140,3 +140,21 @@ def test_an_argument_that_is_not_there_names_the_one_that_is_meant(
     for kind in (autopar.AutoparError, TypeError):
         with pytest.raises(kind, match=f"has no argument '{given}': did you mean {meant}="):
             call(**{given: None})
+
+
+def test_an_evaluation_without_labels_comes_after_what_is_planned_from() -> None:
+    def work(rank: int, world: int) -> None:
+        model, batch = make("stack")
+        assert isinstance(batch, dict)
+        options = autopar.Options(stages=2, microbatches=2)
+        parallel = autopar.parallelize(model, (2,), options=options, cluster=CLUSTER)
+        ids = {name: value for name, value in batch.items() if name != "labels"}
+        with torch.no_grad():
+            with pytest.raises(
+                OptionsError, match=r"(?s)the loss must be part.*first call of the model.*example_inputs="
+            ):
+                parallel.eval()(**ids)
+            parallel.prepare((), batch, "loss")
+            assert parallel(**ids) is not None
+
+    on(2, work)

@@ -52,6 +52,7 @@ from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.lengths import Lengths
 
 from .agreed_plan import plan_identity
+from .first_call import evaluated_first
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
@@ -125,7 +126,8 @@ class Compiler:
                     raise
                 if request.grad:
                     raise OptionsError(f"{error}\n{_NO_STAGES}") from error
-            return cached_plan(plan_request, timings)
+            with evaluated_first(base):
+                return cached_plan(plan_request, timings)
 
         if self.plan is None:
             self.plan = on_first_rank(self.ranks, make_plan)
@@ -135,7 +137,8 @@ class Compiler:
             _check_devices(self.plan, self.mesh)
             if not request.grad and self._may_be_for_training(base):
                 return
-            check_same_graph(self.plan, base)
+            with evaluated_first(base):
+                check_same_graph(self.plan, base)
             if self.plan.pipeline is None:
                 check_offered(self.plan, self._annotate(base, self.plan.batch))
         self._base = base

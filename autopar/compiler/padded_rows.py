@@ -26,12 +26,14 @@ from autopar.runtime.comm.groups import AxisGroup
 from .rank_zero import on_first_rank
 
 _ADVICE = 'Options(last_batch="replicate") makes a program for a smaller batch instead, which is exact for every model'
-# Operations that take the shape of their result, and the position of that argument.
+# Operations that take the shape of their result, and the position of that argument. Group norm takes how many samples
+# there are: each has statistics of its own.
 _SHAPED = {
     **{f"aten.{name}.default": 1 for name in ("view", "_unsafe_view", "reshape", "expand", "new_zeros", "new_ones")},
     **{f"aten.{name}.default": 0 for name in ("full", "zeros", "ones", "empty")},
     "aten.empty.memory_format": 0,
     "aten.new_full.default": 1,
+    "aten.native_group_norm.default": 3,
 }
 
 

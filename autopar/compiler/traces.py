@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,10 @@ from .rank_zero import gather_objects
 # How many traces are kept.
 # Chosen: kinds of calls in one loop are few; not measured.
 TRACES = 16
+# How often it is tried to leave a length open.
+# Chosen: a model that fixes a length does so at every size, and one that fails at one size (shorter than a filter, say)
+# seldom fails at the next; each attempt costs a trace.
+ATTEMPTS = 2
 Key = tuple[bool, bool, OutputsWanted]
 
 
@@ -30,7 +35,7 @@ class Traces:
     """The traces of one model, the oldest first. Ranks add and find the same ones."""
 
     _made: list[tuple[Key, Prepared]] = field(default_factory=list)
-    _closed: set[tuple[str, int]] = field(default_factory=set)
+    _failed: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def add(self, request: Request, base: Prepared) -> None:
         """Keeps the trace of a request."""
@@ -51,8 +56,8 @@ class Traces:
         return own[1] if own is not None and set(everyone) == {own[0]} else None
 
     def lengths(self, request: Request) -> Lengths:
-        """The lengths in which this call differs from an earlier one, if it differs in nothing else and no attempt has
-        failed to leave one of them open."""
+        """The lengths in which this call differs from an earlier one, if it differs in nothing else and fewer than
+        :data:`ATTEMPTS` have failed to leave one of them open."""
         if batch_size(request.args, request.kwargs) < 2:
             return ()
         for _, base in reversed(list(self._like(request))):
@@ -60,13 +65,14 @@ class Traces:
                 continue
             tensors = _tensors(base, request)
             found = None if tensors is None else varying(_types(base), tensors)
-            if found and not self._closed.intersection(map(_place, found)):
+            if found and all(self._failed[_place(length)] < ATTEMPTS for length in found):
                 return found
         return ()
 
     def close(self, lengths: Lengths) -> None:
-        """Notes that the model fixes some of these."""
-        self._closed.update(map(_place, lengths))
+        """Notes that an attempt to leave these open has failed. The next one is at another length, since the trace of
+        this call alone serves calls that are like it."""
+        self._failed.update(set(map(_place, lengths)))
 
     def _like(self, request: Request) -> list[tuple[int, Prepared]]:
         """The traces of such requests, those of certain lengths first."""

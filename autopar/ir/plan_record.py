@@ -181,6 +181,7 @@ class PlanRecord:
         recomputed: the forward nodes that backward runs again because memory is short; their copies are nodes too.
         precision: the policy (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
         layout: the fields of the layout that restricted the search, as ``Layout.parse`` reads them; "" if none did.
+        tied: other names of tied parameters: the name under which ``parameters`` has them.
     """
 
     model: str
@@ -219,6 +220,7 @@ class PlanRecord:
     recomputed: tuple[str, ...] = ()
     precision: Precision = "fp32"
     layout: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def placements(self) -> Mapping[str, Placements]:

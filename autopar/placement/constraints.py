@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, 
         keep &= np.isfinite(group.cost)
         if not keep.any():
             if strict and node is not None:
-                raise OptionsError(_nothing_left(strict, node, choices))
+                raise OptionsError(_nothing_left(strict, node, choices, np.isfinite(group.cost)))
             keep = np.isfinite(group.cost)
         groups.append(replace(group, cost=np.where(keep, group.cost, np.inf)))
     transfers = instance.problem.transfers
@@ -63,8 +63,8 @@ def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, 
     return replace(instance, problem=replace(instance.problem, groups=tuple(groups), transfers=transfers))
 
 
-def _nothing_left(reason: str, node: Node, choices: tuple[Choice, ...]) -> str:
-    places = dict.fromkeys(short(_place(choice)) for choice in choices)
+def _nothing_left(reason: str, node: Node, choices: tuple[Choice, ...], possible: Iterable[bool]) -> str:
+    places = dict.fromkeys(short(_place(choice)) for choice, is_left in zip(choices, possible, strict=True) if is_left)
     offered = ", ".join(list(places)[:12])
     where = node.target if node.is_placeholder else f"{node.module} ({node.op})"
     return f"{reason}: no strategy of {where}, {node.type}, satisfies it; possible are {offered}"
@@ -144,10 +144,9 @@ def zero_allows(instance: Instance, stage: int) -> Allowed:
     return allowed
 
 
-def pin_instance(
-    instance: Instance, pins: Mapping[str, str], free: Instance | None = None, option: str = ""
-) -> Instance:
-    """The instance restricted by ``pins``. ``free`` is the instance before an ``option`` removed choices.
+def pin_instance(instance: Instance, pins: Mapping[str, str], options: Sequence[tuple[str, Instance]] = ()) -> Instance:
+    """The instance restricted by ``pins``. ``options``: the options that have removed choices, each with the instance
+    before it did.
 
     Raises:
         OptionsError: a pin matches nothing, or no strategy satisfies it; names the other pins or the option that it
@@ -159,7 +158,7 @@ def pin_instance(
             instance = _pinned(instance, pattern, text)
         except OptionsError as error:
             earlier = list(pins.items())[:position]
-            contradicted = _contradicted(start, free or start, (pattern, text), earlier, option)
+            contradicted = _contradicted(start, (pattern, text), earlier, options)
             if not contradicted:
                 raise
             raise OptionsError(
@@ -170,13 +169,16 @@ def pin_instance(
 
 
 def _contradicted(
-    restricted: Instance, free: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]], option: str
+    restricted: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]], options: Sequence[tuple[str, Instance]]
 ) -> list[str]:
-    """What contradicts ``pin``: the option, or some of the pins before it. Empty if ``pin`` is impossible by itself."""
-    if not _is_possible(free, [pin]):
+    """What contradicts ``pin``: an option, or some of the pins before it. Empty if ``pin`` is impossible by itself."""
+    names, before = [name for name, _ in options], [*(free for _, free in options), restricted]
+    possible = [_is_possible(instance, [pin]) for instance in before]
+    if not possible[0]:
         return []
-    if option and not _is_possible(restricted, [pin]):
-        return [option]
+    if not possible[-1]:
+        return [names[possible.index(False) - 1]]
+    free = before[0]
     return [f"the pin {name!r}: {text!r}" for name, text in earlier if not _is_possible(free, [(name, text), pin])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Graph
+from autopar.options import Options
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.pipeline.microbatch import split_inputs
 from autopar.placement.constraints import pin_instance, pinned_apart, with_choices, zero_allows
@@ -49,10 +50,19 @@ def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:
 
 def _restricted(request: PlanRequest, instance: Instance) -> Instance:
     """The instance with only the choices that the options allow."""
+    before: list[tuple[str, Instance]] = []
     if request.roles:
+        before.append((words_of(request.options.layout), instance))
         dims = {name: dim for name, dim in split_inputs(request.graph).items() if dim is not None}
         instance = restricted_to(instance, request.roles, dims, words_of(request.options.layout))
-    stage, free = request.options.zero, instance
+    stage = request.options.zero
     if stage is not None:
+        before.append((_zero_of(request.options), instance))
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)
-    return pin_instance(instance, request.options.pins, free, "" if stage is None else f"Options(zero={stage})")
+    return pin_instance(instance, request.options.pins, before)
+
+
+def _zero_of(options: Options) -> str:
+    """The option as its user gave it."""
+    by_layout = options.layout is not None and "zero" in options.layout.given
+    return f"{'Layout' if by_layout else 'Options'}(zero={options.zero})"

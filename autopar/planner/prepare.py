@@ -136,6 +136,7 @@ def make_request(
     propose: Propose | None = None,
 ) -> PlanRequest:
     """The request to plan a prepared model, with a description for people."""
+    parameters = {node.target for node in base.graph.placeholders("param")}
     inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
     return PlanRequest(
         graph=base.graph,
@@ -148,4 +149,5 @@ def make_request(
         axis_names=axis_names,
         notes=base.traced.notes,
         propose=propose,
+        tied=tuple((name, first) for name, first in base.traced.signature.tied.items() if first in parameters),
     )

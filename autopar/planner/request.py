@@ -23,8 +23,8 @@ class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
-    ``roles``: what each axis of the mesh is for, if a layout says. ``propose``: finds layouts worth trying for this
-    request, where there are too many to try."""
+    ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
+    ``propose``: finds layouts worth trying for this request, where there are too many to try."""
 
     graph: Graph
     loss: str | None
@@ -39,6 +39,7 @@ class PlanRequest:
     host_limit: float | None = None
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
 
 

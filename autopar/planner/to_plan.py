@@ -53,6 +53,7 @@ def make_plan(
         strategies=assignment.strategies,
         parameters={paths[name]: place for name, place in assignment.parameters.items()},
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
+        tied=dict(request.tied),
         baselines=priced,
         **fields,
         recomputed=tuple(sorted(best.assignment.recomputed)),

@@ -35,7 +35,8 @@ _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
 _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
-_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", "layout")
+_OPTIONAL = ("layout", "tied")
+_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL)
 
 
 def plan_to_json(plan: PlanRecord) -> str:
@@ -99,8 +100,8 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     data["holdings"] = [[h.kind, h.name, h.module, h.bytes] for h in plan.holdings]
     data["lines"] = [_line_data(line) for line in plan.lines]
     data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
-    # Only where there is one: versions of autopar before layouts restricted plans read all other plans.
-    return data | ({"layout": plan.layout} if plan.layout else {})
+    # Only where there is something: earlier versions of autopar, which do not know these, read all other plans.
+    return data | {name: value for name in _OPTIONAL if (value := getattr(plan, name))}
 
 
 def _number(value: float) -> float | str:
@@ -177,6 +178,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     )
     fields["lines"] = tuple(map(_line, data["lines"]))
     fields["layout"] = _string(data.get("layout", ""))
+    fields["tied"] = {_string(k): _string(v) for k, v in data.get("tied", {}).items()}
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")

@@ -96,6 +96,7 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     yield from _unknown("module_nodes", plan.module_nodes.values(), operations)
     yield from _unknown("outputs", plan.outputs, plan.module_nodes)
     yield from _unknown("gradient_values", plan.gradient_values, plan.parameters)
+    yield from _unknown("tied", plan.tied.values(), plan.parameters)
     for values in plan.gradient_values.values():
         yield from _unknown("gradient_values", (value.partition(".")[0] for value in values.split(",")), nodes)
     yield from _unknown("holdings", (holding.name for holding in plan.holdings), nodes)

@@ -70,13 +70,14 @@ class Traced:
         return _all_hold(self.guards, {symbol(name): size for name, size in sizes.items()})
 
     def fixed(self, lengths: Mapping[str, int]) -> Traced | None:
-        """The trace at these sizes of inputs, of which the batch size stays symbolic; None if it holds for no batch
-        size there. For a certain one :meth:`holds_for` says it."""
+        """The trace at these sizes of inputs: its guards, of which the batch size stays symbolic, and not its graph,
+        which :class:`~autopar.planner.prepare.Prepared` has in normal form. None if it holds for no batch size there.
+        For a certain one :meth:`holds_for` says it."""
         sizes = {symbol(name): size for name, size in lengths.items()}
         guards = tuple(guard.subs(sizes) for guard in self.guards)
         if any(guard == sympy.false for guard in guards):
             return None
-        return replace(self, graph=self.graph.fixed(lengths), guards=tuple(g for g in guards if g != sympy.true))
+        return replace(self, guards=tuple(g for g in guards if g != sympy.true))
 
 
 def trace(

@@ -26,10 +26,12 @@ _COUNT = "step"
 
 
 def check_optimizer(opened: Opened, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises :class:`CheckpointError` unless the groups have the parameters that they had."""
+    """Raises :class:`CheckpointError` unless the optimizer is of the class that was saved, and its groups have the
+    parameters that they had."""
     saved = opened.state["optimizer"]
     if saved is None:
         raise CheckpointError(f"the checkpoint {opened.store} has no optimizer: leave it out here")
+    _check_class(saved["class"], type(optimizer).__name__)
     own, named = names_of(model), _parameters(opened, model)
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -50,6 +52,16 @@ def check_optimizer(opened: Opened, model: nn.Module, optimizer: torch.optim.Opt
                 f"group {number} of the optimizer had {len(before)} parameters when it was saved, and has {len(now)} "
                 f"here; {min(before ^ now)} is in one of them only: make it with the groups that were saved"
             )
+
+
+def _check_class(saved: str, given: str) -> None:
+    """The state of another class would be taken over in silence, and read wrongly or not at all."""
+    if saved != given:
+        raise CheckpointError(
+            f"the checkpoint has the state of the optimizer {saved}, and this one is {given}: make it by "
+            f"model.optimizer({saved}, ...), or leave the optimizer out of load(), which restores the rest, so that "
+            f"{given} begins anew"
+        )
 
 
 def _parameters(opened: Opened, model: nn.Module) -> dict[str, nn.Parameter]:

@@ -113,6 +113,7 @@ _OTHER: dict[str, Any] = {
     "host_limit": 2.0**30,
     "notes": ("slow",),
     "propose": lambda request: (),
+    "tied": (("head.weight", "0.weight"),),
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {

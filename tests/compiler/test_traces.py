@@ -77,12 +77,30 @@ def test_a_length_is_left_open_when_it_varies(traced: list[int]) -> None:
     assert traced[2:] == [0, 2], "a call without gradients is another"
 
 
-def test_a_length_that_the_model_fixes_is_traced_each_time(traced: list[int]) -> None:
+def test_a_length_that_fails_at_one_size_is_opened_at_the_next(traced: list[int]) -> None:
     reference = Reader(mixes=True)
     model = autopar.parallelize(copy.deepcopy(reference), (1,))
     for length in (9, 7, 5, 7, 12):
         check(model, reference, 4, length)
-    assert traced == [0, 2, 0, 0, 0], "the attempt at 7 fails, and is the only one"
+    assert traced == [0, 2, 0, 2], "the attempt at 7 fails, and that at 5 serves all others"
+
+
+class Looping(Reader):
+    """Its loop is another program for each length."""
+
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(ids.shape[0], 6)
+        for position in range(ids.shape[1]):
+            state = torch.tanh(state + self.out(self.table(ids[:, position])))
+        return state.square().mean() + weight.mean()
+
+
+def test_a_length_that_the_model_fixes_is_tried_twice(traced: list[int]) -> None:
+    reference = Looping()
+    model = autopar.parallelize(copy.deepcopy(reference), (1,))
+    for length in (9, 7, 5, 7, 12, 10):
+        check(model, reference, 4, length)
+    assert traced == [0, 2, 0, 2, 0, 0, 0], "the attempts at 7 and 5 are the only ones"
 
 
 def test_a_guard_on_both_the_length_and_the_batch_is_heard(

@@ -28,3 +28,17 @@ def test_what_a_pin_contradicts_is_named(options: dict[str, object], said: str) 
     asked = autopar.Options(mesh_search=False, stages=1, **options)  # type: ignore[arg-type]
     with pytest.raises(OptionsError, match=re.escape(said)):
         autopar.plan(model, (2, 2), torch.randn(8, 16), options=asked, loss_fn=lambda y: y.sum())
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (autopar.Layout(tensor=4), "contradicts Layout(tensor=4): no placement satisfies both"),
+        (autopar.Layout(data=4, zero=3), "the pin '0.weight': 'R' contradicts Layout(zero=3)"),
+    ],
+)
+def test_a_layout_that_a_pin_contradicts_is_named(layout: autopar.Layout, said: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    asked = autopar.Options(pins={"0.weight": "R"}, layout=layout)
+    with pytest.raises(OptionsError, match=re.escape(said)):
+        autopar.plan(model, (4,), torch.randn(8, 16), options=asked, loss_fn=lambda y: y.sum())

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
@@ -18,6 +21,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.module_tree import ModuleRow, module_rows
 from autopar.solver.problem import evaluate
 from tests.helpers.plan_model import PIN, pinned_plan, solved
+from tests.helpers.planning import CLUSTER
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +200,24 @@ def test_why_a_module_and_a_node(plan: Plan) -> None:
 def test_every_name_can_be_asked(plan: Plan) -> None:
     for name in (*plan.parameters, *plan.outputs, *plan.nodes):
         assert str(plan.why(name))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+def test_why_knows_every_name_of_a_tied_weight() -> None:
+    plan = autopar.plan(Tied(), (2,), torch.arange(16).reshape(4, 4) % 20, cluster=CLUSTER)
+    for read in (plan, Plan.from_json(plan.to_json()), Plan.from_text(plan.to_text())):
+        assert read.why("head.weight") == read.why("embed.weight")
+    with pytest.raises(OptionsError, match=r"'head\.weight'"):
+        plan.why("haed.weight")
 
 
 def test_why_an_unknown_name(plan: Plan) -> None:

@@ -110,6 +110,33 @@ class Counted(nn.Module):
         return {"scores": y, "loss": y.square().mean()}
 
 
+class Pictures(nn.Module):
+    """Group norm has statistics of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.first(x)).relu().mean((2, 3)))
+
+
+def test_group_norm_is_padded() -> None:
+    torch.manual_seed(0)
+    net = Pictures()
+    reference, options = copy.deepcopy(net), autopar.Options(last_batch="pad")
+    model = autopar.parallelize(net, (1,), options=options, cluster=slow_devices())
+    x = torch.randn(8, 3, 6, 6)
+    for rows in (8, 5):
+        found, wanted = model(x[:rows]), reference(x[:rows])
+        torch.testing.assert_close(found, wanted)
+        found.square().sum().backward()
+        wanted.square().sum().backward()
+    assert len(model.programs()) == 1
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.to_local(), parameter.grad, rtol=1e-5, atol=1e-5)
+
+
 WORDS = {
     "norm": "in norm",
     "mean": "computed from all rows together",

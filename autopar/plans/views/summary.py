@@ -257,7 +257,8 @@ def _foot(plan: PlanRecord) -> Iterator[str]:
     yield from _totals(plan)
     yield from _also_priced(plan)
     shown = plan.warnings if len(plan.warnings) <= MOST_WARNINGS else plan.warnings[: MOST_WARNINGS - 1]
-    yield from (f"warning    {trim(warning, page_width() - 11)}" for warning in shown)
+    # Whole, however long: the end of a warning says what to do.
+    yield from (f"warning    {' '.join(warning.split())}" for warning in shown)
     if len(shown) < len(plan.warnings):
         yield f"warning    {len(plan.warnings) - len(shown)} more in plan.warnings"
     paths = list(plan.parameters) or list(plan.outputs) or [""]

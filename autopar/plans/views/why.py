@@ -150,6 +150,7 @@ def explain(plan: PlanRecord, name: str) -> Explanation:
 
 def _explained(plan: PlanRecord, name: str) -> Explanation:
     plain = name.removeprefix("%")
+    plain = plan.tied.get(plain, plain)
     if plain in plan.parameters:
         return _explain_parameter(plan, plain)
     if plain in plan.outputs or any(line.module == plain for line in plan.lines if plain):
@@ -161,7 +162,7 @@ def _explained(plan: PlanRecord, name: str) -> Explanation:
 
 
 def _unknown(plan: PlanRecord, name: str) -> str:
-    names = list(dict.fromkeys([*plan.parameters, *plan.outputs, *plan.nodes]))
+    names = list(dict.fromkeys([*plan.parameters, *plan.tied, *plan.outputs, *plan.nodes]))
     hint = did_you_mean(name, names) or "; plan.tree() shows the paths there are"
     return f"the plan knows no parameter, module or node called {name!r}{hint}"
 

@@ -12,7 +12,7 @@ from autopar.ir.plan_record import Predicted
 from autopar.layout import Layout
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.plans.views.quantities import duration, size
-from autopar.restriction import shared_options, words_of
+from autopar.restriction import words_of
 
 # Changes that fit and are named. Chosen: a first one may be impossible for reasons that only the user knows.
 NAMED = 2
@@ -43,9 +43,8 @@ def _fitting(request: PlanRequest, layout: Layout, predict: Predict) -> Iterator
     named = 0
     for text, changed in _changes(layout):
         with suppress(InfeasibleError, OptionsError):
-            freed: dict[str, Any] = dict.fromkeys(shared_options(layout))
-            options = replace(request.options, layout=None, **freed)
-            options = replace(options, layout=changed, time_limit=min(options.time_limit, TRIAL_SECONDS))
+            given = request.options
+            options = replace(given, layout=changed, time_limit=min(given.time_limit, TRIAL_SECONDS))
             predicted = predict(replace(request, options=options))
             yield f"{text} ({size(predicted.peak_bytes)}, {duration(predicted.step_seconds)} a step)"
             named += 1

@@ -260,6 +260,13 @@ def test_what_does_not_fit_is_named_before_anything_changes(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=message):
             checkpoint.load(tmp_path, model)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "trained", model, optimizer, step=1)
+    with pytest.raises(CheckpointError, match=r"optimizer AdamW, and this one is SGD: make it by .*\(AdamW, "):
+        checkpoint.load(tmp_path / "trained", plain(), torch.optim.SGD(plain().parameters()))
     with pytest.raises(CheckpointError, match="has no optimizer"):
         checkpoint.load(tmp_path, plain(), torch.optim.SGD(plain().parameters()))
     with pytest.raises(CheckpointError, match=r"extra/why is a function, which a checkpoint does not hold"):
