@@ -10,9 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.state.gradient_hooks import prepare_hooks
+from autopar.runtime.state.gradient_hooks import has_hooks, prepare_hooks
 from autopar.runtime.state.parameters import gather_whole
-from autopar.runtime.state.weights import gradient_like
+from autopar.runtime.state.weights import add_gradient, gradient_like
+from autopar.runtime.torch_internals.accumulation import accumulating
 from autopar.runtime.torch_internals.profiling import span
 
 from .call import Call, Past
@@ -75,16 +76,26 @@ class _CompiledFunction(torch.autograd.Function):
                 call.backward(call.saved_again(ctx.leaves, ctx.past), tangents)
 
             local = ctx.check(local, tangents, again)
-        of_parameters, of_inputs = _parameter_gradients(ctx.call, local), _input_gradients(ctx, call, local)
+        of_parameters, of_inputs = _parameter_gradients(ctx, local), _input_gradients(ctx, call, local)
         return (None, None, None, None, None, *of_parameters, *of_inputs)
 
 
-def _parameter_gradients(call: Call, local: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
-    pairs = zip(call.program.parameters, call.parameters, strict=True)
-    gradients = [(parameter, local.pop(("gradient", slot.target), None)) for slot, parameter in pairs]
-    for parameter, gradient in gradients:
-        prepare_hooks(parameter, gradient is not None)
-    return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in gradients]
+def _parameter_gradients(ctx: Any, local: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of parameters for autograd. Those that it would only add to ``.grad`` are added here, and are None
+    in the list, since it takes ten microseconds for each DTensor. A hook on the node of autograd that accumulates such
+    a gradient still runs after that, and gets None."""
+    call: Call = ctx.call
+    gradients = [local.pop(("gradient", slot.target), None) for slot in call.program.parameters]
+    nodes = [node for node, _ in ctx.next_functions[: len(gradients)]]
+    adds = accumulating(nodes)
+    for index, (parameter, gradient) in enumerate(zip(call.parameters, gradients, strict=True)):
+        hooked = has_hooks(parameter)
+        if hooked:
+            prepare_hooks(parameter, gradient is not None)
+        if gradient is not None:
+            is_added = adds[index] and not hooked and add_gradient(parameter, gradient)
+            gradients[index] = None if is_added else gradient_like(parameter, gradient)
+    return gradients
 
 
 def _input_gradients(ctx: Any, call: Call, local: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:

@@ -19,6 +19,8 @@ from autopar.runtime.execute.executor import Executable
 from autopar.runtime.inputs.rank_local import own_part
 from autopar.runtime.state.parameters import gather_whole, local_of, make_dtensor, torch_placements
 from autopar.runtime.state.weights import accumulate
+from autopar.runtime.torch_internals.tensor_lists import copy_each
+from autopar.torch_internals.modules import named_buffers
 
 from .signature import CompiledCall
 
@@ -46,9 +48,14 @@ class Call(CompiledCall):
         self.weights.settle([(slot, self.groups) for slot in program.parameters])
         self.parameters = self.weights.parameters(program.parameters)
         self._parameter_index = {slot.target: i for i, slot in enumerate(program.parameters)}
+        # Most placeholders are parameters. This runs for each of them at every call.
+        indices = self._parameter_index
+        self._placeholders = [(s, indices[s.target] if s.kind == "param" else None) for s in program.placeholders]
         self._partial = Collectives(self.groups).partial
         self.results = {slot.target: slot for slot in program.results if slot.kind == "output"}
+        self._cut = {(s.kind, s.target) for s in (*program.placeholders, *program.results) if not is_replicated(s)}
         self._mutated = {slot.target for slot in program.results if slot.kind == "mutation"}
+        self._has_buffers = any(slot.kind == "buffer" for slot in program.placeholders) or bool(self._mutated)
         self.input_gradients = {s.target: s for s in program.gradients if s.kind == "input_gradient"}
 
     def sections(self) -> Iterator[Section]:
@@ -100,31 +107,35 @@ class Call(CompiledCall):
         with torch.no_grad():
             # Recomputed each time, since a DTensor's version counter misses some writes (``.data``, fused optimizers).
             working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
-            buffers = dict(self.weights.module.named_buffers(remove_duplicate=False))
+            buffers = named_buffers(self.weights.module) if self._has_buffers else {}
             results, saved = self.executable.forward(
-                [self._bind(s, leaves, working, buffers, past, again) for s in self.program.placeholders]
+                [
+                    self._bind(slot, leaves, buffers, past, again) if index is None else working[index]
+                    for slot, index in self._placeholders
+                ]
             )
-            outputs: dict[str, torch.Tensor | Handle] = {}
-            for slot, value in zip(self.program.results, results, strict=True):
-                if slot.kind == "mutation":
-                    if not again:
-                        buffers[slot.target].copy_(gather_whole(value, slot, self.groups))
-                else:
-                    outputs[slot.target] = value
-        return outputs, saved
+            pairs = [*zip(self.program.results, results, strict=True)]
+            if self._mutated and not again:
+                self._update(buffers, [pair for pair in pairs if pair[0].kind == "mutation"])
+        return {slot.target: value for slot, value in pairs if slot.kind != "mutation"}, saved
+
+    def _update(self, buffers: Mapping[str, torch.Tensor], pairs: Sequence[tuple[TensorSlot, torch.Tensor]]) -> None:
+        """Writes what forward computed for the buffers."""
+        wholes = [
+            gather_whole(value, slot, self.groups) if (slot.kind, slot.target) in self._cut else value
+            for slot, value in pairs
+        ]
+        copy_each([buffers[slot.target] for slot, _ in pairs], wholes)
 
     def _bind(
         self,
         slot: TensorSlot,
         leaves: Sequence[Any],
-        working: list[torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         past: Past,
         again: bool,
     ) -> torch.Tensor:
         match slot.kind:
-            case "param":
-                return working[self._parameter_index[slot.target]]
             case "input":
                 return self.own_input(slot, leaves[self._leaf_index[slot.target]])
             case "buffer":
@@ -143,7 +154,9 @@ class Call(CompiledCall):
         """This rank's part of the buffer; its value before the run in ``past``, if that is known."""
         if slot.target in past.buffers:
             return past.buffers[slot.target]
-        local = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
+        local = buffer
+        if (slot.kind, slot.target) in self._cut:
+            local = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
         if slot.target in self._mutated:
             # The program's saved values may be views of its inputs; a buffer is overwritten in place.
             local = past.buffers[slot.target] = local.clone()

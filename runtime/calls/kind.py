@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.ir.node import TensorType
-from autopar.torch_internals.modules import parameters_of
+from autopar.torch_internals.modules import modules_in, parameters_of
 from autopar.torch_internals.trees import keystr, tree_flatten, tree_flatten_with_path
 
 from .compiled import OutputsWanted
-from .module_hooks import Hook, hooks_of
+from .module_hooks import Hook, hooks_inside
+
+# Read from hundreds of objects at every call, without a Python loop.
+_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,19 @@ def kind_of(
 ) -> CallKind:
     """The kind of the call ``model(*args, **kwargs)``, whatever the order of its keywords."""
     leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-    parts = [*model.named_modules()]  # The only walk: this runs at every call.
-    parameters = {id(p): p for _, part in parts for p in parameters_of(part).values() if p is not None}
+    parts = modules_in(model)  # The only walk: this runs at every call.
+    tables = filter(None, map(parameters_of, parts))
+    parameters = {id(p): p for table in tables for p in table.values() if p is not None}
     with_inputs = grad and outputs != "loss"
     return CallKind(
         str(spec),
         tuple(Leaf.of(leaf, with_inputs) for leaf in leaves),
-        tuple(part.training for _, part in parts),
-        tuple(parameter.requires_grad for parameter in parameters.values()),
+        tuple(map(_TRAINING, parts)),
+        tuple(map(_REQUIRES_GRAD, parameters.values())),
         _around(),
         grad,
         outputs,
-        hooks_of(parts),
+        hooks_inside(model, parts),
     )
 
 

@@ -13,7 +13,7 @@ import itertools
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +51,13 @@ class Hook:
     number: int
 
 
-def hooks_inside(module: nn.Module) -> tuple[Hook, ...]:
-    """The hooks of ``module``, of the modules inside it, and of every module."""
-    return hooks_of(module.named_modules())
-
-
-def hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
-    """The hooks of modules, given with their paths, and of every module."""
+def hooks_inside(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> tuple[Hook, ...]:
+    """The hooks of ``module``, of the modules inside it, and of every module. ``parts``: ``module.modules()``, if the
+    caller has them; most models have no hooks, and then need no second walk for the paths."""
     hooks = list(hooks_everywhere())
-    for path, part in parts:
+    if parts is not None and not any(map(has_hooks, parts)):
+        return tuple(hooks)
+    for path, part in module.named_modules():
         if has_hooks(part):
             hooks += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
     return tuple(hooks)

@@ -44,6 +44,11 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     set_hooks(target, hooks_of(source))
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` has hooks of either kind."""
+    return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
+
+
 def run_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Applies the hooks of ``parameter`` to ``gradient``, and keeps its placements."""
     for hook in tuple((gradient_hooks(parameter) or {}).values()):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import PlanMismatchError
 from autopar.ir.program import TensorSlot
 from autopar.runtime.comm.groups import MeshGroups
-from autopar.runtime.torch_internals.dtensors import dtensor_like
+from autopar.runtime.torch_internals.dtensors import dtensor_like, is_placed_like
 from autopar.torch_internals.modules import buffers_of
 from autopar.torch_internals.tensors import gradient_hooks
 
@@ -172,6 +172,22 @@ def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     ``from_local`` takes twice as long and there are hundreds a step."""
     assert isinstance(parameter, DTensor)
     return dtensor_like(local, parameter)
+
+
+def add_gradient(parameter: nn.Parameter, local: torch.Tensor) -> bool:
+    """Adds ``local`` to the gradient of ``parameter``, which has no hooks, and returns True; False if only autograd
+    can, because the user has frozen the parameter since forward, or put something else into ``.grad``."""
+    if not parameter.requires_grad:
+        return False
+    assert isinstance(parameter, DTensor)
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = dtensor_like(local, parameter)
+        return True
+    if not is_placed_like(gradient, parameter):
+        return False
+    local_of(gradient).add_(local)
+    return True
 
 
 MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]

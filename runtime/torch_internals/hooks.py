@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ KINDS = (*FORWARD_KINDS, *BACKWARD_KINDS)
 _WITH_KWARGS = {"_forward_hooks": "_forward_hooks_with_kwargs", "_forward_pre_hooks": "_forward_pre_hooks_with_kwargs"}
 
 
+_TABLES = attrgetter(*KINDS)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether ``module`` has hooks of its own. Relies on the tables of :data:`KINDS` (2.11)."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return any(_TABLES(module))
 
 
 def module_hooks(module: nn.Module, kind: str) -> OrderedDict[int, Any]:

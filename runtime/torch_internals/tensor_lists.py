@@ -17,6 +17,11 @@ def multiply_in_place(tensors: Sequence[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Writes each value into its target. Relies on ``torch._foreach_copy_`` (2.11)."""
+    torch._foreach_copy_(list(targets), list(values))
+
+
 def each_norm(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
     """The norm of each tensor. Relies on ``torch._foreach_norm`` (2.11)."""
     return torch._foreach_norm(list(tensors), order)

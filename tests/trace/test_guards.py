@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.trace.guards.guards import Guards
 from autopar.trace.guards.random_numbers import DrawError
+from autopar.trace.guards.values import freeze
 from autopar.trace.tracer import trace
 
 GLOBAL = 2.0
@@ -314,3 +315,9 @@ def test_parameters_that_nobody_registers_are_warned_of() -> None:
     model.hidden[0].requires_grad_(True)
     with pytest.warns(UserWarning, match=r"model\.hidden\[0\]\.(weight|bias) is a parameter .* not register"):
         trace(model, (torch.randn(1, 4),), device="cpu")
+
+
+def test_only_what_cannot_change_is_taken_for_the_same() -> None:
+    """Such values are compared by identity at every call, the others item by item."""
+    assert all(freeze(value).immutable for value in ((1, 2), ((1, "a"), frozenset({2})), torch.Size([3])))
+    assert not any(freeze(value).immutable for value in ([1], (1, [2]), (torch.zeros(1),), {"a": 1}))

@@ -20,6 +20,8 @@ CONSTANT_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype
 # Types that are compared by equality alone.
 PLAIN = (*CONSTANT_TYPES, torch.memory_format, torch.layout, range, np.generic)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+# Containers that cannot be changed, such as the stride of a convolution.
+_FIXED = (tuple, torch.Size, frozenset)
 # Tensors and arrays of at most so many bytes are compared by value at each call: no counter registers writes through
 # ``.data`` or an array that shares the memory.
 # Chosen: comparing a page takes microseconds.
@@ -154,6 +156,8 @@ class Contents(Expected):
     def __init__(self, value: object, inputs: frozenset[int], enclosing: frozenset[int]) -> None:
         self._text, self._type = shown(value), type(value)
         self._items = {key: (item, freeze(item, inputs, enclosing)) for key, item in items_of(value)}
+        if self._type in _FIXED:  # No subclasses: those may have attributes as well.
+            self.immutable = all(expected.immutable for _, expected in self._items.values())
 
     def difference(self, now: object, label: str) -> str | None:
         if type(now) is not self._type:
