@@ -57,17 +57,12 @@ def check_layout(layout: object) -> None:
                 f"Options(layout=Layout({name}={value!r})): autopar.price() knows this field, plans do not; leave it "
                 f"out. A plan can be restricted by {', '.join(can_have)}"
             )
-        if not can_be_planned(name, value):
+        if value in _PRICED_ONLY.get(name, ()):
             others = [one for one in ("none", "selective", "full") if name == "recompute"] or ["fp32", "bf16", "fp16"]
             raise OptionsError(
                 f"Options(layout=Layout({name}={value!r})): autopar.price() knows this value, plans do not; take "
                 f"{', '.join(map(repr, others))}, or leave {name} out"
             )
-
-
-def can_be_planned(name: str, value: object) -> bool:
-    """Whether plans can have this value of a field that they have."""
-    return value not in _PRICED_ONLY.get(name, ())
 
 
 def shared_options(layout: Layout) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.precision import Precision
-from autopar.restriction import Restriction, can_be_planned
+from autopar.restriction import Restriction
 
 from .model import LayoutModel
 from .precision import DTYPES, call_computed_in
@@ -70,7 +70,8 @@ def _precision_of(model: nn.Module) -> Precision:
 
 
 def _restriction(layout: Layout) -> Layout:
-    """The fields of a layout that restrict plans; what only prices know is left open."""
-    names = [field.name for field in fields(Restriction)]
-    values = {name: getattr(layout, name) for name in (*names, "recompute", "zero")}
-    return Layout(**{name: value for name, value in values.items() if can_be_planned(name, value)})
+    """The degrees and microbatches of a layout. The schedule, what rests where, and what is recomputed the search
+    decides: quick prices and plans count these differently (ZeRO-1 of a layout scatters gradients, as ZeRO-2 of a
+    plan)."""
+    names = [field.name for field in fields(Restriction) if field.name != "interleave"]
+    return Layout(**{name: getattr(layout, name) for name in names})

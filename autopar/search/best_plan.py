@@ -93,6 +93,8 @@ def _candidates(request: PlanRequest, pinned: Mapping[str, str], timings: Timing
         return _of_arrangements(arrangements(request), pinned, timings)
     candidates = list[Candidate]()
     for layout in layouts:
+        if candidates and timings.is_spent(request.options.time_limit):
+            break
         with suppress(InfeasibleError, OptionsError):
             restricted = replace(request, options=replace(request.options, layout=layout))
             candidates += _of_arrangements(arrangements(restricted), pinned, timings, explains=False)

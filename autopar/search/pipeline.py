@@ -223,25 +223,27 @@ def _scheduled(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    found = {kind: _cuts_within(segments, kind, request, pinned) for kind in kinds}
-    cuts = {kind: names for kind, names in found.items() if names is not None}
     shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
 
-    def estimate(kind: tuple[str, int]) -> float:
-        schedule = make_schedule(kind[0], stages, request.microbatches, kind[1])
-        return simulate(schedule, _estimated(segments, cuts[kind], schedule, slowest, shared)).seconds
+    def estimate(chosen: tuple[tuple[str, int], tuple[str, ...]]) -> float:
+        (name, chunks), cuts = chosen
+        schedule = make_schedule(name, stages, request.microbatches, chunks)
+        return simulate(schedule, _estimated(segments, cuts, schedule, slowest, shared)).seconds
 
-    for kind in sorted(cuts, key=estimate) if len(cuts) > 1 else cuts:
-        yield cut_and_price(request.layout, pieces, cuts[kind], kind, uncut)
+    found = [(kind, cuts) for kind in kinds for cuts in _cuts_of(segments, kind, request, pinned)]
+    for kind, cuts in sorted(found, key=estimate) if len(found) > 1 else found:
+        yield cut_and_price(request.layout, pieces, cuts, kind, uncut)
 
 
-def _cuts_within(
+def _cuts_of(
     segments: Segments, kind: tuple[str, int], request: PipelineRequest, pinned: Ints
-) -> tuple[str, ...] | None:
-    """The best cuts for a schedule whose chunks share the memory of their rank equally. Several chunks may also fit
-    with unequal shares, as the first ones have more microbatches in flight: the best cuts of all are then tried."""
-    cuts = _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1])
-    return cuts if cuts is not None or kind[1] == 1 else _cuts_at(segments, kind, request, pinned, math.inf)
+) -> tuple[tuple[str, ...], ...]:
+    """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit. Where ranks have
+    several chunks, also the best cuts of all: the first chunks have more microbatches in flight, so equal shares cut
+    unevenly, or not at all, though together the chunks of a rank may fit."""
+    shares = [request.memory_limit / kind[1], *([math.inf] if kind[1] > 1 else [])]
+    found = [_cuts_at(segments, kind, request, pinned, share) for share in shares]
+    return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
 
 def _cuts_at(
