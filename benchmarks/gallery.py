@@ -59,7 +59,7 @@ def build_llama3_405b() -> Built:
 
 
 def build_gpt_1t() -> Built:
-    """A GPT of a trillion parameters: the largest of Narayanan et al. 2021, table 1."""
+    """A GPT of a trillion parameters: the largest of Narayanan et al. 2021, table 1, with its batch."""
     from transformers import GPT2Config
 
     config = GPT2Config(
@@ -73,7 +73,7 @@ def build_gpt_1t() -> Built:
         attn_pdrop=0.0,
         use_cache=False,
     )
-    return _causal(config, 512, 2048)
+    return _causal(config, 3072, 2048)
 
 
 def build_mixtral() -> Built:
@@ -133,7 +133,7 @@ EXHIBITS: Mapping[str, Exhibit] = {
         "GPT of a trillion parameters on 3072 A100",
         (384, 8),
         "dgx-a100-80gb",
-        {**BF16, "stages": 64, "microbatches": 128, "schedule": "1f1b"},
+        {**BF16, "stages": 64, "microbatches": 512, "schedule": "1f1b"},
     ),
 }
 

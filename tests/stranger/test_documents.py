@@ -58,6 +58,10 @@ WAYS = [
 # Commands that are not run, by how they begin, and why.
 NOT_RUN = {
     "autopar run --nproc 4 examples/train_llm.py": "tests/integrations/test_train_llm.py trains it",
+    'pip install "autopar[ray]"': "needs a package index",
+    "pip install submitit": "needs a package index",
+    "python examples/ray_train.py": "tests/integrations/test_ray.py trains it",
+    "python examples/submitit_train.py": "tests/integrations/test_submitit.py trains it",
     "make demo": "sets up an environment from a package index; tests/cli/test_command_line.py runs the demo's parts",
     "make test": "this is it",
     "autopar run --nproc 4 train.py": "test_blocks_of_training runs this file",
