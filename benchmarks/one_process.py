@@ -85,12 +85,18 @@ def resnet() -> tuple[nn.Module, Batch]:
     return transformers.ResNetForImageClassification(config), images(8, 64)
 
 
+def resnet50() -> tuple[nn.Module, Batch]:
+    """As people train it, and large enough that what a call costs beside computing does not count."""
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10)), images(4, 224)
+
+
 MODELS: Mapping[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "GPT-2": gpt2,
     "Llama": llama,
     "BERT": bert,
     "ViT": vit,
     "ResNet": resnet,
+    "ResNet-50": resnet50,
 }
 
 
