@@ -43,8 +43,9 @@ from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
 from .stage_meshes import StageLayout
 
-# How often the program is solved, with less memory each time. Chosen: each round costs a solve.
-ROUNDS = 3
+# How often the program is solved: as if stages held the average, then as if all held what the fullest does, then with
+# less and less memory. Chosen: each round costs a solve.
+ROUNDS = 4
 # How many schedules that fit into memory are priced exactly, in the order of their estimates.
 # Chosen: an exact price takes longer than an estimate, and the second best estimate may be the better schedule.
 PRICED = 2
@@ -112,8 +113,9 @@ def search(request: PipelineRequest) -> PipelineSolution:
     _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, math.inf
     limit, host = request.memory_limit * stages, request.host_limit * stages
-    for _ in range(ROUNDS):
-        uncut = request.solve(SaveActivations()(pieces.graph), inner_repeats(request.microbatches, stages), limit, host)
+    for attempt in range(ROUNDS):
+        repeats = inner_repeats(request.microbatches, stages, fullest=attempt > 0)
+        uncut = request.solve(SaveActivations()(pieces.graph), repeats, limit, host)
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
         for solution in _scheduled(request, pieces, candidates, segment_of, uncut):
@@ -129,6 +131,8 @@ def search(request: PipelineRequest) -> PipelineSolution:
             host *= 0.95 * request.host_limit / host_bytes
             continue
         worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in solutions)])
+        if attempt == 0 and stages > 1:
+            continue  # Memory binds: the first stage, which has most in flight, decides.
         # As above; a fifth less where nothing could be cut at all.
         limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
     check_host(uncut.prices.cluster, host_bytes, request.host_limit)
@@ -161,10 +165,10 @@ def _least_cuts(request: PipelineRequest) -> int:
     return min(request.layout.stages * chunks for _, chunks in request.kinds) - 1
 
 
-def inner_repeats(microbatches: int, stages: int) -> Repeats:
-    """How often the placement program assumes the uncut graph to run, and with how many microbatches in flight: on
-    average over stages, half as many as there are stages."""
-    in_flight = min(microbatches, math.ceil((stages + 1) / 2))
+def inner_repeats(microbatches: int, stages: int, fullest: bool = False) -> Repeats:
+    """How often the placement program assumes the uncut graph to run, and with how many microbatches in flight: half as
+    many as there are stages, the average of 1F1B, or as many as its ``fullest`` stage, the first, has."""
+    in_flight = min(microbatches, stages if fullest else math.ceil((stages + 1) / 2))
     return Repeats(microbatches, in_flight, accumulates=True, stages=stages)
 
 
