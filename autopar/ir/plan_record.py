@@ -115,7 +115,7 @@ class PlannedCollective:
     reason: str
 
 
-LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
+LineKind = Literal["compute", "exchange", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
 # The name of the line in which all devices agree on the loss scale of fp16; the line belongs to no node.
 LOSS_SCALE = "loss scale"
 # The kinds that are paid once a step, however many microbatches it has.

@@ -109,8 +109,8 @@ def experts(
     function, out = Activation.parse(act), torch.zeros_like(x)
     flat = weights.reshape(-1)
     for expert, chosen, tokens in _groups(ids, first, up.shape[0]):
-        hidden = function(_linear(x[tokens], up, up_bias, expert))
-        rows = _linear(hidden, down, down_bias, expert) * flat[chosen, None]
+        *_, rows = forward_rows(function, x[tokens], up, down, up_bias, down_bias, expert)
+        rows = rows * flat[chosen, None]
         out.index_add_(0, tokens, rows.to(out.dtype))
     return out
 
@@ -126,25 +126,60 @@ def experts_backward(
     down_bias: Tensor | None, act: str, count: int, first: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``x``, ``weights``, ``up``, ``down`` and the biases (empty [0] where there is none)."""
-    function, flat = Activation.parse(act), weights.reshape(-1)
+    flat = weights.reshape(-1)
     grad_x, grad_weights = torch.zeros_like(x), torch.zeros_like(flat)
-    grad_up, grad_down = torch.zeros_like(up), torch.zeros_like(down)
-    grad_up_bias, grad_down_bias = _zeros(up_bias, up), _zeros(down_bias, down)
+    sums, operands = Gradients.zeros(up, down, up_bias, down_bias), (up, down, up_bias, down_bias)
+    function = Activation.parse(act)
     for expert, chosen, tokens in _groups(ids, first, up.shape[0]):
-        rows, grad_out = x[tokens], grad[tokens]
-        before = _linear(rows, up, up_bias, expert)
-        hidden = function(before)
-        grad_weights[chosen] = (grad_out * _linear(hidden, down, down_bias, expert)).sum(-1).to(flat.dtype)
-        grad_rows = (grad_out * flat[chosen, None]).to(down.dtype)
-        grad_down[expert] = grad_rows.t() @ hidden
+        grad_rows, grad_weights[chosen] = sums.add(function, *operands, x[tokens], grad[tokens], flat[chosen], expert)
+        grad_x.index_add_(0, tokens, grad_rows)
+    return grad_x, grad_weights.view_as(weights), *sums.tensors
+
+
+def forward_rows(
+    function: Activation, rows: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    expert: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What one expert computes of ``rows`` [n, H]: before and after the activation, and the result."""
+    before = _linear(rows, up, up_bias, expert)
+    hidden = function(before)
+    return before, hidden, _linear(hidden, down, down_bias, expert)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the matrices and biases (empty [0] where there is none), filled expert by expert."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
+
+    @staticmethod
+    def zeros(up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> Gradients:
+        return Gradients(torch.zeros_like(up), torch.zeros_like(down), _zeros(up_bias, up), _zeros(down_bias, down))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.up, self.down, self.up_bias, self.down_bias
+
+    def add(
+        self, function: Activation, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+        rows: Tensor, grad_out: Tensor, factors: Tensor, expert: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Fills in those of one expert, given its ``rows`` [n, H], the gradients of their weighted results and their
+        weights [n]. Returns the gradients of the rows and of their weights."""
+        before, hidden, result = forward_rows(function, rows, up, down, up_bias, down_bias, expert)
+        grad_factors = (grad_out * result).sum(-1).to(factors.dtype)
+        grad_rows = (grad_out * factors[:, None]).to(down.dtype)
+        self.down[expert] = grad_rows.t() @ hidden
         grad_hidden = function.gradient(before, grad_rows @ down[expert])
-        grad_up[expert] = grad_hidden.t() @ rows
-        grad_x.index_add_(0, tokens, (grad_hidden @ up[expert]).to(x.dtype))
+        self.up[expert] = grad_hidden.t() @ rows
         if up_bias is not None:
-            grad_up_bias[expert] = grad_hidden.sum(0)
+            self.up_bias[expert] = grad_hidden.sum(0)
         if down_bias is not None:
-            grad_down_bias[expert] = grad_rows.sum(0)
-    return grad_x, grad_weights.view_as(weights), grad_up, grad_down, grad_up_bias, grad_down_bias
+            self.down_bias[expert] = grad_rows.sum(0)
+        return (grad_hidden @ up[expert]).to(rows.dtype), grad_factors
 
 
 def _zeros(bias: Tensor | None, weight: Tensor) -> Tensor:

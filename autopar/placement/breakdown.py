@@ -23,9 +23,9 @@ from .placed_step import PlacedStep, trained
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """One priced item: the node ``name`` that is computed, or the value ``name`` that is moved by ``hops``. It occurs
-    ``times`` times in a step, and takes ``seconds`` in all. A ``hidden`` line is negative: it subtracts messages that
-    overlap computation."""
+    """One priced item: the node ``name`` that is computed or that exchanges rows, or the value ``name`` that is
+    moved by ``hops``. It occurs ``times`` times in a step, and takes ``seconds`` in all. A ``hidden`` line is negative:
+    it subtracts messages that overlap computation."""
 
     kind: LineKind
     name: str
@@ -95,8 +95,11 @@ def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
             adding = adding_seconds(prices, node, strategy, gradients, step.repeats)
-            seconds = prices.node(node, inputs, strategy) * times + adding
+            hops, exchange = prices.exchange(node, inputs, strategy)
+            seconds = (prices.node(node, inputs, strategy) - exchange) * times + adding
             yield CostLine("compute", node.name, node.module, node.phase, seconds, (), times)
+            if hops:
+                yield CostLine("exchange", node.name, node.module, node.phase, exchange * times, hops, times)
 
 
 def _use_lines(step: PlacedStep) -> Iterator[CostLine]:

@@ -143,12 +143,12 @@ def gather_windows(shares: HiddenShares, microbatches: int, backwards: Sequence[
 
 def seconds_of_sections(lines: Iterable[Priced], section_of: Callable[[Priced], str]) -> dict[str, SectionSeconds]:
     """The seconds of every section in one pass, from the lines of a cost breakdown. Messages are assumed not to overlap
-    recomputation."""
+    recomputation. Exchanges inside of an operation count as its computation."""
     computing, gathers = Counter[str](), Counter[str]()
     for line in lines:
         if line.kind == "weight":
             gathers[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
-        elif line.kind == "compute" and not line.name.endswith(RECOMPUTED):
+        elif line.kind in ("compute", "exchange") and not line.name.endswith(RECOMPUTED):
             computing[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
     return {name: SectionSeconds(computing[name], gathers[name]) for name in (*computing, *gathers)}
 

@@ -27,7 +27,8 @@ from autopar.ir.placements import (
     shard_dim,
     short,
 )
-from autopar.ir.reshard import Hop, neighbours
+from autopar.ir.reshard import Collective, Hop, neighbours
+from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
 
 # Bytes of a bucket of gradients. Chosen: the default of DDP's bucket_cap_mb in torch (25 MiB).
 BUCKET_BYTES = 25 << 20
@@ -155,10 +156,35 @@ class Prices:
         local_in = tuple(local_type(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
         outputs = zip(node.types, strategy.outputs, strict=True)
         local_out = tuple(t and local_type(t, p, self.mesh) for t, p in outputs)
-        key = (node.op, node.args if not node.operands else repr(node.args), local_in, local_out, strategy.local)
+        key: tuple[object, ...] = (
+            node.op,
+            node.args if not node.operands else repr(node.args),
+            local_in,
+            local_out,
+            strategy.local,
+        )
+        if strategy.local.removeprefix("autopar.") in EXCHANGES:
+            key = (*key, strategy.inputs)  # Which axes rows travel over.
         if key not in self._nodes:
-            self._nodes[key] = node_seconds(self.cluster, node, local_in, local_out, strategy.local)
+            seconds = node_seconds(self.cluster, node, local_in, local_out, strategy.local)
+            self._nodes[key] = seconds + self.exchange(node, inputs, strategy)[1]
         return self._nodes[key]
+
+    def exchange(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> tuple[tuple[Hop, ...], float]:
+        """The messages that ``node`` exchanges inside of itself, as hops that change no placement, and their seconds
+        for the busiest device."""
+        name = strategy.local.removeprefix("autopar.")
+        if name not in EXCHANGES:
+            return (), 0.0
+        local = [local_type(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True)]
+        place = strategy.inputs[3 + name.endswith("backward")]
+        axes = tuple(axis for axis, each in enumerate(place) if shard_dim(each) == 0)
+        devices = math.prod(self.mesh[axis] for axis in axes)
+        sizes = [devices * size for size in message_bytes(name, local)]
+        here = strategy.outputs[0]
+        hops = tuple(Hop("all_to_all", axes, here, here, Collective("all_to_all", axes, size)) for size in sizes)
+        each = (collective_seconds(self.cluster, self.mesh, "all_to_all", axes, size * IMBALANCE) for size in sizes)
+        return hops, sum(each)
 
     def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
         """Seconds of one hop, the copies that make its shards contiguous included."""

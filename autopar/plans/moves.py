@@ -18,7 +18,7 @@ def moves(plan: PlanRecord) -> Iterator[str]:
     """What is wrong with the lines that move values. The names and placements of the plan are already checked."""
     by_value: dict[str, list[PlanLine]] = defaultdict(list)
     for position, line in enumerate(plan.lines):
-        if line.steps and line.kind != "hidden":
+        if line.steps and line.kind not in ("hidden", "exchange"):
             by_value[line.name].append(line)
             types = _types(plan.nodes[line.name].type)
             for step in line.steps:

@@ -29,7 +29,7 @@ def sections_of(graph: Graph) -> SectionOf:
         users.setdefault(value.node, set()).update(user.name for user, _ in uses)
 
     def is_early(line: Priced) -> bool:
-        if line.kind == "compute":
+        if line.kind in ("compute", "exchange"):
             return line.name in early
         return not users.get(line.name) or bool(users[line.name] & early)
 

@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from autopar.ir.node import Dim, TensorType
+from autopar.ops.exchanged_experts import IMBALANCE
 from autopar.torch_internals.operators import schema_of
 
 Inputs = tuple[TensorType, ...]
@@ -228,12 +229,15 @@ def attention(
     return (last if shard_of_causal else flops), matrix
 
 
-def experts(tokens: int, products: int) -> tuple[Count, Count, Shape]:
+def experts(tokens: int, products: int, exchanged: bool = False) -> tuple[Count, Count, Shape]:
     """FLOPs, bytes and (m, n, k) of a mixture-of-experts block. Its operands are the tokens, at position ``tokens``,
     then ids, weights and the two matrices of the experts on this device. There are ``products`` products with each
-    matrix. All experts are assumed to be chosen equally often, so a device computes its share of the rows."""
+    matrix. All experts are assumed to be chosen equally often, so a device computes its share of the rows; where rows
+    are ``exchanged``, as many as it sends, times the imbalance of prices."""
 
     def share(call: Operation, inputs: Inputs) -> Dim:
+        if exchanged:
+            return math.prod(inputs[tokens + 1].shape) * IMBALANCE
         held, count = inputs[tokens + 3].shape[0], call.args[-2]
         rows = math.prod(inputs[tokens + 1].shape)
         return rows * held // count if isinstance(rows, int) and isinstance(held, int) else rows * held / count

@@ -87,6 +87,8 @@ ATTENTION = Family(_SDPA, every_tensor, _SDPA_SHAPE, is_attention=True)
 ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
 EXPERTS = Family(*experts(0, 1))
 EXPERTS_BACKWARD = Family(*experts(1, 3))
+EXCHANGED_EXPERTS = Family(*experts(0, 1, exchanged=True))
+EXCHANGED_EXPERTS_BACKWARD = Family(*experts(1, 3, exchanged=True))
 CAUSAL_SHARD = Family(_CAUSAL, every_tensor, _SDPA_SHAPE, is_attention=True)
 CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
 
@@ -154,6 +156,8 @@ _NAMES: tuple[tuple[Family, str], ...] = (
     (ATTENTION_BACKWARD, "attention_backward"),
     (EXPERTS, "experts some_experts"),
     (EXPERTS_BACKWARD, "experts_backward some_experts_backward"),
+    (EXCHANGED_EXPERTS, "exchanged_experts"),
+    (EXCHANGED_EXPERTS_BACKWARD, "exchanged_experts_backward"),
     (CAUSAL_SHARD, "causal_attention"),
     (CAUSAL_SHARD_BACKWARD, "causal_attention_backward"),
 )

@@ -20,6 +20,7 @@ from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import chunk_bounds, local_shape
 from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
 from autopar.ir.reshard import Collective
+from autopar.ops.exchanged_experts import EXCHANGES, message_bytes
 from autopar.ops.masked import LOCAL_OPS
 from autopar.torch_internals.fake_tensors import FakeTensorMode
 
@@ -120,9 +121,18 @@ class _Reader:
         kwargs = {key: _filled(arg, values) for key, arg in instruction.kwargs}
         if instruction.op == WAIT:
             return args[0]
+        if (name := instruction.op.removeprefix("collective.")) in EXCHANGES:
+            return self._exchange(name, args, tuple(kwargs["axes"]))
         if instruction.op.startswith("collective."):
             return self._communicate(instruction.op.removeprefix("collective."), args, kwargs)
         return _function(instruction.op)(*args, **kwargs)
+
+    def _exchange(self, name: str, args: list[Any], axes: tuple[int, ...]) -> Any:
+        """Counts the messages of a block of experts with as many rows as are sent on average; no value is known."""
+        parts = math.prod(self.program.mesh[axis] for axis in axes)
+        for size in message_bytes(name, args):
+            self.found[Collective("all_to_all", axes, parts * size)] += 1
+        return LOCAL_OPS[f"autopar.{name.removeprefix('exchanged_')}.default"](*args, 0)
 
     def _communicate(self, kind: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if not kind.endswith("_bucket"):

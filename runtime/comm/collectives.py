@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from autopar.ir.placements import chunk_bounds, take_shard
+from autopar.ops.exchanged_experts import EXCHANGES
+from autopar.ops.masked import LOCAL_OPS
 from autopar.torch_internals.tensors import is_view
 
 from . import gloo
@@ -230,3 +232,25 @@ class Collectives:
     def partial(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         """R -> P(sum): zeros except on the first device of the axes."""
         return tensor if self._over(axes).index == 0 else torch.zeros_like(tensor)
+
+    def exchanged_experts(self, *operands: Any, axes: Axes, starts: Sequence[int]) -> torch.Tensor:
+        """A block of experts whose rows travel (:mod:`autopar.ops.exchanged_experts`)."""
+        return self._exchanging("exchanged_experts", operands, axes, starts)  # type: ignore[no-any-return]
+
+    def exchanged_experts_backward(self, *operands: Any, axes: Axes, starts: Sequence[int]) -> list[torch.Tensor]:
+        """The gradients of such a block."""
+        return list(self._exchanging("exchanged_experts_backward", operands, axes, starts))
+
+    def _exchanging(self, name: str, operands: tuple[Any, ...], axes: Axes, starts: Sequence[int]) -> Any:
+        group = self._over(axes)
+        if group.imagined:
+            return LOCAL_OPS[f"autopar.{name.removeprefix('exchanged_')}.default"](*operands, 0)
+        block = EXCHANGES[name](*operands, starts)
+        message = next(block)
+        while True:
+            exchange = _exchange(group).all_to_all_uneven
+            arrived = exchange(message.rows, message.sends, message.receives, group)
+            try:
+                message = block.send(arrived())
+            except StopIteration as end:
+                return end.value

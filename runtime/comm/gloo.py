@@ -10,7 +10,7 @@ which waits and completes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,20 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
         sent = pending.pop()
         if not group.imagined:
             sent.wait()
+        return receive
+
+    return finish
+
+
+def all_to_all_uneven(send: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: AxisGroup) -> Finish:
+    """Sends the next ``sends[k]`` rows of ``send`` to rank k; returns ``receives[k]`` rows of each, in order."""
+    receive = send.new_empty((sum(receives), *send.shape[1:]))
+    sizes = list(receives), list(sends)
+    work = dist.all_to_all_single(wire(receive), wire(send), *sizes, group=group.group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        assert work is not None  # None is for ranks outside the group
+        work.wait()
         return receive
 
     return finish

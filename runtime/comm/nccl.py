@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -51,6 +53,14 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
     if group.imagined:
         return _finish(None, receive, send)
     work = dist.all_to_all_single(_wire(receive), _wire(send), group=group.group, async_op=True)
+    return _finish(work, receive, send)
+
+
+def all_to_all_uneven(send: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: AxisGroup) -> Finish:
+    """As :func:`autopar.runtime.comm.gloo.all_to_all_uneven`."""
+    receive = send.new_empty((sum(receives), *send.shape[1:]))
+    sizes = list(receives), list(sends)
+    work = dist.all_to_all_single(_wire(receive), _wire(send), *sizes, group=group.group, async_op=True)
     return _finish(work, receive, send)
 
 

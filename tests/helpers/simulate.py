@@ -15,6 +15,7 @@ import torch
 from autopar.ir.node import Arg, Value
 from autopar.ir.placements import take_local, take_shard
 from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.ops.exchanged_experts import EXCHANGES, run_lockstep
 from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.execute.randomness import set_state_of_generator, state_of_generator
 from autopar.runtime.execute.torch_operations import returns_sequence
@@ -150,7 +151,20 @@ class World:
             return self.device
         return [self._fill(item, known) for item in arg] if isinstance(arg, tuple) else arg
 
+    def _exchange(self, kind: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
+        """One block of experts on every rank."""
+        found: list[Any] = [None] * len(args)
+        for rank, kw in enumerate(kwargs):
+            group = self.group(rank, kw["axes"])
+            if rank == group[0]:
+                blocks = [EXCHANGES[kind](*args[r], kwargs[r]["starts"]) for r in group]
+                for r, result in zip(group, run_lockstep(blocks), strict=True):
+                    found[r] = result
+        return found
+
     def _collective(self, kind: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
+        if kind in EXCHANGES:
+            return self._exchange(kind, args, kwargs)
         if kind.endswith("_bucket"):
             members = []
             for position in range(len(args[0][0])):

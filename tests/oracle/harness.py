@@ -27,6 +27,7 @@ from autopar.ir.placements import (
     shard_dim,
     take_local,
 )
+from autopar.ops.exchanged_experts import EXCHANGES, run_lockstep
 from autopar.passes.rule_language.compose import replicated
 from autopar.passes.rule_language.dimension_strings import strided_variants
 from autopar.passes.rule_language.registry import LocalContext, OpCall, Operand, local_call
@@ -212,6 +213,19 @@ def run_local(case: Case, strategy: AxisStrategy, shards: Sequence[Sequence[torc
     return execute(op, args, dict(kwargs), [pieces[index] for pieces in shards])
 
 
+def _run_exchange(case: Case, strategy: AxisStrategy, shards: Sequence[Sequence[torch.Tensor]]) -> list[Tensors]:
+    """What all devices compute of a block whose rows travel between them."""
+    placed = tuple((p,) for p in strategy.inputs), tuple((p,) for p in strategy.outputs)
+    blocks = []
+    for index in range(case.call.size):
+        context = LocalContext(case.call, *placed, (case.call.size,), (index,))
+        op, args, kwargs = local_call(context, strategy.local)
+        given = [shards[arg.index][index] if isinstance(arg, Operand) else arg for arg in args]
+        starts: Any = dict(kwargs)["starts"]
+        blocks.append(EXCHANGES[op.removeprefix("collective.")](*given, starts))
+    return [result if isinstance(result, tuple) else (result,) for result in run_lockstep(blocks)]
+
+
 def _check_placements(case: Case, strategy: AxisStrategy) -> str:
     if len(strategy.inputs) != len(case.call.inputs) or len(strategy.outputs) != len(case.call.outputs):
         return "it does not have one placement per operand and result"
@@ -237,6 +251,8 @@ def check(case: Case, strategy: AxisStrategy) -> str:
     devices = case.call.size
     shards = [split(x, p, devices) for x, p in zip(case.operands, strategy.inputs, strict=True)]
     try:
+        if strategy.local.removeprefix("autopar.") in EXCHANGES:
+            return _compare(case, strategy, _run_exchange(case, strategy, shards))
         local = [run_local(case, strategy, shards, index) for index in range(devices)]
         return _compare(case, strategy, local)
     except Exception as error:  # Whatever a local call dies of is what there is to report.

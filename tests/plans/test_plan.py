@@ -75,7 +75,7 @@ def test_alternatives_are_the_objective_with_one_choice_changed() -> None:
 def test_rows_add_up_and_equal_layers_are_one(plan: Plan) -> None:
     rows = module_rows(plan)
     assert sum(row.seconds * row.count for row in rows) == pytest.approx(
-        plan.seconds_of("compute", "reshard", "weight")
+        plan.seconds_of("compute", "exchange", "reshard", "weight")
     )
     assert sum(row.held * row.count for row in rows) == pytest.approx(sum(h.bytes for h in plan.holdings))
 

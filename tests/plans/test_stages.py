@@ -74,7 +74,7 @@ def test_parts_of_the_busiest_stage_add_up_to_the_step(make: object) -> None:
 def test_rows_of_modules_are_of_all_stages() -> None:
     plan = staged()
     rows = module_rows(plan)
-    expected = plan.seconds_of("compute", "reshard", "weight")
+    expected = plan.seconds_of("compute", "exchange", "reshard", "weight")
     assert sum(row.seconds * row.count for row in rows) == pytest.approx(expected)
     assert {stage for row in rows for stage in row.stages} == {0, 1}
 

@@ -117,7 +117,13 @@ def _contents(measured: bool, stages: bool, baselines: bool) -> Iterator[tuple[s
 
 def _parts(plan: PlanRecord) -> list[tuple[str, float, float]]:
     """``(name, seconds, percent)`` of each part of a step; with stages, of the step of the busiest stage."""
-    kinds = {"compute": "compute", "reshard": "reshard", "gradient": "grad sync", "weight": "weight gather"}
+    kinds = {
+        "compute": "compute",
+        "exchange": "exchange of rows",
+        "reshard": "reshard",
+        "gradient": "grad sync",
+        "weight": "weight gather",
+    }
     kinds |= {"optimizer": "optimizer", "refresh": "weight refresh", "offload": "state to and from the host"}
     kinds |= {"hidden": "hidden by computing"}
     total = plan.predicted.step_seconds or 1.0

@@ -37,6 +37,7 @@ KINDS = {
     "compute": ("computing", "a"),
     "optimizer": ("optimizer", "e"),
     "reshard": ("resharding", "b"),
+    "exchange": ("exchanging rows", "b"),
     "weight": ("weights gathered", "d"),
     "gradient": ("gradients reduced", "c"),
     "refresh": ("weights refreshed", "f"),

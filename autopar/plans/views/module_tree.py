@@ -2,7 +2,8 @@
 one row.
 
 The figures of a row are those of one of the modules folded into it, and include the rows below it. Invariant: the
-seconds of the top rows, each multiplied by its ``count``, add up to the plan's compute, reshard and weight lines.
+seconds of the top rows, each multiplied by its ``count``, add up to the plan's compute, exchange, reshard and weight
+lines.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import Placements, parse_placements, short
 from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
 
-MOVES = ("reshard", "weight")
+MOVES = ("reshard", "weight", "exchange")
 # If the layers of one container fall into more groups than this by their placements, they are folded by their
 # structure.
 # Chosen: first, last and two kinds between are worth a row each.

@@ -61,7 +61,7 @@ def stage_rows(plan: PlanRecord) -> tuple[StageRow, ...]:
 def _stage_row(plan: PlanRecord, stage: int, modules: Mapping[int, tuple[str, ...]]) -> StageRow:
     lines = [line for line in plan.lines if line.stage == stage]
     compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
-    each = [line for line in lines if line.kind in ("compute", "reshard", "weight")]
+    each = [line for line in lines if line.kind in ("compute", "exchange", "reshard", "weight")]
     per_phase = {
         phase: sum(line.seconds / line.times for line in each if line.phase == phase)
         for phase in ("forward", "backward")

@@ -308,6 +308,7 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
         "optimizer": plan.seconds_of("optimizer"),
         "state to and from the host": plan.seconds_of("offload"),
         "reshard": plan.seconds_of("reshard"),
+        "exchange of rows": plan.seconds_of("exchange"),
         "weight gather": plan.seconds_of("weight", "refresh"),
         "grad sync": plan.seconds_of("gradient"),
         "bubble": plan.predicted.bubble_seconds,

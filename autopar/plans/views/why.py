@@ -361,7 +361,13 @@ def _line_costs(plan: PlanRecord, lines: list[PlanLine]) -> Iterator[Cost]:
         if seconds:
             phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else _ONCE[kind]
             yield Cost(label, f"{len(of_kind)} operations, {phases}" if len(of_kind) > 1 else phases, seconds)
-    labels = {"reshard": "reshard", "weight": "gather", "gradient": "grad sync", "refresh": "refresh"}
+    labels = {
+        "exchange": "exchange of rows",
+        "reshard": "reshard",
+        "weight": "gather",
+        "gradient": "grad sync",
+        "refresh": "refresh",
+    }
     moves: dict[tuple[str, str, str], list[PlanLine]] = {}
     for line in lines:
         if line.kind in labels and line.steps:
