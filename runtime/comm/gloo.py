@@ -10,6 +10,7 @@ which waits and completes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +78,8 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
 def all_to_all_uneven(send: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: AxisGroup) -> Finish:
     """Sends the next ``sends[k]`` rows of ``send`` to rank k; returns ``receives[k]`` rows of each, in order."""
     receive = send.new_empty((sum(receives), *send.shape[1:]))
-    sizes = list(receives), list(sends)
+    row = math.prod(send.shape[1:]) * (1 if send.dtype in _ON_THE_WIRE else send.dtype.itemsize)
+    sizes = [count * row for count in receives], [count * row for count in sends]
     work = dist.all_to_all_single(wire(receive), wire(send), *sizes, group=group.group, async_op=True)
 
     def finish() -> torch.Tensor:
