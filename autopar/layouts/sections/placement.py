@@ -25,6 +25,7 @@ from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import REPLICATE, Placement, Strategy, is_shard
 from autopar.ir.reshard import Hop
 from autopar.layout import CONTEXT, TENSOR, Layout, matches
+from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.choices import Choice
@@ -66,7 +67,7 @@ def place(graph: Graph, layout: Layout, cluster: Cluster, multiplicity: Mapping[
     folded = fold_layers(annotated, 1)
     for prices, scatters in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, multiplicity=multiplicity)
-        shape_rules = _weights(instance), _inputs(layout), _replicated(layout)
+        shape_rules = _weights(instance), _inputs(layout), _replicated(layout), _without_exchange
         rules = (*shape_rules, _saved_in_shards(instance, layout), _reduced_separately(instance, layout))
         instance = with_choices(instance, _all_of(*rules))
         solution = _solved(scattering(instance) if scatters else instance, layout)
@@ -113,6 +114,11 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tupl
     )
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered), False
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options)), False
+
+
+def _without_exchange(node: Node, choice: Choice) -> bool:
+    """Rows do not travel over the context and tensor axes: their exchange between expert ranks is priced apart."""
+    return isinstance(choice, ParameterPlacement) or choice.local.removeprefix("autopar.") not in EXCHANGES
 
 
 def _replicated(layout: Layout) -> Allowed:
