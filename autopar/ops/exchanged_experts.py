@@ -130,14 +130,14 @@ EXCHANGES: dict[str, Callable[..., Exchanging]] = {
 """The blocks that exchange, by the names that instructions and strategies have behind their namespaces."""
 
 
-def message_bytes(name: str, inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Mean bytes that a device sends in each message of a block, if all choices are of experts in the exchange.
+def message_bytes(name: str, inputs: Sequence[Any], devices: int) -> tuple[int, ...]:
+    """Mean bytes that one of ``devices`` sends in each message of a block, if all choices are of experts in the exchange.
     ``inputs``: its operands, or their local types."""
     backward = name.endswith("backward")
     x, ids, weights, up = inputs[backward : 4 + backward]
     rows, width, item = int(ids.shape[0]) * int(ids.shape[1]), int(x.shape[1]), x.dtype.itemsize
     row, factor = rows * width * item, rows * weights.dtype.itemsize
-    counts = int(up.shape[0]) * torch.int64.itemsize
+    counts = devices * int(up.shape[0]) * torch.int64.itemsize
     return (counts, 2 * row, factor, row, factor) if backward else (counts, row, row)
 
 

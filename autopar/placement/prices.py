@@ -180,7 +180,7 @@ class Prices:
         place = strategy.inputs[3 + name.endswith("backward")]
         axes = tuple(axis for axis, each in enumerate(place) if shard_dim(each) == 0)
         devices = math.prod(self.mesh[axis] for axis in axes)
-        sizes = [devices * size for size in message_bytes(name, local)]
+        sizes = [devices * size for size in message_bytes(name, local, devices)]
         here = strategy.outputs[0]
         hops = tuple(Hop("all_to_all", axes, here, here, Collective("all_to_all", axes, size)) for size in sizes)
         each = (collective_seconds(self.cluster, self.mesh, "all_to_all", axes, size * IMBALANCE) for size in sizes)

@@ -130,7 +130,7 @@ class _Reader:
     def _exchange(self, name: str, args: list[Any], axes: tuple[int, ...]) -> Any:
         """Counts the messages of a block of experts with as many rows as are sent on average; no value is known."""
         parts = math.prod(self.program.mesh[axis] for axis in axes)
-        for size in message_bytes(name, args):
+        for size in message_bytes(name, args, parts):
             self.found[Collective("all_to_all", axes, parts * size)] += 1
         return LOCAL_OPS[f"autopar.{name.removeprefix('exchanged_')}.default"](*args, 0)
 

@@ -79,7 +79,7 @@ def test_messages_have_the_bytes_that_are_priced(name: str) -> None:
 
     blocks = [EXCHANGES[name](*part, (0, 2)) for part in parts]
     run_lockstep([counted(blocks[0]), *blocks[1:]])
-    assert tuple(sent) == message_bytes(name, parts[0])
+    assert tuple(sent) == message_bytes(name, parts[0], 2)
 
 
 def computing_counts() -> Cluster:
