@@ -131,7 +131,7 @@ EXCHANGES: dict[str, Callable[..., Exchanging]] = {
 
 
 def message_bytes(name: str, inputs: Sequence[Any], devices: int) -> tuple[int, ...]:
-    """Mean bytes that one of ``devices`` sends in each message of a block, if all choices are of experts in the exchange.
+    """Mean bytes that one of ``devices`` sends in each message of a block, if it sends all its choices.
     ``inputs``: its operands, or their local types."""
     backward = name.endswith("backward")
     x, ids, weights, up = inputs[backward : 4 + backward]
