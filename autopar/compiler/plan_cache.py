@@ -29,6 +29,7 @@ from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.rare_collections import collecting_rarely
+from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
 
 KIND = "plans"
@@ -110,7 +111,7 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
     yield code_version()
     for field in fields(request):
         if field.name == "propose":
-            yield f"proposes={request.propose is not None}"
+            yield f"proposes={proposes(request)}"
         elif field.name not in ("graph", "cluster", "options"):
             yield f"{field.name}={getattr(request, field.name)!r}"
     for field in fields(request.options):

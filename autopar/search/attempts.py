@@ -56,12 +56,13 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
 
 
 def proposes(request: PlanRequest) -> bool:
-    """Whether the stages to try are those of proposed layouts: on many devices, if the options leave stages open."""
+    """Whether the stages to try are those of proposed layouts: on many devices, if the options leave stages open, and
+    the request can propose any."""
     options = request.options
     fixed = (options.layout, options.stages, options.microbatches, options.schedule, options.recompute, options.offload)
     is_open = all(value is None for value in fixed) and not request.roles and not keeps_axes(request)
     trains = request.loss is not None and bool(request.graph.gradients)
-    return is_open and trains and math.prod(request.mesh) >= MANY_DEVICES
+    return request.propose is not None and is_open and trains and math.prod(request.mesh) >= MANY_DEVICES
 
 
 def asks_for_chunks(request: PlanRequest) -> bool:

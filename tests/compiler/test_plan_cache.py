@@ -112,7 +112,6 @@ _OTHER: dict[str, Any] = {
     "memory_limit": 2.0**30,
     "host_limit": 2.0**30,
     "notes": ("slow",),
-    "propose": lambda request: (),
     "tied": (("head.weight", "0.weight"),),
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
@@ -158,7 +157,7 @@ def test_everything_in_a_question_counts(plan_request: PlanRequest, monkeypatch:
     keys["code"] = plan_key(plan_request)
     source_hash.code_version.cache_clear()
     assert len(set(keys.values())) == len(keys)
-    assert {"graph", *_OTHER} == {field.name for field in fields(PlanRequest)}
+    assert {"graph", "propose", *_OTHER} == {field.name for field in fields(PlanRequest)}
 
 
 def test_options_that_are_not_looked_at_here_count_too() -> None:

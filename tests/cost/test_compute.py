@@ -20,6 +20,7 @@ from autopar.cost.compute.matmul_efficiency import attention_seconds, product_se
 from autopar.cost.compute.op_families import family_of
 from autopar.ir.graph import Graph
 from autopar.ir.node import PLACEHOLDERS, Node, TensorType, Value, symbol
+from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.ops.masked import LOCAL_OPS
 
 aten = torch.ops.aten
@@ -194,7 +195,7 @@ def test_every_name_in_the_table_is_an_operation() -> None:
         "experts_backward",
     }
     ours |= {op.removeprefix("autopar.").removesuffix(".default") for op in LOCAL_OPS}
-    ours |= {"some_experts", "some_experts_backward"}
+    ours |= {"some_experts", "some_experts_backward", *EXCHANGES}
     ours |= {"random_bits", "grouped_mm_fallback", "grouped_mm_fallback_backward"}  # the latter of transformers
     missing = [name for name in FAMILIES if name not in ours and not hasattr(aten, name)]
     assert missing == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.compiler.plan_cache import plan_key
 from autopar.layout import Layout
 from autopar.layouts.proposals import proposed_layouts
 from autopar.options import Options
@@ -58,6 +59,13 @@ def test_proposals_that_are_impossible_leave_the_search_as_it_is() -> None:
 )
 def test_what_options_fix_is_not_proposed(options: dict[str, object]) -> None:
     assert proposes(request()) and not proposes(request(**options))
+
+
+def test_only_plans_that_may_be_proposed_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = replace(request(), propose=None)
+    assert plan_key(request()) != plan_key(without)
+    monkeypatch.setattr(attempts, "MANY_DEVICES", 128)
+    assert plan_key(request()) == plan_key(without)
 
 
 def test_few_devices_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
