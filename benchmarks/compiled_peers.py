@@ -29,7 +29,7 @@ import autopar
 from .local_ranks import run_as_ranks
 from .report import describe_machine, emit, make_table
 from .step_time import LOSS_TOLERANCE, WARMUP_STEPS, losses, measure, summarise
-from .variants import Batch, Step, shard_heads, slice_of, training_step
+from .variants import Batch, Step, parallel_step, shard_heads, slice_of, training_step
 
 PROCESSES, DEVICE = 4, "cpu"
 # Chosen: products of some milliseconds, as a step's; four processes share the cores.
@@ -95,16 +95,7 @@ def tp(model: Any, batch: Batch) -> Step:
 def own(compiled: bool) -> Callable[[nn.Module, Batch], Step]:
     def make(model: nn.Module, batch: Batch) -> Step:
         mesh, options = init_device_mesh(DEVICE, (PROCESSES,)), autopar.Options(compile=compiled)
-        parallel = autopar.parallelize(model, mesh, example_inputs=dict(batch), options=options)
-        optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
-
-        def step() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = parallel.step(**batch)
-            optimizer.step()
-            return loss.detach()
-
-        return step
+        return parallel_step(autopar.parallelize(model, mesh, example_inputs=dict(batch), options=options), batch)
 
     return make
 

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import autopar
+from autopar.runtime import ParallelModule
 
 Batch = Mapping[str, torch.Tensor]
 Step = Callable[[], torch.Tensor]
@@ -117,7 +118,11 @@ def fsdp_tp(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:
 def autopar_solved(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:
     """The one call on a 2 x 2 mesh, whatever plan it finds."""
     mesh = init_device_mesh(device, (2, 2))
-    parallel = autopar.parallelize(model, mesh, example_inputs=dict(batch))
+    return parallel_step(autopar.parallelize(model, mesh, example_inputs=dict(batch)), batch)
+
+
+def parallel_step(parallel: ParallelModule, batch: Batch) -> Step:
+    """The training step of what ``autopar.parallelize`` returned."""
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, foreach=False)
 
     def step() -> torch.Tensor:

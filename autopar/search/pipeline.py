@@ -113,8 +113,8 @@ def search(request: PipelineRequest) -> PipelineSolution:
     _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, math.inf
     limit, host = request.memory_limit * stages, request.host_limit * stages
-    for attempt in range(ROUNDS):
-        repeats = inner_repeats(request.microbatches, stages, fullest=attempt > 0)
+    average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
+    for repeats in (average, *[fullest] * (ROUNDS - 1)):
         uncut = request.solve(SaveActivations()(pieces.graph), repeats, limit, host)
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
@@ -131,7 +131,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
             host *= 0.95 * request.host_limit / host_bytes
             continue
         worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in solutions)])
-        if attempt == 0 and stages > 1:
+        if repeats != fullest:
             continue  # Memory binds: the first stage, which has most in flight, decides.
         # As above; a fifth less where nothing could be cut at all.
         limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
