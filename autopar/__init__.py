@@ -21,6 +21,7 @@ from autopar.layouts.price import Priced
 from autopar.layouts.report import LayoutReport, plan_layouts
 from autopar.plans.plan import Plan
 from autopar.plans.views.step_timeline import step_timeline
+from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.faults.stopping import stopping
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.search.reprice import reprice
@@ -44,11 +45,14 @@ from .errors import (
 )
 from .layout import Layout
 from .options import Options
+from .sync import DiLoCo, Gossip, LocalSGD, PowerSGD, TopK
 
 __all__ = [
     "AutoparError",
     "Cluster",
+    "DiLoCo",
     "FaultError",
+    "Gossip",
     "Graph",
     "GraphError",
     "IndexRangeError",
@@ -56,6 +60,7 @@ __all__ = [
     "InputMismatchError",
     "Layout",
     "LayoutReport",
+    "LocalSGD",
     "OperatorError",
     "Options",
     "OptionsError",
@@ -63,8 +68,11 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "PlansAhead",
+    "PowerSGD",
     "Priced",
+    "ReplicaModule",
     "Report",
+    "TopK",
     "TraceError",
     "ValueFaultError",
     "WorkerError",

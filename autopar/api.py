@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,16 @@ from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
 from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
+from autopar.compiler.replica_plan import finished_by
 from autopar.layouts.proposals import proposed_layouts
 from autopar.planner.options_of_plan import options_under
-from autopar.planner.prepare import make_request, prepare
+from autopar.planner.prepare import Prepared, batch_size, make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
+from autopar.plans.question import Question, remember
+from autopar.runtime.averaging.replica_module import ReplicaModule
+from autopar.runtime.averaging.replicas import Replicas
+from autopar.runtime.averaging.rows import own_rows
 from autopar.runtime.checkpoint.hugging_face import load_weights
 from autopar.runtime.checkpoint.stores import Folder
 from autopar.runtime.comm.devices import Gpu, check_gpus, own_gpu, require_nccl
@@ -32,16 +38,20 @@ from autopar.runtime.comm.groups import AxisGroup, MeshGroups, mesh_groups, mesh
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.faults.meeting import join_world
 from autopar.runtime.faults.watch import Watch, watch_over
+from autopar.runtime.generation.inference_module import InferenceModule
 from autopar.runtime.module.padded_batch import padded_batch
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.unwrapped import check_whole
 from autopar.runtime.module.value_checks import ValueChecks
 
-from .arguments import Batch, check_model, split_batch
+from .arguments import PLAN_VARIABLE, Batch, check_model, given_plan, split_batch
 from .errors import OptionsError
+from .files import FileName
+from .inference import Mode, check_no_loss, in_mode, planned_call, prepare_inference
 from .keywords import suggests
 from .options import Options
 from .precision import scales_loss
+from .sync import EVERY_STEP
 
 Mesh = DeviceMesh | Sequence[int] | int
 LossFunction = Callable[..., torch.Tensor]
@@ -76,13 +86,6 @@ def _options(options: object) -> Options:
     raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
 
 
-def _check_plan(plan: object) -> None:
-    if plan is not None and not isinstance(plan, Plan):
-        raise OptionsError(
-            f"plan={plan!r} is not an autopar.Plan; read a plan file by autopar.Plan.from_json(Path(...).read_text())"
-        )
-
-
 def _device(named: torch.device | str) -> torch.device:
     try:
         return torch.device(named)
@@ -105,9 +108,11 @@ def plan(
     loss_fn: LossFunction | None = None,
     targets: Any = None,
     device: torch.device | str | None = None,
+    mode: Mode | None = None,
 ) -> Plan:
-    """Plans training of ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices and,
-    if model and batch are on the meta device or fake, no memory.
+    """Plans training of ``model`` on ``mesh`` with global batches like ``batch``, or inference with
+    ``mode="inference"``; needs no processes, no devices and, if model and batch are on the meta device or fake, no
+    memory.
 
     Args:
         mesh: a DeviceMesh or a shape, outermost axis (slowest links) first.
@@ -118,6 +123,8 @@ def plan(
         targets: an example of ``step(..., targets=)``: tensors that only ``loss_fn`` receives, in any tree.
         device: the type of device that the model is written for (``"cuda"``); default that of the mesh, or cpu. The
             plan is the same for all, and none needs to be there.
+        mode: ``"training"`` or ``"inference"``, forward alone; default ``options.mode``. ``Options(cache_length=)``
+            plans a step of generation with a key-value cache, ``Options(objective=)`` says what is best.
 
     Raises:
         TraceError: the model cannot be captured; names module and line.
@@ -128,16 +135,42 @@ def plan(
     timings = Timings()
     args, kwargs = split_batch(batch, targets)
     where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
-    settings = _options(options)
+    settings = in_mode(_options(options), mode)
     if settings.pad_to is not None:
         args, kwargs = padded_batch(model, settings.pad_to, args, kwargs)
-    base = prepare(
-        model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
-    )
-    propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
+    shape, names, rows = mesh_shape(mesh), _axis_names(mesh), batch_size(args, kwargs)
     hardware = Cluster.get(cluster or "local")
-    request = make_request(model, base, mesh_shape(mesh), hardware, settings, _axis_names(mesh), propose)
-    return cached_plan(request, timings)
+    finish = finished_by(settings.sync, hardware, shape)
+    if settings.sync != EVERY_STEP:
+        args, kwargs = own_rows(args, kwargs, 0, shape[0], plans=True)
+        shape, names = shape[1:] or (1,), names[1:]
+    base = _prepared(model, args, kwargs, where, loss_fn, targets, settings, timings)
+    propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
+    request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, propose)
+    arguments = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
+    question = Question(plan, model, mesh, mesh_shape(mesh), batch, rows, {**arguments, "options": _options(options)})
+    # A copy, since the cache keeps its own plan, and the question would keep the model with it.
+    return remember(replace(finish(cached_plan(request, timings))), question)
+
+
+def _prepared(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss_fn: LossFunction | None,
+    targets: Any,
+    options: Options,
+    timings: Timings,
+) -> Prepared:
+    """The model traced for training, or for inference."""
+    if options.mode == "inference":
+        check_no_loss(loss_fn, targets)
+        return prepare_inference(model, planned_call(model, args, kwargs, options), device, options, timings)
+    precision = options.precision
+    return prepare(
+        model, args, kwargs, device=device, loss_fn=loss_fn, training=True, precision=precision, timings=timings
+    )
 
 
 @suggests
@@ -149,39 +182,46 @@ def parallelize(
     options: Options | None = None,
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
-    plan: Plan | None = None,
+    plan: Plan | FileName | None = None,
     targets: Any = None,
     weights: Folder | None = None,
+    mode: Mode | None = None,
 ) -> ParallelModule:
-    """Makes ``model`` train on all devices of ``mesh``: with the same inputs, outputs, parameter names and
-    ``state_dict`` keys; its parameters become DTensors. Called by every rank (``torchrun``), or by the only process for
-    a mesh of one.
+    """Makes ``model`` train on all devices of ``mesh``, or infer with ``mode="inference"``: with the same inputs,
+    outputs, parameter names and ``state_dict`` keys; its parameters become DTensors. Called by every rank
+    (``torchrun``), or by the only process for a mesh of one.
 
     The model is traced and planned at its first batch, or now if ``example_inputs`` (and ``targets``, where ``loss_fn``
     takes them) are given. A real model keeps its weights (rank 0's); a meta model is materialised shard by shard, by
     its own initialisation or from ``weights``: a folder of safetensors (``save_pretrained``, the Hugging Face Hub) or
-    of checkpoints, of which each rank reads its own parts. A ``plan`` may be given on every rank, or on rank 0 alone:
-    rank 0's is used. What the model draws (dropout, noise) depends on ``options.seed`` (without one, on
-    ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on the plan; ``torch.manual_seed``
-    later changes nothing, ``set_random_state`` does. Without ``cluster``, CPUs are priced as calibrated (``"local"``),
-    GPUs as calibrated or by their name (:mod:`autopar.calibration.default_cluster`). See
-    :class:`~autopar.runtime.ParallelModule` for what it can do.
+    of checkpoints, of which each rank reads its own parts. A ``plan`` (or its path or URL; by default the one of
+    ``autopar run --plan``) may be given on every rank, or on rank 0 alone: rank 0's is used. What the model draws
+    (dropout, noise) depends on ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step
+    and on the model, and not on the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does.
+    Without ``cluster``, CPUs are priced as calibrated (``"local"``), GPUs as calibrated or by their name
+    (:mod:`autopar.calibration.default_cluster`). See
+    :class:`~autopar.runtime.ParallelModule` for what it can do. With ``mode="inference"`` the module, in evaluation
+    mode, has no gradients and no optimizer, and ``generate`` of models of transformers runs under the plan
+    (:class:`~autopar.runtime.generation.inference_module.InferenceModule`).
 
     Raises:
-        OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
+        OptionsError: the number of processes is not that of the mesh, an option cannot be honoured, or the file of
+            the plan cannot be read.
         PlanMismatchError: ``plan`` is for another model, mesh or batch, or ``options`` ask for another plan.
     """
-    _check_plan(plan)
-    settings = _options(options)
+    plan = given_plan(os.environ.get(PLAN_VARIABLE) or None if plan is None else plan)
+    settings = in_mode(_options(options), mode)
     _check_parallelized(model, example_inputs, weights)
     _join_processes(mesh, settings.timeout)
-    watch = watch_over(_ranks(mesh), settings.timeout)
+    watch = watch_over(_watched_ranks(mesh, settings), settings.timeout)
     with watch.call("autopar.parallelize()"):
         parallel = _parallel_module(model, device_mesh(mesh), mesh, settings, cluster, loss_fn, plan, watch)
         if weights is not None:
             load_weights(weights, parallel)
         if example_inputs is not None:
             args, kwargs = split_batch(example_inputs, targets)
+            if settings.mode == "inference":
+                args, kwargs = planned_call(model, args, kwargs, settings)
             parallel.prepare(args, kwargs, "loss")
     return parallel
 
@@ -196,26 +236,35 @@ def _parallel_module(
     plan: Plan | None,
     watch: Watch,
 ) -> ParallelModule:
+    if settings.mode == "inference":
+        check_no_loss(loss_fn, None)
+        model.eval()
     groups = mesh_groups(devices)
     ranks = groups.over(groups.axes)
     check_same_arguments(model, settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
     settings = _settled(settings, plan, devices, groups)
+    hardware = _cluster(cluster, devices, ranks)
+    replicas = None if settings.sync == EVERY_STEP else Replicas.of(groups)
+    own = groups if replicas is None else replicas.own
     compiler = Compiler(
         model=model,
-        mesh=tuple(devices.shape),
-        axis_names=_axis_names(mesh),
-        cluster=_cluster(cluster, devices, ranks),
-        options=settings,
+        mesh=own.shape,
+        axis_names=_axis_names(mesh) if replicas is None else _axis_names(mesh)[1:],
+        cluster=hardware,
+        options=replace(settings, sync=EVERY_STEP),
         device=groups.device,
-        ranks=ranks,
+        ranks=own.over(own.axes),
         loss_fn=loss_fn,
         plan=plan,
+        planners=None if replicas is None else ranks,
+        finish=finished_by(settings.sync, hardware, groups.shape),
     )
-    return ParallelModule(
-        model,
-        devices,
-        compiler,
+    kind = InferenceModule if settings.mode == "inference" else ParallelModule
+    make: Callable[..., ParallelModule] = partial(kind, model, devices, compiler)
+    if replicas is not None and settings.sync != EVERY_STEP:
+        make = partial(ReplicaModule, model, replicas, compiler, settings.sync)
+    return make(
         seed=settings.seed,
         scaled=scales_loss(settings.precision),
         check_inputs=settings.check_inputs,
@@ -270,11 +319,15 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh(kind, torch.arange(needed, device="cpu").reshape(shape))
 
 
-def _ranks(mesh: Mesh) -> tuple[int, ...]:
-    """The ranks of the mesh, row-major."""
-    if isinstance(mesh, DeviceMesh):
-        return tuple(mesh.mesh.flatten().tolist())
-    return tuple(range(math.prod(mesh_shape(mesh))))
+def _watched_ranks(mesh: Mesh, options: Options) -> tuple[int, ...]:
+    """The ranks that step together, row-major: those of the mesh, or of this rank's replica."""
+    shape = mesh_shape(mesh)
+    ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else list(range(math.prod(shape)))
+    if options.sync == EVERY_STEP or len(ranks) == 1:
+        return tuple(ranks)
+    inside = len(ranks) // shape[0]
+    first = ranks.index(dist.get_rank()) // inside * inside
+    return tuple(ranks[first : first + inside])
 
 
 def _join_processes(mesh: Mesh, timeout: float = 0.0) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.plans.plan import Plan
 from autopar.runtime.module.unwrapped import check_plain
 from autopar.trace.loss import TARGETS
 
 from .errors import OptionsError
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+# Chosen: by it `autopar run --plan` tells the script's processes which plan to train under.
+PLAN_VARIABLE = "AUTOPAR_PLAN"
 
 
 def split_batch(batch: Batch, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -37,3 +41,12 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise OptionsError(f"the model is a {type(model).__name__} and no torch.nn.Module, which has parameters")
     check_plain(model)
+
+
+def given_plan(plan: object) -> Plan | None:
+    """The plan that is given, read if it is a path or URL. Raises :class:`OptionsError` for what is no plan."""
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    raise OptionsError(f"plan={plan!r} is not an autopar.Plan; give one, or the path or URL of its file")

@@ -12,9 +12,11 @@ from autopar.schedule.named import SCHEDULES
 from .errors import OptionsError, PlanMismatchError
 from .keywords import suggests_fields
 from .layout import Layout
+from .offload import asked
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
 from .restriction import SHARED, check_layout, shared_options
+from .sync import EVERY_STEP, Sync, check_sync
 
 # A schedule that a solver builds for the model.
 SOLVED = "solved"
@@ -27,6 +29,9 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "check_inputs": ("first", "always", "never"),
     "last_batch": ("replicate", "pad", "error"),
     "nonfinite": ("raise", "skip"),
+    "mode": ("training", "inference"),
+    "objective": ("latency", "throughput"),
+    "batch_statistics": ("batch", "microbatch"),
 }
 
 
@@ -60,6 +65,12 @@ class Options:
             unless something else that is fixed refers to the axes of the mesh: pins, zero, named axes, or
             mesh_search=False.
         microbatches: pieces of the batch that a step computes one after the other, accumulating gradients.
+        batch_statistics: what operations that couple the samples of a batch (batch norm in training, contrastive
+            losses, the balance of experts) see where a step is divided into microbatches. ``"batch"``: the whole batch,
+            or the model is not divided. ``"microbatch"``: such a model is divided, and every microbatch is a batch of
+            its own, as in a loop that accumulates gradients of ``loss / microbatches``: the loss of a step is the mean
+            of those of its microbatches, and running statistics are updated by one after the other. Models without
+            such operations are not affected.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``
             (:mod:`autopar.schedule.named`), or ``"solved"``: a solver builds it for the times and memory of the best of
             these.
@@ -69,9 +80,13 @@ class Options:
         recompute: which values saved for backward are recomputed instead of retained: ``"none"``; ``"selective"``: the
             inside of attention; ``"full"``: all but the inputs of layers (the elements of the model's lists of
             modules). None: whatever makes the step fit into memory at least cost, nothing if it fits without.
-        offload: whether optimizer state rests in host memory and is on the device only for its update. True: the state
-            of every parameter; False: of none; None: of those where offloading makes the step fit into memory at least
-            cost, none if it fits without. ``model.optimizer(...)`` implements it.
+        offload: what rests outside of the device's memory. ``"optimizer"`` state, in host memory or on a local disk
+            (``"nvme"``, in a folder of ``$AUTOPAR_OFFLOAD``), is on the device only for its update; saved
+            ``"activations"``, in host memory, only in the forward and backward that compute with them. A dict fixes the
+            tier of each kind, ``{"optimizer": "nvme", "activations": "device"}``; so does text, ``"optimizer=nvme"``.
+            What it does not name is searched. True: the state of every parameter in host memory; False: nothing; None:
+            whatever makes the step fit into memory at least cost, nothing if it fits without.
+            ``model.optimizer(...)`` implements it for the state.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and how the solver breaks
             ties; default: torch's initial seed on rank 0, and 0 for the solver. As for :func:`torch.manual_seed`, a
             number from -2**63 to 2**64 - 1; a negative one is the same as that plus 2**64.
@@ -104,6 +119,19 @@ class Options:
             that the optimizer does nothing, and the buffers of before.
         compile: whether the operations between collectives are compiled by Inductor, torch's compiler, at the first
             step; ``"auto"``: on GPUs, and not on CPUs. Plans do not depend on it (docs/compile.md).
+        sync: how the replicas of the outermost axis of the mesh stay together. ``"every-step"``: by the gradients of
+            every step, as one device. :class:`autopar.LocalSGD`, :class:`autopar.DiLoCo`, :class:`autopar.Gossip`: by
+            fewer or smaller exchanges of parameters, for slow links; numbers are then others
+            (docs/howto/slow-links.md). The plan is that of one replica, on the inner axes.
+        mode: ``"training"``, or ``"inference"``: forward alone, without gradients and optimizer state, as
+            ``autopar.plan(..., mode="inference")`` and ``autopar.parallelize(..., mode="inference")`` set it.
+        objective: of inference plans. ``"latency"``: the seconds of one step for the given batch. ``"throughput"``:
+            rows per second; the batch is doubled as long as it fits into memory and rows per second grow, and the plan
+            is for that batch.
+        cache_length: of inference plans for causal language models of transformers: the tokens of each sequence that
+            the key-value cache holds. The plan is then for one step of generation, a token for each sequence, and
+            counts the cache as memory. None: the plan is for forward on the batch as it is, and ``generate`` takes
+            the length that each call needs.
         layout: restricts the search to plans of this layout, by those of its fields that are given; the rest is
             searched (docs/layouts.md, "A layout as a restriction"). What it says of ``stages`` (``pipeline``),
             ``schedule``, ``recompute``, ``zero``, ``offload`` and ``precision`` becomes the value of these options.
@@ -113,11 +141,12 @@ class Options:
 
     memory_limit: int | None = None
     microbatches: int | None = None
+    batch_statistics: Literal["batch", "microbatch"] = "batch"
     stages: int | None = None
     schedule: str | None = None
     precision: Precision | None = None
     recompute: Literal["none", "selective", "full"] | None = None
-    offload: bool | None = None
+    offload: bool | str | Mapping[str, str | None] | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
     # Chosen: a minute of planning is little against a training, and within a percent is less than prices are off by.
@@ -134,6 +163,10 @@ class Options:
     check_every: int | None = None
     nonfinite: Literal["raise", "skip"] = "raise"
     compile: Literal["auto"] | bool = "auto"
+    sync: Sync = EVERY_STEP
+    mode: Literal["training", "inference"] = "training"
+    objective: Literal["latency", "throughput"] = "latency"
+    cache_length: int | None = None
     layout: Layout | None = None
     from_layout: tuple[tuple[str, object], ...] = field(default=(), repr=False, compare=False)
 
@@ -147,7 +180,7 @@ class Options:
         if self.zero not in (None, *CHOICES["zero"]) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         self._check_numbers()
-        for name in ("last_batch", "check_inputs", "nonfinite"):
+        for name in ("last_batch", "check_inputs", "nonfinite", "mode", "objective", "batch_statistics"):
             if getattr(self, name) not in CHOICES[name]:
                 words = ", ".join(map(repr, CHOICES[name]))
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not known; one of {words}")
@@ -157,16 +190,31 @@ class Options:
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not known; one of {words}, or None to search")
         if self.precision not in (None, *PRECISIONS):
             raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")
-        if self.offload not in (None, True, False):
-            raise OptionsError(f"offload={self.offload!r} is not True, False, or None to search")
+        asked(self.offload)
         if self.compile != "auto" and not isinstance(self.compile, bool):
             raise OptionsError(f"compile={self.compile!r} is not 'auto', True or False")
+        check_sync(self.sync)
+        if self.mode == "inference" and self.sync != EVERY_STEP:
+            raise OptionsError(
+                f"sync={self.sync!r} is of training, and mode='inference' has no optimizer steps after which replicas "
+                "could exchange: leave sync out"
+            )
+        self._check_mode()
         pins: object = self.pins
         if not isinstance(pins, Mapping) or not all(isinstance(text, str) for pair in pins.items() for text in pair):
             raise OptionsError(
                 f"pins={pins!r} is not a dict of strings; write paths and placements, such as "
                 "{'lm_head.weight': 'S(0),R', 'layers.3': 'stage 1'}"
             )
+
+    def _check_mode(self) -> None:
+        """Raises :class:`OptionsError` for options of training under inference."""
+        for name in ("zero", "offload", "recompute", "sync") if self.mode == "inference" else ():
+            if getattr(self, name) not in (None, False, "none", 0, EVERY_STEP):
+                raise OptionsError(
+                    f'{name}={getattr(self, name)!r}, mode="inference": there are no gradients, optimizer state or '
+                    f"values saved for backward to place or to exchange; leave {name} out"
+                )
 
     def _take_from_layout(self) -> None:
         for name, value in self.from_layout:
@@ -200,6 +248,7 @@ class Options:
                 "torch.manual_seed, or None for torch's own seed"
             )
         counts = {"microbatches": "to search", "stages": "to search", "check_every": "for never", "pad_to": "for none"}
+        counts["cache_length"] = "for the length that each call needs"
         for name, none in counts.items():
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")

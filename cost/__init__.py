@@ -11,7 +11,7 @@ from autopar.cost.pipeline.bounds import bubble_fraction, step_lower_bound
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.pipeline.simulate import Simulation, simulate
 
-from .memory import reserve, usable_bytes, usable_host_bytes
+from .memory import reserve, usable_bytes, usable_host_bytes, usable_nvme_bytes
 
 __all__ = [
     "FAMILIES",
@@ -38,4 +38,5 @@ __all__ = [
     "total_flops",
     "usable_bytes",
     "usable_host_bytes",
+    "usable_nvme_bytes",
 ]

@@ -14,7 +14,7 @@ def reserve(cluster: Cluster) -> int:
     return device.reserve_bytes + math.ceil(device.reserve_fraction * device.memory_bytes)
 
 
-# The share of host memory that data loading, checkpoints and the system leave.
+# The share of host memory, and of a disk, that data loading, checkpoints and the system leave.
 # Our estimate (docs/cost-model.md, "Host memory").
 HOST_SHARE = 0.8
 
@@ -22,6 +22,11 @@ HOST_SHARE = 0.8
 def usable_host_bytes(cluster: Cluster) -> int:
     """Bytes of host memory that a plan may use for each device; 0 if there is none apart from the device's."""
     return int(HOST_SHARE * cluster.device.host_memory_bytes)
+
+
+def usable_nvme_bytes(cluster: Cluster) -> int:
+    """Bytes of the local disk that a plan may use for each device; 0 if there is none."""
+    return int(HOST_SHARE * cluster.device.nvme_bytes)
 
 
 def usable_bytes(cluster: Cluster) -> int:

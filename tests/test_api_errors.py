@@ -52,11 +52,11 @@ def test_options_plans_and_devices_of_another_kind() -> None:
     model, batch = plain()
     with pytest.raises(OptionsError, match=r"is not autopar.Options; give options=autopar.Options\("):
         autopar.plan(model, (2,), batch, options={"zero": 1})  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match=r"is not an autopar.Plan; read a plan file by autopar.Plan.from_json\("):
-        autopar.parallelize(model, (1,), plan="plan.json")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"plan=5 is not an autopar.Plan; give one, or the path or URL"):
+        autopar.parallelize(model, (1,), plan=5)  # type: ignore[arg-type]
     with pytest.raises(OptionsError, match="device='gpu' is not a type of device"):
         autopar.plan(model, (2,), batch, device="gpu")
-    with pytest.raises(OptionsError, match="looks like a path: give the text of the file"):
+    with pytest.raises(OptionsError, match=r"looks like a path: autopar.Plan.load\('plan.json'\) reads"):
         autopar.Plan.from_json("plan.json")
 
 

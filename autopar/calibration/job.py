@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster.description import Cluster, local_file
 from autopar.errors import OptionsError
+from autopar.files import FileName
 from autopar.runtime.comm.groups import mesh_groups
 
 from .combine_samples import mean, mean_device
@@ -46,7 +46,7 @@ def in_job() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 90.0) -> Cluster:
+def calibrate_job(path: FileName | None = None, seconds: float = 90.0) -> Cluster:
     """Measures, in about ``seconds``, the cluster in which this process is one device. All processes of the job call
     this and get the same cluster; rank 0 writes it to ``path``.
 
@@ -68,7 +68,7 @@ def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 9
         cluster = _with_links(described, fit_links(samples, shape, described.device), shape)
         text = [cluster.to_toml()]
         dist.broadcast_object_list(text, src=0)
-        target = Path(path).expanduser() if path is not None else local_file(cluster.name)
+        target = path if path is not None else local_file(cluster.name)
         if dist.get_rank() == 0:
             write_cluster(target, cluster)
         agree(0.0)

@@ -21,6 +21,7 @@ import torch
 
 from autopar.cluster.description import Cluster, Link, local_file
 from autopar.errors import OptionsError, WorkerError
+from autopar.files import FileName, local_path, sibling, write_text
 
 from .fit_device import fit_gpu
 from .fit_processes import available_cores, fit_cluster
@@ -71,9 +72,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: P
         raise WorkerError(f"measuring did not end in time; ranks {late} of {len(running)} were still at work")
 
 
-def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike[str] | None = None) -> Cluster:
+def calibrate(processes: int = 4, seconds: float = 40.0, path: FileName | None = None) -> Cluster:
     """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to
-    ``path``.
+    ``path``, a local path or a URL.
 
     The default ``path`` is where ``Cluster.get("local")`` looks (:func:`autopar.cluster.description.local_file`). If
     there are GPUs, they and their links are measured too, and written to the same folder as ``local-gpu``. Raises
@@ -86,14 +87,14 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike
         work = max(1.0, seconds - STARTUP_SECONDS)
         samples = _run_processes(processes, work, threads, Path(folder))
     cluster = fit_cluster(samples, threads)
-    target = Path(path).expanduser() if path is not None else local_file()
+    target = path if path is not None else local_file()
     write_cluster(target, cluster)
     if torch.cuda.is_available():
-        _calibrate_gpus(target.with_name("local-gpu.toml"), seconds)
+        _calibrate_gpus(sibling(target, "local-gpu.toml"), seconds)
     return cluster
 
 
-def _calibrate_gpus(target: Path, seconds: float) -> None:
+def _calibrate_gpus(target: str, seconds: float) -> None:
     """Measures the GPUs of this machine and writes them to ``target``. Several GPUs are measured by a job with one
     process each (:mod:`.job`), started by torchrun."""
     count = torch.cuda.device_count()
@@ -101,7 +102,7 @@ def _calibrate_gpus(target: Path, seconds: float) -> None:
         write_cluster(target, measure_gpu())
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    command += ["-m", "autopar", "calibrate", "--seconds", str(seconds), "--output", str(target)]
+    command += ["-m", "autopar", "calibrate", "--seconds", str(seconds), "--output", target]
     run_job(command, 300 + 4 * seconds)
 
 
@@ -125,12 +126,12 @@ def run_job(command: Sequence[str], limit: float) -> None:
             raise WorkerError(f"measuring GPUs {outcome}:\n{log.read()[-4000:]}")
 
 
-def write_cluster(path: Path, cluster: Cluster) -> None:
-    """Writes a temporary file and renames it, since another process may be reading the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(cluster.to_toml())
-    unfinished.replace(path)
+def write_cluster(path: FileName, cluster: Cluster) -> None:
+    """Writes the description; a local folder is made. Raises :class:`OptionsError`."""
+    local = local_path(path)
+    if local is not None:
+        local.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, cluster.to_toml())
 
 
 def measure_gpu(seconds: float = 10.0) -> Cluster:

@@ -214,7 +214,10 @@ def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[obj
         group.add_argument(f"--{name}", type=type(allowed[0]), choices=allowed, help=text)
 
     group = parser.add_argument_group("planning")
-    group.add_argument("--cluster", help="hardware to price for: a preset such as dgx-a100-80gb, or local")
+    group.add_argument(
+        "--cluster",
+        help="hardware to price for: a preset such as dgx-a100-80gb, local, or the path or URL of a calibration",
+    )
     group.add_argument("--memory-limit", type=checked(parse_bytes), help="bytes per device: 10GiB")
     group.add_argument(
         "--pin",

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from torch import nn
 
 from autopar.api import plan as plan_model
-from autopar.errors import OptionsError
 from autopar.plans.plan import Plan
 
 from .arguments import load_target, options_from
 from .output import Output
 
 TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
-
-
-def read_plan(path: str) -> Plan:
-    """Reads a plan in either of its forms, whatever the file's name. Raises :class:`OptionsError`."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        return Plan.from_text(text) if text.startswith("autopar plan") else Plan.from_json(text)
-    except OSError as error:
-        raise OptionsError(f"cannot read the plan {path!r}: {error.strerror}") from error
-    except (OptionsError, UnicodeDecodeError) as error:
-        raise OptionsError(f"{path!r}: {error}; `autopar plan --output` writes one") from error
 
 
 def make_plan(arguments: argparse.Namespace, output: Output) -> Plan:
@@ -45,8 +32,7 @@ def describe(model: nn.Module) -> str:
 def write_files(plan: Plan, arguments: argparse.Namespace) -> None:
     """Writes the files that ``--output`` and ``--html`` ask for."""
     if arguments.output:
-        path = Path(arguments.output)
-        write(path, plan.to_json() if path.suffix == ".json" else plan.to_text())
+        plan.save(arguments.output)
     if arguments.html:
         plan.to_html(arguments.html, getattr(arguments, "record", None))
 
@@ -56,11 +42,3 @@ def view(plan: Plan, form: str) -> object:
     if form in TABLES:
         return plan.table(by=form)
     return plan.tree() if form == "tree" else plan
-
-
-def write(path: Path, text: str) -> None:
-    """Writes ``text`` to ``path``. Raises :class:`OptionsError` if it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionsError(f"cannot write {str(path)!r}: {error.strerror}") from error

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from autopar.content.cache_folder import cache_folder
 from autopar.errors import OptionsError
+from autopar.files import exists, is_url, read_text
 from autopar.keywords import suggests_fields
 
 from .device import Device
@@ -173,7 +174,8 @@ class Cluster:
 
     @staticmethod
     def get(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
-        """The cluster itself, the preset of that name, or the cluster that a TOML file describes.
+        """The cluster itself, the preset of that name, or the cluster that a TOML file describes: its
+        path, or its URL.
 
         ``"local"`` is the last calibration of this machine (:func:`local_file`) if there is one, otherwise cautious
         shipped numbers; ``source`` says which. Raises :class:`OptionsError`.
@@ -185,31 +187,23 @@ class Cluster:
         name = os.fspath(cluster)
         measured = local_file(name)
         if name.startswith("local") and Path(name).name == name and measured.is_file():
-            description = Cluster.from_toml(_text(measured), str(measured))
+            description = Cluster.from_toml(read_text(measured, "the cluster"), str(measured))
             # Files written before backends were recorded describe gloo.
             description = replace(description, backend="gloo") if name == "local" else description
             return replace(description, source=f"{description.source}; read from {measured}")
         if name in PRESETS:
             description = Cluster.from_toml(PRESETS[name], f"preset {name!r}")
             return _with_memory_of_this_machine(description) if name == "local" else description
-        path = Path(name).expanduser()
-        if path.is_file():
-            description = Cluster.from_toml(_text(path), str(path))
-            check_units(description, str(path))
+        if is_url(name) or exists(name):
+            description = Cluster.from_toml(read_text(name, "the cluster"), name)
+            check_units(description, name)
             return description
         names = ", ".join(sorted(PRESETS))
         raise OptionsError(
             f"no cluster is called {name!r}, and no such file exists; presets are {names}. To describe your own, run "
             "`autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml file, edit it, "
-            "and give its path"
+            "and give its path or URL"
         )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionsError(f"{path} cannot be read as a cluster's TOML: {error}") from error
 
 
 def _part(link: Link, inside: list[Link], devices: int) -> tuple[int, ...]:

@@ -47,6 +47,11 @@ class Device:
         host_bandwidth: bytes per second each way between the device and its share of host memory while all devices of
             the host use theirs; 0: the host has no memory apart from the device's.
         host_memory_bytes: that share of host memory.
+        host_latency: seconds of one transfer between the two, in addition to ``launch_seconds``.
+        nvme_read_bandwidth, nvme_write_bandwidth: bytes per second between the device's process and its share of a
+            local disk while all devices of the host use theirs; 0: the host has none.
+        nvme_latency: seconds of one read or write in addition.
+        nvme_bytes: free bytes of that share of the disk.
         sustained: clock of a long run relative to that of the short runs in which the rates were measured: chips that
             reach their power limit slow down.
     """
@@ -72,6 +77,11 @@ class Device:
     update_bandwidth: float = 0.0
     host_bandwidth: float = 0.0
     host_memory_bytes: int = 0
+    host_latency: float = 0.0
+    nvme_read_bandwidth: float = 0.0
+    nvme_write_bandwidth: float = 0.0
+    nvme_latency: float = 0.0
+    nvme_bytes: int = 0
     host_seconds: float = 0.0
     dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
 
@@ -91,6 +101,11 @@ class Device:
             (self.host_bandwidth > 0) == (self.host_memory_bytes > 0),
             f"{where}: host_bandwidth and host_memory_bytes go together; give both or neither",
         )
+        disk = [self.nvme_read_bandwidth > 0, self.nvme_write_bandwidth > 0, self.nvme_bytes > 0]
+        require(
+            all(disk) or not any(disk),
+            f"{where}: nvme_read_bandwidth, nvme_write_bandwidth and nvme_bytes go together; give all three or none",
+        )
         for name in ("matmul_efficiency", "sustained"):
             require(0 < getattr(self, name) <= 1, f"{where}: {name} is not in (0, 1]")
         for name in ("attention_efficiency", "memory_stalls"):
@@ -104,8 +119,25 @@ class Device:
 
     @property
     def has_host(self) -> bool:
-        """Whether there is host memory, to which optimizer state can be offloaded."""
+        """Whether there is host memory, to which tensors can be offloaded."""
         return self.host_memory_bytes > 0
+
+    @property
+    def has_nvme(self) -> bool:
+        """Whether there is a local disk, to which tensors can be offloaded."""
+        return self.nvme_bytes > 0
+
+    def host_transfer(self, count: float) -> float:
+        """Seconds in which ``count`` bytes get from the device to host memory, or back."""
+        return self.launch_seconds + self.host_latency + count / self.host_bandwidth
+
+    def nvme_read(self, count: float) -> float:
+        """Seconds in which ``count`` bytes get from the disk to the process."""
+        return self.nvme_latency + count / self.nvme_read_bandwidth
+
+    def nvme_write(self, count: float) -> float:
+        """Seconds in which ``count`` bytes get from the process to the disk."""
+        return self.nvme_latency + count / self.nvme_write_bandwidth
 
     @cached_property
     def _rates(self) -> Mapping[torch.dtype, float]:
@@ -142,4 +174,9 @@ _NOT_NEGATIVE = (
     "host_seconds",
     "host_bandwidth",
     "host_memory_bytes",
+    "host_latency",
+    "nvme_read_bandwidth",
+    "nvme_write_bandwidth",
+    "nvme_latency",
+    "nvme_bytes",
 )

@@ -112,7 +112,8 @@ def _read_links(value: Any, where: str) -> tuple[Link, ...]:
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(("name", "source", "algorithm", "backend"), _text),
     **dict.fromkeys(
-        ("memory_bytes", "reserve_bytes", "host_memory_bytes", "processors", "adapters", "sharing"), _whole
+        ("memory_bytes", "reserve_bytes", "host_memory_bytes", "nvme_bytes", "processors", "adapters", "sharing"),
+        _whole,
     ),
     **dict.fromkeys(("peak_flops", "measurement", "dtype_efficiency"), _numbers),
     "overlaps": _truth,

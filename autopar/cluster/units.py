@@ -11,7 +11,7 @@ from .links import Link, require
 # No hardware has less (of memory, rates), or takes longer (a step of a message, starting an operation).
 # Chosen: orders of magnitude from any device, to catch a mistaken unit.
 LEAST_BYTES, LEAST_RATE, LEAST_BANDWIDTH, MOST_SECONDS = 2**20, 1e6, 1e3, 1.0
-_RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth")
+_RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth", "nvme_read_bandwidth", "nvme_write_bandwidth")
 _OF_DEVICE = ("launch_seconds", "view_seconds", "host_seconds", "function_seconds")
 _OF_CLUSTER = ("collective_seconds", "synchronisation_seconds")
 _OF_RATE = ("latency", "start", "ramp")

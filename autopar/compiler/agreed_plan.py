@@ -18,15 +18,15 @@ from .rank_zero import on_first_rank
 # What a plan is for, and what execution reads of it. Everything else (prices, seconds of planning, warnings) is for
 # people.
 _SUBJECT = ("batch", "mesh", "stages", "microbatches", "precision", "graph_hash")
-_CHOICE = ("parameters", "strategy_table", "strategies", "recomputed", "schedule")
-_PIPELINE = ("cuts", "schedule", "wires")
+_CHOICE = ("parameters", "strategy_table", "strategies", "recomputed", "offloaded", "schedule")
+_PIPELINE = ("cuts", "schedule", "wires", "own_statistics")
 
 
 def plan_identity(plan: Plan) -> str:
     """A hash of what ``plan`` is for and what it chooses: equal for plans that execute in the same way, whatever their
     prices and however long planning took."""
     data = plan_to_dict(plan)
-    fields = {name: data[name] for name in (*_SUBJECT, *_CHOICE)}
+    fields = {name: data.get(name) for name in (*_SUBJECT, *_CHOICE)}
     fields["pipeline"] = data["pipeline"] and {name: data["pipeline"][name] for name in _PIPELINE}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 

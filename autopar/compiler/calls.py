@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,8 +40,8 @@ from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import check_offered
-from autopar.planner.fixed_parameters import fixed_assignment
-from autopar.planner.plan_graph import check_same_graph
+from autopar.planner.fixed_parameters import Resting, fixed_assignment
+from autopar.planner.plan_graph import check_devices, check_same_graph
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
 from autopar.planner.request import PlanRequest
@@ -57,7 +58,7 @@ from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
 from .stages import StageCompiler
-from .traces import Traces
+from .traces import Traces, resting_caches
 
 _log = logging.getLogger("autopar.programs")
 # What to do where stages are needed.
@@ -67,7 +68,8 @@ _NO_STAGES = "A model that is called, not stepped, has no stages: for stages cal
 @dataclass
 class Compiler:
     """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh,
-    row-major; ``planned_from`` is what the plan was asked for."""
+    row-major; ``planned_from`` is what the plan was asked for. ``planners``: the ranks of which the first plans for
+    all, if these are more; ``finish`` adds to a new plan what the search does not know."""
 
     model: nn.Module
     mesh: tuple[int, ...]
@@ -79,10 +81,13 @@ class Compiler:
     loss_fn: LossFunction | None = None
     plan: Plan | None = None
     planned_from: PlanRequest | None = None
+    planners: AxisGroup | None = None
+    finish: Callable[[Plan], Plan] = lambda plan: plan
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
     _source: Compiler | None = None
     _traces: Traces = field(default_factory=Traces)
+    _resting: Resting = field(default_factory=dict)
 
     def copied_for(self, model: nn.Module) -> Compiler:
         """A compiler for ``model``, a copy of this one, under this one's plan, if there is one when the copy is first
@@ -94,15 +99,25 @@ class Compiler:
         if source is not None and self._base is None:
             self.plan, self._base, self.cluster = source.plan, source._base, source.cluster
         if self.plan is None or self._base is None:
-            self._plan_for(replace(request, training=True))
+            self._plan_for(request if self._infers else replace(request, training=True))
         base = self._traces.find(self.model, request, self._loss_fn(request), self.ranks)
         base = base or self._at_other_lengths(request) or self._prepare(request, grad=request.grad)
         batch = batch_size(request.args, request.kwargs)
         self._check_padded(request, batch)
-        if self._base is not None and request.grad and request.outputs != "each" and self._carries_over(base, batch):
+        self._resting = resting_caches(base, request)
+        if self._base is not None and self._runs_as_planned(request, base, batch):
             with suppress(_Indivisible):
                 return self._training_program(request, base, batch)
         return self._other_program(request, base, batch)
+
+    @property
+    def _infers(self) -> bool:
+        return self.options.mode == "inference"
+
+    def _runs_as_planned(self, request: Request, base: Prepared, batch: int) -> bool:
+        if self._infers:  # A prompt runs the operations of one token, and is worth other choices.
+            return base is self._base
+        return request.grad and request.outputs != "each" and self._carries_over(base, batch)
 
     def _plan_for(self, request: Request) -> None:
         """Plans training on such inputs, whatever the first call is for: parameters need placements, and training is
@@ -111,10 +126,11 @@ class Compiler:
         gradients and nothing else fits. Prices are rank 0's: with calibration files that differ between hosts, ranks
         would otherwise make different choices."""
         timings = Timings()
-        base = self._prepare(request, grad=True, timings=timings)
+        base = self._prepare(request, grad=not self._infers, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
         propose = partial(proposed_layouts, self.model, request.args, request.kwargs, self.loss_fn)
-        plan_request, called = replace(self._plan_request(base), propose=propose), request.outputs != "loss"
+        plan_request = replace(self._plan_request(base), propose=propose)
+        called = request.outputs != "loss" and not self._infers
         asked = _without_stages(plan_request) if called else plan_request
         self.planned_from = replace(asked, propose=None)  # Otherwise the batch would be held.
 
@@ -130,12 +146,13 @@ class Compiler:
                 return cached_plan(plan_request, timings)
 
         if self.plan is None:
-            self.plan = on_first_rank(self.ranks, make_plan)
+            self.plan = on_first_rank(self.planners or self.ranks, lambda: self.finish(make_plan()))
         else:
             self.planned_from = None
             self.plan.validate()
-            _check_devices(self.plan, self.mesh)
-            if not request.grad and self._may_be_for_training(base):
+            self.plan = self.finish(self.plan)
+            check_devices(self.plan, self.mesh)
+            if not request.grad and not self._infers and self._may_be_for_training(base):
                 return
             with evaluated_first(base):
                 check_same_graph(self.plan, base)
@@ -189,7 +206,7 @@ class Compiler:
         return self.loss_fn if request.outputs == "loss" else None
 
     def _trace(self, request: Request, grad: bool, timings: Timings | None, lengths: Lengths = ()) -> Prepared:
-        return prepare(
+        prepared = prepare(
             self.model,
             request.args,
             request.kwargs,
@@ -203,6 +220,7 @@ class Compiler:
             ranks=self.ranks,
             lengths=lengths,
         )
+        return prepared.without_loss() if self._infers else prepared
 
     def _carries_over(self, base: Prepared, batch: int) -> bool:
         """Whether the plan's choices apply to this trace: it has the same operations on the same parameters."""
@@ -224,7 +242,7 @@ class Compiler:
         is_planned = base is self._base and batch == self.plan.batch
         try:
             if self.plan.pipeline is not None:
-                return self._staged_training(base, batch)
+                return self._staged_training(request, base, batch)
             return self._whole_training(request, base, batch)
         except (PlanMismatchError, OptionsError) as error:
             if is_planned or self.options.last_batch == "error":
@@ -257,37 +275,41 @@ class Compiler:
             return self._staged_other(base, loss, batch)
         graph = self._annotate_alike(step_graph(base.graph, loss, batch))
         plan_request = replace(self._plan_request(base), mesh=self.plan.mesh)
-        places, limit = self.plan.parameters, float(self.plan.memory_limit) if request.grad else math.inf
-        assignment = on_first_rank(self.ranks, lambda: fixed_assignment(plan_request, graph, places, limit))
+        limited, places, resting = request.grad or self._infers, self.plan.parameters, self._resting
+        limit = float(self.plan.memory_limit) if limited else math.inf
+        assignment = on_first_rank(self.ranks, lambda: fixed_assignment(plan_request, graph, places, limit, resting))
         return self._lowered(graph, assignment, graph, base, batch)
 
-    def _staged_training(self, base: Prepared, batch: int) -> Compiled:
-        """The planned step in microbatches, or the same at another batch size."""
+    def _staged_training(self, request: Request, base: Prepared, batch: int) -> Compiled:
+        """The planned step in microbatches, or the same at another batch size. A call, unlike a step, returns every
+        output."""
         assert self.plan is not None and self._base is not None
         planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
+        graph = pipelined_graph(base.graph, None if request.outputs == "all" else base.loss, batch)
         if base is self._base and batch == self.plan.batch:
-            return self._as_compiled(self._stages().planned(planned, base.graph), planned, base, batch, planned=True)
-        graph = pipelined_graph(base.graph, base.loss, batch)
-        program = self._stages().refitted(graph, base.graph, planned, self._base.graph)
-        return self._as_compiled(program, graph, base, batch)
+            stages = self._stages().planned(graph, base.graph)
+            return self._as_compiled(stages.program, stages.caches, graph, base, batch, planned=True)
+        stages = self._stages().refitted(graph, base.graph, planned, self._base.graph)
+        return self._as_compiled(stages.program, stages.caches, graph, base, batch)
 
     def _staged_other(self, base: Prepared, loss: str | None, batch: int) -> Compiled:
         """Another graph of a model that was planned in stages: evaluation, other inputs, other gradients."""
         assert self.plan is not None and self._base is not None
         planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
         graph = pipelined_graph(base.graph, loss, batch)
-        program = self._stages().other(graph, base.graph, planned, self._base.graph)
-        return self._as_compiled(program, graph, base, batch)
+        stages = self._stages().other(graph, base.graph, planned, self._base.graph)
+        return self._as_compiled(stages.program, stages.caches, graph, base, batch)
 
     def _stages(self) -> StageCompiler:
         assert self.plan is not None and self._base is not None
         request, places = replace(self._plan_request(self._base), mesh=self.plan.mesh), self.plan.parameters
+        resting = self._resting
 
         def solve(graph: Graph) -> Assignment:
-            return on_first_rank(self.ranks, lambda: fixed_assignment(request, graph, places))
+            return on_first_rank(self.ranks, lambda: fixed_assignment(request, graph, places, caches=resting))
 
-        optimizer, index = self.options.optimizer, self.ranks.index
-        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotate_alike, solve)
+        optimizer, index, holds_for = self.options.optimizer, self.ranks.index, self._base.traced.holds_for
+        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotate_alike, solve, holds_for)
 
     def _check_padded(self, request: Request, batch: int) -> None:
         """Refuses to pad a step: its loss is computed from all rows, so padding would change it."""
@@ -302,6 +324,7 @@ class Compiler:
     def _as_compiled(
         self,
         program: Program | PipelineProgram,
+        caches: Resting,
         graph: Graph,
         base: Prepared,
         batch: int,
@@ -316,9 +339,8 @@ class Compiler:
         if self.options.last_batch == "pad" and batch == self.plan.batch:
             padding = PaddedRows(base.graph, batch, base.traced.holds_for, self.ranks)
         guards = base.traced.reads
-        return Compiled(
-            program, base.traced.signature, self.plan, fingerprint, guards=guards, planned=planned, padding=padding
-        )
+        signature = base.traced.signature
+        return Compiled(program, signature, self.plan, fingerprint, guards, planned, padding, caches)
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
@@ -354,7 +376,8 @@ class Compiler:
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         graph, assignment = recomputed(graph, assignment)
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
-        return self._as_compiled(overlap(lower(job, graph.outputs)), graph, base, batch, planned=planned)
+        program = overlap(lower(job, graph.outputs))
+        return self._as_compiled(program, assignment.resting(graph), graph, base, batch, planned=planned)
 
 
 def _messages(program: Program) -> list[tuple[str, Any]]:
@@ -374,13 +397,3 @@ class _Indivisible(Exception):
 
 def _without_stages(request: PlanRequest) -> PlanRequest:
     return replace(request, options=without_stages(request.options))
-
-
-def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
-    """Raises :class:`PlanMismatchError` if the user's plan is for another number of devices."""
-    devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
-    if devices != planned:
-        stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
-        raise PlanMismatchError(
-            f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
-        )

@@ -80,7 +80,20 @@ def _check(
         raise PlanMismatchError(f"the chunks are placed on different meshes: {', '.join(map(str, sorted(meshes)))}")
     if not all(0 <= at < size for at, size in zip(coordinate, (schedule.stages, *next(iter(meshes))), strict=True)):
         raise PlanMismatchError(f"no rank is at {coordinate} of {schedule.stages} stages of mesh {next(iter(meshes))}")
+    if pieces.own_statistics and any(
+        _forwards(schedule, chunk) != list(range(pieces.count)) for chunk in range(schedule.chunks)
+    ):
+        raise PlanMismatchError(
+            f"the schedule {schedule.name!r} runs the microbatches of a chunk out of order, but each of them "
+            "begins with the buffers that the one before left"
+        )
     _prove(schedule)
+
+
+def _forwards(schedule: Schedule, chunk: int) -> list[int]:
+    """The microbatches of a chunk's forwards, in the order of its rank."""
+    listed = schedule.ranks[schedule.placement[chunk]]
+    return [action.microbatch for action in listed if action.kind == "forward" and action.chunk == chunk]
 
 
 # A process that compiles the programs of many ranks proves their schedule once.
@@ -115,6 +128,8 @@ def _results(pieces: Microbatched, jobs: Sequence[Lowering]) -> Iterable[StagedR
     for index, job in enumerate(jobs):
         for output in job.graph.outputs:
             key = (output.kind, output.name)
+            if output.kind == "mutation" and output.name in job.graph.caches:
+                continue  # It stays on its stage.
             if output.kind in ("output", "mutation") and output.value is not None and key not in seen:
                 seen.add(key)
                 slot = job.output_slot(output, job.assignment.replicated)

@@ -8,24 +8,28 @@ on the stage that stores it, and its placements are solved anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cluster.description import Cluster
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
+from autopar.ir.node import symbol
 from autopar.ir.pipeline_program import PipelineProgram
-from autopar.ir.placements import coordinate_of
+from autopar.ir.placements import Placements, coordinate_of
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.ir.staged_graph import Staged
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
+from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import check_offered
 from autopar.planner.refit import corresponding, refit_plan
+from autopar.planner.step_graphs import graph_alone
 from autopar.plans.plan import Plan
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
@@ -41,9 +45,18 @@ Solve = Callable[[Graph], Assignment]
 
 
 @dataclass(frozen=True)
+class CompiledStages:
+    """The ``program`` of one rank, and where the caches of all stages rest inside a stage, by name."""
+
+    program: PipelineProgram
+    caches: Mapping[str, Placements]
+
+
+@dataclass(frozen=True)
 class StageCompiler:
     """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters have the
-    planned placements) work on the mesh inside a stage."""
+    planned placements) work on the mesh inside a stage. ``holds_for``: whether the traced graph holds at a batch
+    size."""
 
     plan: Plan
     cluster: Cluster
@@ -51,20 +64,21 @@ class StageCompiler:
     index: int
     annotate: Annotate
     solve: Solve
+    holds_for: Callable[[int], bool]
 
     @property
     def pipeline(self) -> PlannedPipeline:
         assert self.plan.pipeline is not None
         return self.plan.pipeline
 
-    def planned(self, graph: Graph, symbolic: Graph) -> PipelineProgram:
+    def planned(self, graph: Graph, symbolic: Graph) -> CompiledStages:
         """The program of the planned step; ``graph`` is concrete and without saved activations, ``symbolic`` is the
         same with a symbolic batch size."""
         pieces = self._pieces(graph, symbolic)
         annotated = self.annotate(SaveActivations()(pieces.graph))
         return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
 
-    def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
+    def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
 
         Raises:
@@ -80,7 +94,7 @@ class StageCompiler:
         staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
         return self._program(pieces, staged, assignment, after, checked=True)
 
-    def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
+    def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
         batch does not divide into as many as planned.
 
@@ -91,7 +105,7 @@ class StageCompiler:
         count = self.plan.microbatches
         while not _divides(graph, symbolic, count):
             count -= 1
-        pieces = microbatch(graph, count, split_inputs(symbolic))
+        pieces = self._other_pieces(graph, symbolic, count)
         cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
         homes = {path: chunks[0] for path, chunks in owners.items() if chunks}
         annotated = self.annotate(SaveActivations()(pieces.graph))
@@ -99,7 +113,35 @@ class StageCompiler:
         return self._program(pieces, cut(pieces, cuts, homes), self.solve(annotated), annotated, checked=trains)
 
     def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
-        return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))
+        return self._divided(graph, symbolic, self.plan.microbatches)
+
+    def _divided(self, graph: Graph, symbolic: Graph, count: int) -> Microbatched:
+        """The graph in ``count`` microbatches, of statistics of their own if the plan's are."""
+        alone = partial(self._alone, graph, symbolic, count) if self.pipeline.own_statistics else None
+        return microbatch(graph, count, split_inputs(symbolic), alone)
+
+    def _alone(self, graph: Graph, symbolic: Graph, count: int) -> Graph:
+        """``graph``, which is ``symbolic`` at some batch size, at a ``count``-th of that. Raises
+        :class:`OptionsError`."""
+        batch = _batch(graph, symbolic)
+        if not self.holds_for(batch // count):
+            raise OptionsError(
+                f"the model runs other operations on a microbatch of {batch // count} than on the batch of {batch}, so "
+                "that microbatches cannot be batches of their own: use fewer microbatches"
+            )
+        names = {(output.kind, output.name) for output in graph.outputs}
+        outputs = tuple(output for output in symbolic.outputs if (output.kind, output.name) in names)
+        return graph_alone(replace(symbolic, outputs=outputs), None, batch, count)
+
+    def _other_pieces(self, graph: Graph, symbolic: Graph, count: int) -> Microbatched:
+        """Without gradients, the whole batch at once where microbatches would need statistics of their own."""
+        trains = any(output.kind == "gradient" for output in graph.outputs)
+        try:
+            return self._divided(graph, symbolic, count) if trains else microbatch(graph, count, split_inputs(symbolic))
+        except CoupledError:
+            if trains or not self.pipeline.own_statistics:
+                raise
+        return microbatch(graph, 1, split_inputs(symbolic))
 
     def _choices(self, annotated: Graph) -> Assignment:
         check_offered(self.plan, annotated)
@@ -107,7 +149,7 @@ class StageCompiler:
 
     def _program(
         self, pieces: Microbatched, staged: Staged, assignment: Assignment, annotated: Graph, checked: bool = False
-    ) -> PipelineProgram:
+    ) -> CompiledStages:
         schedule = self._schedule(staged, pieces)
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         devices = math.prod(self.plan.mesh)
@@ -118,7 +160,8 @@ class StageCompiler:
             peak = max(price_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
             check_memory(self.plan, peak, pieces.graph, "microbatches of ")
         coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
-        return pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
+        program = pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
+        return CompiledStages(program, assignment.resting(annotated))
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""
@@ -131,6 +174,21 @@ class StageCompiler:
             return forward_only(schedule)
         same = schedule.edges == planned.edges and schedule.microbatches == planned.microbatches
         return planned if same else schedule
+
+
+def _batch(graph: Graph, symbolic: Graph) -> int:
+    """The batch size at which ``graph`` is ``symbolic``; 0 if that has no symbol."""
+    sizes = {node.target: node.type.shape for node in graph.placeholders("input")}
+    symbols = [symbol(name) for name, _ in symbolic.symbols]
+    return next(
+        (
+            int(number)
+            for node in symbolic.placeholders("input")
+            for size, number in zip(node.type.shape, sizes.get(node.target, ()), strict=False)
+            if size in symbols
+        ),
+        0,
+    )
 
 
 def check_memory(plan: Plan, peak: int, graph: Graph, what: str = "") -> None:
@@ -147,5 +205,5 @@ def check_memory(plan: Plan, peak: int, graph: Graph, what: str = "") -> None:
 def _divides(graph: Graph, symbolic: Graph, count: int) -> bool:
     """Whether every divided input divides into ``count`` microbatches."""
     dims = split_inputs(symbolic)
-    sizes = [int(n.type.shape[d]) for n in graph.placeholders("input") if (d := dims.get(n.target)) is not None]
+    sizes = [int(n.type.shape[d]) for n in graph.inputs if (d := dims.get(n.target)) is not None]
     return count == 1 or (bool(sizes) and all(size % count == 0 for size in sizes))

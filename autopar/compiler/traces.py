@@ -11,9 +11,11 @@ from torch import nn
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.node import Dim, TensorType, symbol
+from autopar.ir.placements import Placements
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, circumstances
 from autopar.runtime.calls.compiled import OutputsWanted, Request
 from autopar.runtime.calls.kind import Leaf
+from autopar.runtime.calls.resident import placements_of
 from autopar.runtime.calls.signature import flatten_as
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.lengths import BATCH, Length, Lengths, varying
@@ -124,7 +126,7 @@ def _at_lengths(base: Prepared, tensors: Mapping[str, torch.Tensor]) -> Prepared
 
 def _types(base: Prepared) -> dict[str, TensorType]:
     """The traced inputs."""
-    return {node.target: node.type for node in base.graph.placeholders("input")}
+    return {node.target: node.type for node in base.graph.inputs}
 
 
 def _tensors(base: Prepared, request: Request) -> dict[str, torch.Tensor] | None:
@@ -146,6 +148,14 @@ def _tensors(base: Prepared, request: Request) -> dict[str, torch.Tensor] | None
         else:
             found[name] = leaf
     return found
+
+
+def resting_caches(base: Prepared, request: Request) -> dict[str, Placements]:
+    """Where the caches of a call of this trace rest, by name; those that do not rest anywhere yet are left out."""
+    signature = base.traced.signature
+    leaves = flatten_as(signature.input_spec, request.args, request.kwargs)
+    named = zip(signature.input_names, leaves, strict=True)
+    return placements_of({name: leaf for name, leaf in named if name is not None})
 
 
 def _same_but_batch(base: Prepared, tensors: Mapping[str, torch.Tensor], batch: int) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.offload import Tier
 
 from .graph import Graph
 from .node import Node, Output, Phase, TensorType, Value
@@ -22,6 +25,18 @@ class Recomputed(Strategy):
         return f"{self.plain}, recomputed"
 
 
+@dataclass(frozen=True)
+class Offloaded(Strategy):
+    """The strategy of a saved activation that rests in host memory from forward to backward."""
+
+    @property
+    def plain(self) -> Strategy:
+        return Strategy(self.inputs, self.outputs, self.local)
+
+    def __str__(self) -> str:
+        return f"{self.plain}, in host memory until backward"
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterPlacement:
     """The placements of a parameter, its gradient and its optimizer state.
@@ -29,14 +44,14 @@ class ParameterPlacement:
     ``weight``: the placements of its value while a step runs; a use that needs more gathers it each time. ``gradient``:
     what its gradient is reduced to. ``optimizer``: the placements of its optimizer state and of the DTensor that the
     user sees and the optimizer updates; if they shard more than ``weight``, the updated value is gathered once a step
-    (ZeRO-1 and 2). ``offload``: whether the optimizer state is kept in host memory, and on the device only while it is
-    updated.
+    (ZeRO-1 and 2). ``offload``: the memory in which the optimizer state is kept, while it is on the device only for its
+    update; "": the device's.
     """
 
     weight: Placements
     gradient: Placements
     optimizer: Placements
-    offload: bool = False
+    offload: Tier | Literal[""] = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Assignment:
     """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node
     name. ``sends[name]``: the placements in which the value ``name`` is sent to other pipeline stages. ``recomputed``:
     the forward nodes that backward runs again (:func:`autopar.passes.recompute.recompute.recomputed` carries it
+    out). ``offloaded``: the saved activations that rest in host memory (:mod:`autopar.passes.lower.lower` carries it
     out)."""
 
     mesh: tuple[int, ...]
@@ -51,12 +67,23 @@ class Assignment:
     parameters: Mapping[str, ParameterPlacement]
     sends: Mapping[str, tuple[Placements, ...]] = field(default_factory=dict)
     recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
     def placements_of(self, value: Value) -> Placements:
         """The placements of the result ``value`` after its node has run."""
         if value.node in self.parameters:
             return self.parameters[value.node].weight
         return self.strategies[value.node].outputs[value.index]
+
+    def place_of_result(self, graph: Graph, output: Output) -> Placements:
+        """The placements in which a step leaves a result of the model: those of a cache where they were, and whatever
+        it returns, or writes to its buffers, whole on every device."""
+        cache = graph.caches.get(output.name) if output.kind == "mutation" else None
+        return self.replicated if cache is None else self.strategies[cache.name].outputs[0]
+
+    def resting(self, graph: Graph) -> dict[str, Placements]:
+        """Where the caches of ``graph`` rest, by name."""
+        return {name: self.strategies[node.name].outputs[0] for name, node in graph.caches.items()}
 
     @property
     def replicated(self) -> Placements:
@@ -126,4 +153,4 @@ def _output_uses(graph: Graph, assignment: Assignment, output: Output) -> Iterat
         yield Use(value, kind, phase, "gradient", source, assignment.parameters[consumer].gradient, consumer)
     else:
         role = "gradient" if output.kind == "input_gradient" else "output"
-        yield Use(value, kind, phase, role, source, assignment.replicated, output.name)
+        yield Use(value, kind, phase, role, source, assignment.place_of_result(graph, output), output.name)

@@ -17,10 +17,11 @@ With ``to_text(annotated=True)`` the strategies and classes that passes have fil
 
 Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every operand index exists
 and is a tensor; forward reads nothing that backward computes; a gradient has the type that its parameter is stored in,
-an input's gradient the type of the input, a buffer's new value the type of the buffer; a saved activation
+an input's gradient the type of the input, the new value of a buffer or cache its type; a saved activation
 (``autopar.saved``) has the type of its operand. Placeholder operations are ``param``, ``buffer``, ``input``,
-``tangent``, ``constant`` and ``receive`` (a value of another pipeline stage) and ``random`` (the state of
-:mod:`autopar.ops.random`) with one string argument. A ``param`` may also say in which dtype it is ``stored``
+``tangent``, ``constant`` and ``receive`` (a value of another pipeline stage), ``random`` (the state of
+:mod:`autopar.ops.random`) and ``cache`` (an input that stays on the devices between calls, which change it in place, in
+the placement that the plan chooses) with one string argument. A ``param`` may also say in which dtype it is ``stored``
 (:attr:`Node.stored`) and that its gradient is that of a ``scaled`` loss.
 """
 
@@ -98,6 +99,25 @@ class Graph:
         return frozenset(
             n.name for n in self.nodes if n.op == SAVED_ACTIVATION and n.phase == "forward" and n.name in read
         )
+
+    @cached_property
+    def caches(self) -> Mapping[str, Node]:
+        """The placeholders of the caches by their names."""
+        return {node.target: node for node in self.placeholders("cache")}
+
+    @cached_property
+    def new_caches(self) -> Mapping[Value, tuple[str, ...]]:
+        """The values that caches get, each with the names of their placeholders' nodes."""
+        found: dict[Value, tuple[str, ...]] = {}
+        for output in self.outputs:
+            if output.kind == "mutation" and output.value is not None and output.name in self.caches:
+                found[output.value] = (*found.get(output.value, ()), self.caches[output.name].name)
+        return found
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The placeholders of what a call passes: inputs and caches, in order."""
+        return tuple(node for node in self.nodes if node.op in ("input", "cache"))
 
     @cached_property
     def parameters(self) -> Mapping[str, Node]:

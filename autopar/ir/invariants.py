@@ -10,6 +10,8 @@ from .node import SAVED_ACTIVATION, Node, Output, TensorType, Value
 
 # By the kind of an output, the operation of the placeholder that has the output's name and must have its type.
 _OWNERS = {"gradient": "param", "input_gradient": "input", "mutation": "buffer"}
+# Caches are changed as buffers are.
+_OWNED = {"cache": "buffer"}
 
 
 def check_nodes(nodes: Iterable[Node]) -> dict[str, Node]:
@@ -42,7 +44,7 @@ def _check_use(node: Node, value: Value, source: Node) -> None:
 def check_outputs(outputs: Iterable[Output], defined: Mapping[str, Node]) -> None:
     """Raises :class:`GraphError` naming the first of ``outputs`` that no node computes, or whose type differs from that
     of the parameter, input or buffer it belongs to."""
-    owners = {(node.op, node.target): node for node in defined.values() if node.is_placeholder}
+    owners = {(_OWNED.get(node.op, node.op), node.target): node for node in defined.values() if node.is_placeholder}
     for output in outputs:
         if output.value is None:
             continue

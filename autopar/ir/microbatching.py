@@ -17,5 +17,9 @@ class Repeats:
     accumulates: bool = False
     stages: int = 1
 
+    def copies_of(self, placeholder: str) -> int:
+        """How many microbatches' parts of a placeholder of this operation rest on the device: all of a cache."""
+        return self.microbatches if placeholder == "cache" else 1
+
 
 ONCE = Repeats()

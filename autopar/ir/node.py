@@ -17,7 +17,7 @@ Dim: TypeAlias = int | sympy.Expr
 Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
-PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
+PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random", "cache")
 # The keyword of a parameter that is stored in another dtype than the graph reads (:attr:`Node.stored`).
 STORED = "stored"
 # The keyword of a parameter whose gradient is that of a scaled loss.
@@ -30,6 +30,8 @@ SAVED_ACTIVATION_BEFORE = "autopar.rest"
 RECOMPUTED = "_recomputed"
 # The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.
 VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
+# A copy in another dtype.
+CAST = "aten._to_copy.default"
 
 SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -171,8 +173,9 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Output:
     """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``,
-    the ``input_gradient`` of an input, the new value (``mutation``) of the buffer ``name``, or the value ``name`` to
-    ``send`` to other pipeline stages. ``value`` is None for a result that is None (a parameter without gradient)."""
+    the ``input_gradient`` of an input, the new value (``mutation``) of the buffer or cache ``name``, or the value
+    ``name`` to ``send`` to other pipeline stages. ``value`` is None for a result that is None (a parameter without
+    gradient)."""
 
     kind: OutputKind
     name: str

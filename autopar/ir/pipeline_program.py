@@ -42,7 +42,8 @@ class StagedParameter:
 class StagedResult:
     """A model output or the new value of a buffer: ``slot`` as each microbatch gives it, whole on every rank of the
     stage that has ``chunk``. ``combine`` says how the results of the microbatches become that of the step:
-    ``concatenate:<dim>``, ``sum`` or ``same``."""
+    ``concatenate:<dim>``, ``sum``, ``same``, or ``last``: every microbatch begins with the buffers that the one before
+    left."""
 
     slot: TensorSlot
     chunk: int
@@ -89,6 +90,11 @@ class PipelineProgram:
     @property
     def microbatches(self) -> int:
         return self.schedule.microbatches
+
+    @property
+    def updates_in_turn(self) -> bool:
+        """Whether microbatches read the buffers that the ones before them left."""
+        return any(result.combine == "last" for result in self.results)
 
     def stage_of(self, chunk: int) -> int:
         return self.schedule.placement[chunk]

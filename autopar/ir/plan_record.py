@@ -14,6 +14,7 @@ from .assignment import Assignment, ParameterPlacement
 from .node import RECOMPUTED
 from .placements import Placements, Strategy
 from .planned_pipeline import PlannedPipeline
+from .planned_sync import PlannedSync
 from .program import CollectiveKind
 
 Item = TypeVar("Item")
@@ -40,7 +41,8 @@ class ReshardStep:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer, offload, or hidden: minus the communication that computation overlaps. ``name`` is the node
+    refresh, optimizer, offload (optimizer state to the device and back), swap (a saved activation to host memory and
+    back), or hidden: minus the communication that computation overlaps. ``name`` is the node
     computed, the value moved, or where communication is overlapped; it happens ``times`` a step (once for each
     microbatch, or once), on the devices of pipeline stage ``stage``.
     """
@@ -115,7 +117,9 @@ class PlannedCollective:
     reason: str
 
 
-LineKind = Literal["compute", "exchange", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
+LineKind = Literal[
+    "compute", "exchange", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "swap", "hidden"
+]
 # The name of the line in which all devices agree on the loss scale of fp16; the line belongs to no node.
 LOSS_SCALE = "loss scale"
 # The kinds that are paid once a step, however many microbatches it has.
@@ -132,7 +136,9 @@ class Predicted:
         mfu: FLOPs of the model over what all devices could do in the step.
         freed_seconds: what the busiest stage computes faster than its lines say because others that share its
             processors wait: step = compute + comm + bubble - freed.
-        host_bytes: optimizer state in host memory, not part of the peak.
+        host_bytes: optimizer state and saved activations in host memory, not part of the peak, and the buffers through
+            which state of a disk passes.
+        nvme_bytes: optimizer state on a local disk.
     """
 
     step_seconds: float
@@ -149,9 +155,12 @@ class Predicted:
     mfu: float
     freed_seconds: float = 0.0
     host_bytes: int = 0
+    nvme_bytes: int = 0
 
     def to_dict(self) -> dict[str, float | int]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        figures = {name: getattr(self, name) for name in self.__slots__}
+        # Earlier versions of autopar do not know it.
+        return figures if self.nvme_bytes else {name: n for name, n in figures.items() if name != "nvme_bytes"}
 
 
 @dataclass(frozen=True)
@@ -179,9 +188,11 @@ class PlanRecord:
         rules: where the sharding rules of an operation come from: written, DTensor, registered, probed, or fallback and
             why there are none.
         recomputed: the forward nodes that backward runs again because memory is short; their copies are nodes too.
+        offloaded: the saved activations that rest in host memory from forward to backward.
         precision: the policy (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
         layout: the fields of the layout that restricted the search, as ``Layout.parse`` reads them; "" if none did.
         tied: other names of tied parameters: the name under which ``parameters`` has them.
+        sync: how this replica stays together with others; None: there are none, and ``mesh`` is the whole one.
     """
 
     model: str
@@ -218,9 +229,11 @@ class PlanRecord:
     rules: Mapping[str, str] = field(default_factory=dict)
     pipeline: PlannedPipeline | None = None
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     precision: Precision = "fp32"
     layout: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
+    sync: PlannedSync | None = None
 
     @property
     def placements(self) -> Mapping[str, Placements]:
@@ -251,7 +264,13 @@ class PlanRecord:
         parameters = {names[path]: place for path, place in self.parameters.items()}
         copies = {name + RECOMPUTED for name in self.recomputed}
         strategies = {name: strategy for name, strategy in self.strategies.items() if name not in copies}
-        return Assignment(self.mesh, strategies, parameters, recomputed=frozenset(self.recomputed))
+        return Assignment(
+            self.mesh,
+            strategies,
+            parameters,
+            recomputed=frozenset(self.recomputed),
+            offloaded=frozenset(self.offloaded),
+        )
 
     def collectives(self, stage: int | None = None) -> tuple[PlannedCollective, ...]:
         """Every collective of a step, equal ones counted together; of all pipeline stages, or those that the devices of

@@ -65,6 +65,7 @@ class PlannedPipeline:
         peaks: peak bytes on the devices of each pipeline rank.
         update_seconds: of optimizer and weight refresh, after all reductions.
         hides: whether reductions are sent while their rank computes.
+        own_statistics: whether every microbatch is a batch of its own (``Options(batch_statistics="microbatch")``).
         hosts, speeds: where pipeline ranks share processors, the host of each, and how fast each is while 1, 2, ... of
             a host compute.
     """
@@ -80,6 +81,7 @@ class PlannedPipeline:
     hides: bool = False
     hosts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
+    own_statistics: bool = False
 
     @property
     def chunks(self) -> int:

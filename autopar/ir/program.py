@@ -10,6 +10,8 @@ Operations are named as in the graph (``aten.mm.default``, run as they are), ``a
 ``collective.all_to_all(x, axes, gather_dim, gather_size, gather_before, scatter_dim, scatter_before)``
 ``collective.wait(handle)``                   the tensor of a collective started before
 ``collective.slice(x, axes, dim, before)``    R -> S, no communication
+``host.store(x)``                             a copy of a saved activation in host memory
+``host.fetch(copy)``                          starts to read it back; ``collective.wait`` gives the tensor
 ``collective.partial(x, axes)``               R -> P(sum): zero except on the first device of the axes
 =========================================== =========================================================================
 

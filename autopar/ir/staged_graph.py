@@ -43,13 +43,15 @@ class Staged:
     ``owners`` gives, for each parameter, the chunks that use it, starting with the one that holds it: the others are
     sent its value once a step, and send back their part of the gradient, which is added. ``prelude`` computes, once a
     step and on the whole batch, what a microbatch must know of the others (such as the number of tokens that count);
-    its output ``name`` is the placeholder ``input(name)`` of the chunks.
+    its output ``name`` is the placeholder ``input(name)`` of the chunks. ``own_statistics``: whether every microbatch
+    is a batch of its own, which reads buffers as the one before left them.
     """
 
     chunks: tuple[Graph, ...]
     edges: tuple[Edge, ...]
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prelude: Graph | None = None
+    own_statistics: bool = False
 
     def links(self) -> tuple[tuple[int, int], ...]:
         """The pairs of chunks between which forward values are sent."""

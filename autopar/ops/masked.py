@@ -37,6 +37,7 @@ from .experts import OPERATIONS as EXPERT_OPERATIONS
 from .grouped_mm import grouped_backward, grouped_inner, grouped_rows
 from .index_range import any_outside, poisoned
 from .random import DRAWS
+from .write_rows import OPERATIONS as WRITE_OPERATIONS
 
 Number = int | float | bool
 Indices = Sequence[torch.Tensor | None]
@@ -256,6 +257,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = (
     | ATTENTION_OPERATIONS
     | EXPERT_OPERATIONS
     | CTC_OPERATIONS
+    | WRITE_OPERATIONS
     | DRAWS
 )
 """The local operations by the names that programs use, including those of :mod:`.random`."""

@@ -18,12 +18,13 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import DTYPE_NAMES, SAVED_ACTIVATION, Node
 from autopar.ir.placements import short
 from autopar.ir.plan_record import Alternative, Alternatives, PlanNode, ResidentTensor
+from autopar.offload import TIER_NAMES
 from autopar.solver.problem import Floats, Ints, Problem, Transfer, Window, sides_of
 
 from .choices import Choice
 from .constraints import module_outputs
 from .formulation import Instance
-from .memory_bound import held_bytes
+from .memory_bound import held_bytes, rests_on_device
 from .placed_step import PlacedStep
 from .prices import local_bytes
 
@@ -76,11 +77,11 @@ def holdings(step: PlacedStep) -> Iterator[ResidentTensor]:
             parts = zip(("weight", "gradient", "optimizer"), held_bytes(step, node), strict=True)
             module = node.target.rpartition(".")[0]
             yield from (ResidentTensor(kind, node.name, module, count) for kind, count in parts if count)
-        elif node.is_placeholder or node.name in step.graph.kept:
+        elif node.is_placeholder or rests_on_device(step, node):
             place = step.assignment.strategies[node.name].outputs[0]
             count = local_bytes(node.type, place, step.prices.mesh)
             is_activation = node.op in (SAVED_ACTIVATION, "receive")
-            resident = count * step.repeats.in_flight if is_activation else count
+            resident = count * (step.repeats.in_flight if is_activation else step.repeats.copies_of(node.op))
             yield ResidentTensor("activation" if is_activation else "input", node.name, node.module, resident)
 
 
@@ -159,7 +160,7 @@ def choice_text(choice: Choice) -> str:
     if not isinstance(choice, ParameterPlacement):
         return str(choice)
     weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))
-    host = " in host memory" if choice.offload else ""
+    host = f" in {TIER_NAMES[choice.offload]}" if choice.offload else ""
     if weight == gradient == optimizer:
         return weight + (", optimizer state" + host if host else "")
     return f"weight {weight}, gradient {gradient}, optimizer {optimizer}{host}"

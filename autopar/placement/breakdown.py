@@ -15,7 +15,14 @@ from autopar.ir.node import SAVED_ACTIVATION, Phase
 from autopar.ir.plan_record import LOSS_SCALE, LineKind
 from autopar.ir.reshard import Collective, Hop, make_hop
 
-from .item_prices import adding_seconds, agreement_seconds, casting_seconds, offload_seconds, optimizer_seconds
+from .item_prices import (
+    adding_seconds,
+    agreement_seconds,
+    casting_seconds,
+    offload_seconds,
+    optimizer_seconds,
+    swap_seconds,
+)
 from .memory_bound import Memory, memory
 from .overlap_windows import OverlapWindow, Priced, seconds_of_sections, windows_of
 from .placed_step import PlacedStep, trained
@@ -74,6 +81,7 @@ def cost_breakdown(
         *_optimizer_lines(step),
         *([CostLine("optimizer", LOSS_SCALE, "", "backward", agreeing)] if agreeing else []),
         *_shared_parameter_lines(step),
+        *_swap_lines(step),
     )
     if windows is None:
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
@@ -136,6 +144,15 @@ def _optimizer_lines(step: PlacedStep) -> Iterator[CostLine]:
         moving = offload_seconds(prices, node, place, optimizer) if node.target in updated else 0.0
         if moving:
             yield CostLine("offload", node.name, node.target.rpartition(".")[0], "backward", moving)
+
+
+def _swap_lines(step: PlacedStep) -> Iterator[CostLine]:
+    for node in step.graph.nodes:
+        if node.name in step.assignment.offloaded and node.name in step.graph.kept:
+            seconds = swap_seconds(step.prices, node, step.assignment.strategies[node.name], step.repeats)
+            # Both ways are paid in equal parts: out in forward, and back in backward.
+            for phase in ("forward", "backward"):
+                yield CostLine("swap", node.name, node.module, phase, seconds / 2, (), step.repeats.microbatches)
 
 
 def _shared_parameter_lines(step: PlacedStep) -> Iterator[CostLine]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import ParameterPlacement, Recomputed
+from autopar.cost import usable_nvme_bytes
+from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Strategy
+from autopar.optimizers import optimizer_bytes
+from autopar.passes.recompute.recomputable import live_shares
 from autopar.solver.problem import Group, Transfer
 
 from .choices import OUTPUTS, Choice, ChoiceSets
@@ -22,8 +27,10 @@ from .item_prices import (
     offloaded_bytes,
     optimizer_seconds,
     parameter_bytes,
+    swap_seconds,
     temporary_bytes,
 )
+from .memory_bound import NVME_BUFFERS
 from .prices import local_bytes
 
 
@@ -47,7 +54,7 @@ class ChoiceCosts:
             return Group(name, seconds, np.zeros(1), np.zeros(1), np.zeros(1))
         count, node, choices = choice_sets.counts[name], choice_sets.graph[name], choice_sets.choices[name]
         rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
-        host = np.array([self._offloaded_bytes(node, choice) for choice in choices], dtype=np.float64)
+        host = np.array([self._host_bytes(node, choice) for choice in choices], dtype=np.float64)
         return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2], host * count)
 
     def rerun(self, name: str) -> Transfer:
@@ -71,6 +78,9 @@ class ChoiceCosts:
         prices, raw = self.choice_sets.prices, float(self._accumulator_bytes(node, choice))
         if node.is_placeholder or node.op == SAVED_ACTIVATION:
             held = local_bytes(node.type, choice.outputs[0], prices.mesh)
+            if isinstance(choice, Offloaded):
+                seconds = swap_seconds(prices, node, choice, self.choice_sets.repeats)
+                return seconds, self._live_shares[node.name] * held + raw, 0.0
             return 0.0, self._copies_held(node, choice) * held + raw, 0.0
         seconds = self._run_seconds(node, choice)
         seconds += adding_seconds(prices, node, choice, self.gradients, self.choice_sets.repeats)
@@ -87,13 +97,44 @@ class ChoiceCosts:
         seconds += offload_seconds(prices, node, place, optimizer)
         if place.weight != place.optimizer:
             seconds += prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
-        return seconds, float(sum(parts)), float(self._offloaded_bytes(node, place))
+        visiting = offloaded_bytes(prices, node, place, optimizer)
+        if place.offload == "nvme" and not prices.cluster.device.has_host:
+            visiting *= NVME_BUFFERS
+        if place.offload == "nvme" and not self._fits_on_disk(node, place):
+            seconds = math.inf
+        return seconds, float(sum(parts)), float(visiting)
 
-    def _offloaded_bytes(self, node: Node, choice: Choice) -> int:
-        """Bytes in host memory. While they are on the device for the update, they count as temporary."""
-        if not isinstance(choice, ParameterPlacement) or node.target not in self.choice_sets.trained:
+    def _fits_on_disk(self, node: Node, place: ParameterPlacement) -> bool:
+        """Whether the disk has room for this share of every parameter's state. The disk is far larger than memory, so
+        its limit is kept parameter by parameter instead of by a row of the program."""
+        whole = optimizer_bytes(self.choice_sets.optimizer, node.stored)
+        share = offloaded_bytes(self.choice_sets.prices, node, place, self.choice_sets.optimizer) / int(whole)
+        return share * self._all_states <= usable_nvme_bytes(self.choice_sets.prices.cluster)
+
+    @cached_property
+    def _all_states(self) -> int:
+        """Bytes of the optimizer state of all parameters together."""
+        choice_sets = self.choice_sets
+        trained = (node for node in choice_sets.graph.placeholders("param") if node.target in choice_sets.trained)
+        return sum(
+            int(optimizer_bytes(choice_sets.optimizer, node.stored)) * choice_sets.count_of(node.name)
+            for node in trained
+        )
+
+    @cached_property
+    def _live_shares(self) -> Mapping[str, float]:
+        return live_shares(self.choice_sets.graph)
+
+    def _host_bytes(self, node: Node, choice: Choice) -> int:
+        """Bytes in host memory. While state is on the device for the update, it counts as temporary."""
+        choice_sets = self.choice_sets
+        if isinstance(choice, Offloaded):
+            held = local_bytes(node.type, choice.outputs[0], choice_sets.prices.mesh)
+            return held * choice_sets.repeats.in_flight
+        if not isinstance(choice, ParameterPlacement) or node.target not in choice_sets.trained:
             return 0
-        return offloaded_bytes(self.choice_sets.prices, node, choice, self.choice_sets.optimizer)
+        is_here = choice.offload == "host"
+        return offloaded_bytes(choice_sets.prices, node, choice, choice_sets.optimizer) if is_here else 0
 
     def _run_seconds(self, node: Node, choice: Strategy) -> float:
         """Seconds of one node in all microbatches."""
@@ -110,7 +151,8 @@ class ChoiceCosts:
         """The number of copies of a value that the device holds at once."""
         if isinstance(choice, Recomputed) and self.choice_sets.recomputable is not None:
             return self.choice_sets.recomputable.shares[node.name]
-        return self.choice_sets.repeats.in_flight if node.op == SAVED_ACTIVATION else 1
+        repeats = self.choice_sets.repeats
+        return repeats.in_flight if node.op == SAVED_ACTIVATION else repeats.copies_of(node.op)
 
     def _accumulator_bytes(self, node: Node, choice: Strategy) -> int:
         """Bytes of the accumulators for gradients that the node computes as partial sums."""

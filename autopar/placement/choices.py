@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.ir.assignment import ParameterPlacement, Recomputed
+from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
-from autopar.ir.node import Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import REPLICATE, Placements, Strategy
+from autopar.offload import TIERS, Destination
 from autopar.optimizers import optimizer_bytes
 from autopar.passes.recompute.recomputable import Recomputable
 
-from .parameter_choices import in_host_memory, parameter_choices
+from .parameter_choices import parameter_choices, with_state_in
 from .placed_step import trained
 from .prices import Prices
 
@@ -34,7 +35,7 @@ class ChoiceSets:
     optimizer: str
     repeats: Repeats = ONCE
     recomputable: Recomputable | None = None
-    offload: bool = False
+    offload: frozenset[Destination] = frozenset()
     multiplicity: Mapping[str, int] = field(default_factory=dict)
 
     def class_of(self, node: str) -> str:
@@ -70,10 +71,17 @@ class ChoiceSets:
     @cached_property
     def results(self) -> frozenset[Value | None]:
         """The values that the model returns or writes to its buffers."""
-        return frozenset(o.value for o in self.graph.outputs if o.kind in ("output", "mutation"))
+        caches = self.graph.caches
+        return frozenset(
+            o.value for o in self.graph.outputs if o.kind == "output" or (o.kind == "mutation" and o.name not in caches)
+        )
 
     def may_run_again(self, name: str) -> bool:
         return self.recomputable is not None and name in self.recomputable.nodes
+
+    def may_offload(self, name: str) -> bool:
+        """Whether a node is a saved activation that may rest in host memory."""
+        return ("activations", "host") in self.offload and self.graph[name].op == SAVED_ACTIVATION
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
         if name == OUTPUTS:
@@ -81,15 +89,15 @@ class ChoiceSets:
         strategies = self.graph.strategies[name]
         if self.graph[name].op == "param":
             return self._parameter_choices(strategies, self.graph[name])
-        if self.may_run_again(name):
-            return (*strategies, *map(recomputed_strategy, strategies))
-        return strategies
+        again = tuple(map(recomputed_strategy, strategies)) if self.may_run_again(name) else ()
+        return (*strategies, *again, *(map(offloaded_strategy, strategies) if self.may_offload(name) else ()))
 
     def _parameter_choices(self, strategies: tuple[Strategy, ...], node: Node) -> tuple[ParameterPlacement, ...]:
         is_trained = node.target in self.trained
         places = parameter_choices(strategies, is_trained)
         has_state = is_trained and optimizer_bytes(self.optimizer, node.stored)
-        return (*places, *in_host_memory(places)) if self.offload and has_state else places
+        tiers = [tier for tier in TIERS["optimizer"] if ("optimizer", tier) in self.offload and has_state]
+        return (*places, *(place for tier in tiers for place in with_state_in(tier, places)))
 
 
 def recomputed_strategy(strategy: Strategy) -> Recomputed:
@@ -97,9 +105,18 @@ def recomputed_strategy(strategy: Strategy) -> Recomputed:
     return Recomputed(strategy.inputs, strategy.outputs, strategy.local)
 
 
+def offloaded_strategy(strategy: Strategy) -> Offloaded:
+    """The choice to keep a saved activation in host memory until backward."""
+    return Offloaded(strategy.inputs, strategy.outputs, strategy.local)
+
+
 def result_place(choice: Choice, result: int) -> Placements:
     return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[result]
 
 
 def operand_place(choice: Choice, operand: int) -> Placements:
-    return choice.gradient if isinstance(choice, ParameterPlacement) else choice.inputs[operand]
+    """Operand -1 is what a placeholder gets at the end of a step: the gradient of a parameter, the new value of a
+    cache."""
+    if isinstance(choice, ParameterPlacement):
+        return choice.gradient
+    return choice.inputs[operand] if operand >= 0 else choice.outputs[0]

@@ -47,6 +47,8 @@ def _edges(choice_sets: ChoiceSets, value: Value) -> Mapping[TensorEdge, int]:
             by_phase.setdefault("backward", {})[name, operand] = None
     if value in choice_sets.results:
         by_phase.setdefault(choice_sets.graph[value.node].phase, {})[OUTPUTS, 0] = None
+    for cache in choice_sets.graph.new_caches.get(value, ()):
+        by_phase.setdefault("forward", {})[choice_sets.class_of(cache), -1] = None
     producer = choice_sets.class_of(value.node)
     return {
         TensorEdge(producer, value.index, phase, tuple(consumers)): max(1, counts[phase])

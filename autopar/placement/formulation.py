@@ -22,15 +22,16 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import Assignment, ParameterPlacement, Recomputed
+from autopar.ir.assignment import Assignment, Offloaded, ParameterPlacement, Recomputed
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import Strategy
+from autopar.offload import Destination
 from autopar.passes.recompute.recomputable import Recomputable
 from autopar.solver.problem import Ints, Problem
 
 from .choice_costs import ChoiceCosts
-from .choices import Choice, ChoiceSets, recomputed_strategy
+from .choices import Choice, ChoiceSets, offloaded_strategy, recomputed_strategy
 from .edge_costs import Transfers
 from .edges import TensorEdge, find_edges
 from .formulation_windows import instance_windows
@@ -41,7 +42,7 @@ from .prices import Prices
 class Instance:
     """A placement program, and what its groups and choices mean. Group i of ``problem`` is that of the node
     ``names[i]`` and has ``choices[i]``. ``recomputable``: the nodes that may be recomputed, if any; see the module
-    docstring. ``offload``: whether optimizer state may rest in host memory. ``edges``: the tensor edges of the first
+    docstring. ``offload``: what may rest outside of the device's memory. ``edges``: the tensor edges of the first
     transfers of ``problem``."""
 
     graph: Graph
@@ -52,7 +53,7 @@ class Instance:
     problem: Problem
     repeats: Repeats = ONCE
     recomputable: Recomputable | None = None
-    offload: bool = False
+    offload: frozenset[Destination] = frozenset()
     edges: tuple[TensorEdge, ...] = ()
 
     @cached_property
@@ -61,8 +62,8 @@ class Instance:
 
     @property
     def is_wide(self) -> bool:
-        """Whether there are choices that only save memory: recomputation, and optimizer state in host memory."""
-        return self.recomputable is not None or self.offload
+        """Whether there are choices that only save memory: recomputation, and other tiers of memory."""
+        return self.recomputable is not None or bool(self.offload)
 
     def group_of(self, node: str) -> int:
         return self.index[self.graph.classes.get(node, node)]
@@ -72,6 +73,7 @@ class Instance:
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, ParameterPlacement] = {}
         recomputed: set[str] = set()
+        offloaded: set[str] = set()
         for node in self.graph.nodes:
             group = self.group_of(node.name)
             choice = self.choices[group][int(chosen[group])]
@@ -80,9 +82,18 @@ class Instance:
             elif isinstance(choice, Recomputed):
                 strategies[node.name] = choice.plain
                 recomputed.add(node.name)
+            elif isinstance(choice, Offloaded):
+                strategies[node.name] = choice.plain
+                offloaded.add(node.name)
             else:
                 strategies[node.name] = choice
-        return Assignment(self.prices.mesh, strategies, parameters, recomputed=frozenset(recomputed))
+        return Assignment(
+            self.prices.mesh,
+            strategies,
+            parameters,
+            recomputed=frozenset(recomputed),
+            offloaded=frozenset(offloaded),
+        )
 
     def chosen(self, assignment: Assignment) -> Ints:
         """The inverse of :meth:`assignment`."""
@@ -91,6 +102,8 @@ class Instance:
             choice = assignment.parameters.get(name) or assignment.strategies.get(name)
             if name in assignment.recomputed and isinstance(choice, Strategy):
                 choice = recomputed_strategy(choice)
+            if name in assignment.offloaded and isinstance(choice, Strategy):
+                choice = offloaded_strategy(choice)
             picked.append(choices.index(choice) if choice is not None else 0)
         return np.array(picked, dtype=np.int64)
 
@@ -104,13 +117,13 @@ def build_instance(
     host_limit: float = math.inf,
     repeats: Repeats = ONCE,
     recomputable: Recomputable | None = None,
-    offload: bool = False,
+    offload: frozenset[Destination] = frozenset(),
     multiplicity: Mapping[str, int] | None = None,
 ) -> Instance:
     """The instance of an annotated graph. Without ``graph.classes`` every node is its own class. ``recomputable`` (of
-    the same graph): the nodes that may be recomputed. ``offload``: whether optimizer state may rest in host memory. In
-    the list of a group, choices that recompute or offload follow those that do not, so choices of an instance without
-    them are valid in one with them. ``multiplicity``: for nodes that represent several nodes, how many."""
+    the same graph): the nodes that may be recomputed. ``offload``: what may rest outside of the device's memory. In the
+    list of a group, choices that recompute or offload follow those that do not, so choices of an instance without them
+    are valid in one with them. ``multiplicity``: for nodes that represent several nodes, how many."""
     choice_sets = ChoiceSets(graph, prices, optimizer, repeats, recomputable, offload, multiplicity or {})
     costs, transfers, counted = ChoiceCosts(choice_sets), Transfers(choice_sets), find_edges(choice_sets)
     edges = tuple(counted)

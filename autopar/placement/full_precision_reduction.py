@@ -14,11 +14,11 @@ import numpy as np
 from torch.distributed.tensor import Partial
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import VIEWS, Value
+from autopar.ir.node import CAST, VIEWS, Value
 from autopar.ir.placements import Placements
 from autopar.solver.problem import Floats
 
-_PRESERVING = VIEWS | {"aten._to_copy.default", "aten.add.Tensor"}
+_PRESERVING = VIEWS | {CAST, "aten.add.Tensor"}
 
 
 def full_precision_gradients(graph: Graph) -> frozenset[Value]:

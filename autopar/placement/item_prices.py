@@ -12,8 +12,10 @@ from autopar.cost import collective_seconds
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
-from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node, TensorType, Value
+from autopar.ir.node import CAST, SAVED_ACTIVATION, VIEWS, Node, TensorType, Value
 from autopar.ir.placements import Placements, Strategy
+from autopar.layout import MASTER_BYTES
+from autopar.ops.write_rows import WRITE_ROWS
 from autopar.optimizers import optimizer_bytes
 
 from .prices import Prices, local_bytes, local_type
@@ -48,7 +50,7 @@ def casting_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> fl
 
 def parameter_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
     """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working copy in another
-    placement or dtype, in addition to the stored shard, counts as weight. State in host memory does not count."""
+    placement or dtype, in addition to the stored shard, counts as weight. State in another tier does not count."""
     shard = local_type(node.stored, place.optimizer, prices.mesh)
     has_working_copy = place.weight != place.optimizer or node.stored != node.type
     working = local_bytes(node.type, place.weight, prices.mesh) if has_working_copy else 0
@@ -58,23 +60,37 @@ def parameter_bytes(prices: Prices, node: Node, place: ParameterPlacement, optim
 
 
 def offloaded_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> int:
-    """Bytes of a parameter's optimizer state that rest in host memory, and are on the device while it is updated."""
+    """Bytes of a parameter's optimizer state that rest in another tier, and are on the device while it is updated."""
     return (
         int(optimizer_bytes(optimizer, local_type(node.stored, place.optimizer, prices.mesh))) if place.offload else 0
     )
 
 
 def offload_seconds(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> float:
-    """Seconds to move the state of a parameter to the device and then back. The update itself is negligible in
-    comparison."""
+    """Seconds to move the state of a parameter to the device and then back. From host memory nothing of it is hidden,
+    since the update itself is negligible in comparison. The disk reads and writes other states while one is updated and
+    moves between host and device, so of the two only what takes longer counts."""
     count, device = offloaded_bytes(prices, node, place, optimizer), prices.cluster.device
-    return 2 * (device.launch_seconds + count / device.host_bandwidth) if count else 0.0
+    moving = 2 * device.host_transfer(count) if count and device.has_host else 0.0
+    if not count or place.offload != "nvme":
+        return moving
+    disk = device.nvme_read(count) + device.nvme_write(count)
+    return max(disk - optimizer_seconds(prices, node, place, optimizer), moving)
+
+
+def swap_seconds(prices: Prices, node: Node, strategy: Strategy, repeats: Repeats) -> float:
+    """Seconds in a step to move a saved activation to host memory and back, in every microbatch. None of it is assumed
+    to be hidden, though a device that copies by itself goes on computing."""
+    count = local_bytes(node.type, strategy.outputs[0], prices.mesh)
+    return 2 * prices.cluster.device.host_transfer(count) * repeats.microbatches
 
 
 def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
     """Bytes that one operation holds at once: its operands and results, as placed by the strategy."""
     if node.is_placeholder or node.op in VIEWS or node.op == SAVED_ACTIVATION:
         return 0
+    if node.op == WRITE_ROWS:  # It writes into the cache, which is counted where it rests.
+        return local_bytes(inputs[-1], strategy.inputs[-1], prices.mesh)
     operands = sum(local_bytes(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
     results = zip(node.types, strategy.outputs, strict=True)
     return operands + sum(local_bytes(t, p, prices.mesh) for t, p in results if t is not None)
@@ -85,10 +101,12 @@ def adding_seconds(
 ) -> float:
     """Seconds in a step to accumulate the gradients that ``node`` computes (those of its results that are in
     ``gradients``) over microbatches. After the first microbatch, each gradient and the sum so far are read, and the sum
-    is written. A matrix product accumulates by itself: it reads the sum, and writes the sum instead of its result."""
+    is written. A matrix product accumulates by itself: it reads the sum, and writes the sum instead of its result. So
+    does a cast to fp32 (:mod:`autopar.passes.lower.accumulate_gradients`): it reads the sum in addition."""
     places = enumerate(zip(node.types, strategy.outputs, strict=True))
     raw = sum(local_bytes(t, p, prices.mesh) for i, (t, p) in places if t and Value(node.name, i) in gradients)
-    passes = 1.0 if node.op == "aten.mm.default" else 3.0
+    accumulates = node.op == "aten.mm.default" or (node.op == CAST and node.type.dtype.itemsize >= MASTER_BYTES)
+    passes = 1.0 if accumulates else 3.0
     return passes * raw * (repeats.microbatches - 1) / prices.cluster.device.memory_bandwidth
 
 

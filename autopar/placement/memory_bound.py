@@ -16,11 +16,15 @@ from .item_prices import accumulator_bytes, offloaded_bytes, parameter_bytes, te
 from .placed_step import PlacedStep, trained
 from .prices import local_bytes
 
+# The buffers through which state of a disk passes: one is read into, one is updated, one is written from.
+# As many as :mod:`autopar.runtime.state.disk` keeps.
+NVME_BUFFERS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak bytes on the device that holds most, by part. ``host``: bytes of optimizer state in host memory, which are
-    not part of the peak."""
+    """Peak bytes on the device that holds most, by part. ``host``, ``nvme``: bytes in host memory and on a
+    local disk, which are not part of the peak."""
 
     weights: int
     gradients: int
@@ -29,6 +33,7 @@ class Memory:
     temporary: int
     inputs: int
     host: int = 0
+    nvme: int = 0
 
     @property
     def peak(self) -> int:
@@ -37,11 +42,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of optimizer state in host memory: ``bytes`` in all, and ``largest``, those of the largest parameter. The
-    states of parameters are moved to the device one at a time."""
+    """Bytes outside of the device's memory: ``bytes`` in the host's, ``nvme`` on a local disk. ``visiting``: the most
+    bytes of optimizer state that are on the device for updates, one parameter at a time."""
 
     bytes: int = 0
-    largest: int = 0
+    visiting: int = 0
+    nvme: int = 0
 
 
 def memory(step: PlacedStep) -> Memory:
@@ -51,25 +57,40 @@ def memory(step: PlacedStep) -> Memory:
     host = host_memory(step)
     weights, gradients, states = map(sum, zip((0, 0, 0), *_held_parameters(step), strict=True))
     activations, inputs = saved_bytes(step) * step.repeats.in_flight, 0
-    temporary = host.largest
+    temporary = host.visiting
     for node in graph.nodes:
         if node.op in ("param", SAVED_ACTIVATION, "receive"):
             continue
         if node.is_placeholder:
-            inputs += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            part = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            inputs += part * step.repeats.copies_of(node.op)
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
-    temporary += recomputed_bytes(graph, assignment)
-    return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes)
+    temporary += recomputed_bytes(graph, assignment) + fetched_bytes(graph, assignment)
+    return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes, host.nvme)
 
 
 def saved_bytes(step: PlacedStep) -> int:
-    """Bytes of what one microbatch in flight holds until its backward: saved activations, and values received."""
+    """Bytes on the device of what one microbatch in flight holds until its backward: saved activations, and values
+    received."""
     return sum(
         local_bytes(node.type, step.assignment.strategies[node.name].outputs[0], step.prices.mesh)
         for node in step.graph.nodes
-        if node.op == "receive" or (node.op == SAVED_ACTIVATION and node.name in step.graph.kept)
+        if node.op == "receive" or rests_on_device(step, node)
+    )
+
+
+def rests_on_device(step: PlacedStep, node: Node) -> bool:
+    """Whether ``node`` is a saved activation that the device keeps until backward."""
+    return node.name in step.graph.kept and node.name not in step.assignment.offloaded
+
+
+def offloaded_activation_bytes(step: PlacedStep) -> int:
+    """Bytes of the activations in host memory of all microbatches in flight."""
+    return step.repeats.in_flight * sum(
+        local_bytes(step.graph[name].type, step.assignment.strategies[name].outputs[0], step.prices.mesh)
+        for name in step.assignment.offloaded & step.graph.kept
     )
 
 
@@ -80,13 +101,17 @@ def _held_parameters(step: PlacedStep) -> Iterator[tuple[int, int, int]]:
 
 
 def host_memory(step: PlacedStep) -> HostMemory:
-    """The optimizer state that the step keeps in the host memory of each device."""
-    counts = [
-        offloaded_bytes(step.prices, node, step.assignment.parameters[node.name], step.optimizer)
-        for path, node in ((path, step.graph.parameters[path]) for path in trained(step.graph))
-        if path not in step.shared_parameters
-    ]
-    return HostMemory(sum(counts), max(counts, default=0))
+    """What the step keeps outside of the memory of each device."""
+    nodes = [step.graph.parameters[path] for path in trained(step.graph) if path not in step.shared_parameters]
+    places = {node.name: step.assignment.parameters[node.name] for node in nodes}
+    counts = {node.name: offloaded_bytes(step.prices, node, places[node.name], step.optimizer) for node in nodes}
+    in_host, on_disk = ([n for name, n in counts.items() if places[name].offload == t] for t in ("host", "nvme"))
+    buffers, has_host = NVME_BUFFERS * max(on_disk, default=0), step.prices.cluster.device.has_host
+    return HostMemory(
+        bytes=sum(in_host) + offloaded_activation_bytes(step) + (buffers if has_host else 0),
+        visiting=max(*in_host, *(on_disk if has_host else (buffers,)), 0, 0),
+        nvme=sum(on_disk),
+    )
 
 
 def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
@@ -103,6 +128,27 @@ def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
         return weight, 0, 0
     raw = step.assignment.placements_of(gradient_value)
     return weight, gradient + accumulator_bytes(step.prices, node.stored, raw, step.repeats), state
+
+
+def fetched_bytes(graph: Graph, assignment: Assignment) -> int:
+    """The most bytes of activations that backward holds at once of those that were in host memory. Each is read ahead
+    when the one before is first used, and held to its last use."""
+    uses: dict[str, list[int]] = {}
+    for position, node in enumerate(graph.nodes):
+        for value in node.operands if node.phase == "backward" else ():
+            if value.node in assignment.offloaded:
+                uses.setdefault(value.node, []).append(position)
+    events: list[tuple[int, int]] = []
+    begin = 0
+    for name, positions in uses.items():
+        size = local_bytes(graph[name].type, assignment.strategies[name].outputs[0], assignment.mesh)
+        events += [(begin, size), (positions[-1] + 1, -size)]
+        begin = positions[0]
+    held = most = 0
+    for _, size in sorted(events):
+        held += size
+        most = max(most, held)
+    return most
 
 
 def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:

@@ -7,6 +7,7 @@ from itertools import product
 
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
+from autopar.offload import Tier
 
 
 def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tuple[ParameterPlacement, ...]:
@@ -24,9 +25,9 @@ def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tupl
     return tuple(choices)
 
 
-def in_host_memory(places: tuple[ParameterPlacement, ...]) -> tuple[ParameterPlacement, ...]:
-    """The same resting places with the optimizer state in host memory."""
-    return tuple(replace(place, offload=True) for place in places)
+def with_state_in(tier: Tier, places: tuple[ParameterPlacement, ...]) -> tuple[ParameterPlacement, ...]:
+    """The same resting places with the optimizer state in ``tier``."""
+    return tuple(replace(place, offload=tier) for place in places)
 
 
 def _refines(weight: Placements, state: Placements) -> bool:

@@ -58,6 +58,7 @@ def memory_figures(memory: Memory) -> dict[str, Any]:
         "temporary_bytes": memory.temporary,
         "input_bytes": memory.inputs,
         "host_bytes": memory.host,
+        "nvme_bytes": memory.nvme,
     }
 
 

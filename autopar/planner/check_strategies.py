@@ -14,7 +14,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
-from autopar.ir.node import RECOMPUTED, Node
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, Node
 from autopar.ir.placements import PARTIAL_SUM, Placements, Strategy, short
 from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.recompute import recomputed
@@ -54,6 +54,11 @@ def check_offered(plan: Plan, graph: Graph) -> None:
         if strategy not in offered.setdefault(id(strategies), frozenset(strategies)):
             raise PlanMismatchError(_not_offered(name, node, strategy, strategies))
     _check_recomputed(plan, graph)
+    for name in plan.offloaded:
+        if graph[name].op != SAVED_ACTIVATION:
+            raise PlanMismatchError(
+                f"the plan keeps {name!r} in host memory, which is no saved activation; leave it out"
+            )
 
 
 def _chunk_copies(plan: Plan, graph: Graph) -> set[str]:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from autopar.errors import InfeasibleError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
+from autopar.ir.placements import Placements
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.recompute.recompute import recomputed
-from autopar.placement.choices import Choice
+from autopar.placement.choices import Choice, result_place
 from autopar.placement.constraints import Allowed, with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.memory_bound import memory
@@ -27,18 +29,24 @@ from .time_limit import solve_in_time
 from .timings import Timings
 
 Places = Mapping[str, ParameterPlacement]
+# Where caches rest, by name.
+Resting = Mapping[str, Placements]
+NOWHERE: Resting = MappingProxyType({})
 
 
-def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, limit: float = math.inf) -> Assignment:
+def fixed_assignment(
+    request: PlanRequest, graph: Graph, parameters: Places, limit: float = math.inf, caches: Resting = NOWHERE
+) -> Assignment:
     """The best assignment found for an annotated graph that needs at most ``limit`` bytes. Parameters rest where
-    ``parameters`` says; those it does not name may rest anywhere. Values are recomputed if memory requires it.
+    ``parameters`` says, and caches where ``caches`` says; those not named there may rest anywhere. Values are
+    recomputed if memory requires it.
 
     Raises:
         InfeasibleError: no assignment was found that fits.
     """
     prices = Prices.of(request.cluster, request.mesh, graph)
     instance = build_instance(fold_layers(graph), prices, optimizer=request.options.optimizer, memory_limit=math.inf)
-    allowed = _as_placed(parameters)
+    allowed = _as_placed(parameters, caches)
     plain = with_choices(instance, allowed)
     timings = Timings()
 
@@ -68,8 +76,10 @@ def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, lim
     raise _does_not_fit(graph, needed, limit)
 
 
-def _as_placed(parameters: Places) -> Allowed:
+def _as_placed(parameters: Places, caches: Resting) -> Allowed:
     def allowed(node: Node, choice: Choice) -> bool:
+        if node.op == "cache" and node.target in caches:
+            return result_place(choice, 0) == caches[node.target]
         if not isinstance(choice, ParameterPlacement) or node.target not in parameters:
             return True
         return choice.weight == parameters[node.target].weight
@@ -92,7 +102,7 @@ def _peak(instance: Instance, assignment: Assignment) -> int:
 
 
 def _does_not_fit(graph: Graph, needed: int, limit: float) -> InfeasibleError:
-    shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
+    shapes = ", ".join(f"{node.target} {node.type}" for node in graph.inputs)
     return InfeasibleError(
         f"a call with ({shapes}) needs {needed} bytes per device with the parameters where the plan has them, more "
         f"than the limit of {limit:.0f}: pass a smaller batch or shorter inputs, or let "

@@ -53,7 +53,7 @@ def check_host(cluster: Cluster, needed: float, usable: float) -> None:
     (``usable``)."""
     if needed > usable:
         raise InfeasibleError(
-            f"a step needs {math.ceil(needed)} bytes ({size(needed)}) of optimizer state in host memory, but cluster "
+            f"a step needs {math.ceil(needed)} bytes ({size(needed)}) in host memory, but cluster "
             f"{cluster.name!r} has only {size(usable)} to spare. What would lower it: offload=None, so that only some "
             "of it goes there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer "
             "with less state."
@@ -90,7 +90,8 @@ def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
     )
     if instance.recomputable is None:
         yield recompute_more(options)
-    if not instance.offload and instance.prices.cluster.device.has_host:
+    device = instance.prices.cluster.device
+    if not instance.offload and (device.has_host or device.has_nvme):
         yield offload_more(options)
 
 

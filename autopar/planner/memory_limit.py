@@ -2,8 +2,8 @@
 
 Both cost time and save only memory. So the program without them is solved first, without a memory limit. If that
 solution fits, it is the best one. Otherwise the larger program is solved, in which every saved value is kept or
-recomputed and every optimizer state rests on the device or in host memory (:mod:`autopar.placement.formulation`). The
-limit of host memory is another row of that program.
+recomputed and both activations and optimizer states rest on the device or in another tier
+(:mod:`autopar.placement.formulation`). The limit of host memory is another row of that program.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cluster.description import Cluster
-from autopar.errors import OptionsError
-from autopar.ir.assignment import ParameterPlacement, Recomputed
+from autopar.cost import usable_nvme_bytes
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed
 from autopar.ir.node import SAVED_ACTIVATION, Node
+from autopar.offload import TIERS, Destination, allowed, required
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
 from autopar.passes.recompute.recomputable import recomputable
-from autopar.placement.choices import Choice
+from autopar.placement.choices import Choice, offloaded_strategy
 from autopar.placement.constraints import with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.solver.problem import Ints, Solution, evaluate, is_within, memory_of
@@ -64,7 +66,7 @@ def solve_within(
     if not may_widen(options, plain):
         return Solved(plain, solve(plain, [c for c in incumbents if _within(plain, c)]))
     unlimited = -math.inf
-    if options.recompute in (None, "none") and not options.offload:
+    if options.recompute in (None, "none") and not required(options.offload):
         free = solve(without_limit(plain), incumbents)
         if fits(plain, free):
             return Solved(plain, free, free.bound)
@@ -89,17 +91,20 @@ def _within(instance: Instance, choices: Ints) -> bool:
 
 def may_widen(options: Options, plain: Instance) -> bool:
     """Whether ``options`` allow anything that :func:`widened` adds to ``plain``."""
-    return not plain.is_wide and (options.recompute != "none" or _may_offload(options, plain))
+    return not plain.is_wide and (options.recompute != "none" or bool(destinations(options, plain)))
 
 
-def _may_offload(options: Options, plain: Instance) -> bool:
-    has_host = plain.prices.cluster.device.has_host
-    return options.offload is not False and has_host and plain.optimizer in ELEMENTWISE
+def destinations(options: Options, plain: Instance) -> frozenset[Destination]:
+    """What may rest where: as ``options`` and the hardware allow."""
+    device = plain.prices.cluster.device
+    tiers = [tier for tier, exists in (("host", device.has_host), ("nvme", device.has_nvme)) if exists]
+    kinds = ["activations", *(["optimizer"] if plain.optimizer in ELEMENTWISE else [])]
+    return frozenset((kind, tier) for kind, tier in allowed(options.offload) if tier in tiers and kind in kinds)
 
 
 def widened(plain: Instance, options: Options) -> Instance:
-    """The instance in which values may be recomputed and optimizer state may rest in host memory, as far as ``options``
-    allow. If they require one of the two, only choices with it remain."""
+    """The instance in which values may be recomputed and tensors may rest in other tiers of memory, as far as
+    ``options`` allow. If they require one of these, only choices with it remain."""
     possible = None if options.recompute == "none" else recomputable(plain.graph)
     wide = build_instance(
         plain.graph,
@@ -109,10 +114,11 @@ def widened(plain: Instance, options: Options) -> Instance:
         host_limit=plain.problem.host_limit,
         repeats=plain.repeats,
         recomputable=possible,
-        offload=_may_offload(options, plain),
+        offload=destinations(options, plain),
     )
-    if options.offload:
-        wide = with_choices(wide, lambda _, choice: not isinstance(choice, ParameterPlacement) or choice.offload)
+    if ("optimizer", "nvme") in required(options.offload):
+        _check_disk(wide)
+    wide = with_choices(wide, _rests(wide, required(options.offload)))
     if possible is None or options.recompute is None:
         return wide
     dropped = possible.full if options.recompute == "full" else possible.selective
@@ -120,18 +126,56 @@ def widened(plain: Instance, options: Options) -> Instance:
 
 
 def check_offload(options: Options, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` if ``options`` ask for offload, but the device has no host memory or the optimizer
+    """Raises :class:`OptionsError` if ``options`` ask for offload, but the device has no such tier or the optimizer
     cannot be offloaded."""
-    if options.offload and options.optimizer not in ELEMENTWISE:
+    needed = required(options.offload)
+    if {"optimizer"} & {kind for kind, _ in needed} and options.optimizer not in ELEMENTWISE:
         raise OptionsError(
-            f"offload=True: {options.optimizer} does not treat every element by itself, and its state must stay on the "
-            f"device; leave offload out, or use one of {', '.join(sorted(ELEMENTWISE))}"
+            f"offload={options.offload!r}: {options.optimizer} does not treat every element by itself, and its state "
+            f"must stay on the device; leave offload out, or use one of {', '.join(sorted(ELEMENTWISE))}"
         )
-    if options.offload and not cluster.device.has_host:
+    tiers = {tier for _, tier in needed}
+    if "host" in tiers and not cluster.device.has_host:
         raise OptionsError(
-            f"offload=True: the devices of cluster {cluster.name!r} have no host memory; leave offload "
+            f"offload={options.offload!r}: the devices of cluster {cluster.name!r} have no host memory; leave offload "
             "out, or give host_bandwidth and host_memory_bytes in the [device] table of the cluster"
         )
+    if "nvme" in tiers and not cluster.device.has_nvme:
+        raise OptionsError(
+            f"offload={options.offload!r}: cluster {cluster.name!r} describes no local disk; leave offload "
+            "out, or give nvme_read_bandwidth, nvme_write_bandwidth and nvme_bytes in the [device] table of the cluster"
+        )
+
+
+def _check_disk(wide: Instance) -> None:
+    """Raises :class:`InfeasibleError` if the disk has no room for the state of a parameter, however it is sharded."""
+    for (name, choices), group in zip(_groups(wide), wide.problem.groups, strict=True):
+        on_disk = [
+            k for k, choice in enumerate(choices) if isinstance(choice, ParameterPlacement) and choice.offload == "nvme"
+        ]
+        if on_disk and not np.isfinite(group.cost[on_disk]).any():
+            cluster, path = wide.prices.cluster, wide.graph[name].target
+            raise InfeasibleError(
+                f"offload asks for all optimizer state on a local disk, but cluster {cluster.name!r} has only "
+                f"{usable_nvme_bytes(cluster)} bytes of it for each device: with its share of the rest, the state of "
+                f"{path} does not fit. What would lower it: offload=None, so that only some of it goes there; more "
+                "devices to shard it over; an optimizer with less state; or a larger nvme_bytes, if the disk has it"
+            )
+
+
+def _rests(wide: Instance, needed: frozenset[Destination]) -> Callable[[Node, Choice], bool]:
+    """Allows the choices in which everything that is to rest elsewhere does, unless nothing of it can: a parameter
+    without state, an activation that is recomputed."""
+    tiers: dict[str, str] = dict(needed)
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement):
+            group = wide.choices[wide.group_of(node.name)]
+            can = any(isinstance(other, ParameterPlacement) and other.offload for other in group)
+            return "optimizer" not in tiers or not can or choice.offload == tiers["optimizer"]
+        return "activations" not in tiers or node.op != SAVED_ACTIVATION or isinstance(choice, (Offloaded, Recomputed))
+
+    return allowed
 
 
 def _follows(wide: Instance, dropped: frozenset[str]) -> Callable[[Node, Choice], bool]:
@@ -154,21 +198,35 @@ def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
 def _with_recomputed(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
     """``choices`` of an instance without recomputation, with all of ``names`` recomputed. In the list of a group, the
     choices that recompute follow the others, in the same order."""
-    shift = [len(c) // 2 if name in names and isinstance(c[-1], Recomputed) else 0 for name, c in _groups(wide)]
+    shift = [_first(c, Recomputed) if name in names else 0 for name, c in _groups(wide)]
     return choices + np.array(shift, dtype=np.int64)
 
 
+def _first(choices: tuple[Choice, ...], kind: type) -> int:
+    """The position of the first of ``choices`` of a kind, which is how far each is behind its plain form; 0 if there is
+    none."""
+    return next((i for i, choice in enumerate(choices) if isinstance(choice, kind)), 0)
+
+
 def _with_offload(wide: Instance, choices: Ints) -> Ints:
-    """``choices`` with as much optimizer state in host memory as fits there."""
+    """``choices`` with as much optimizer state, then activations, in host memory as fits there, and other state on
+    disk."""
     offloaded, remaining = choices.copy(), wide.problem.host_limit
     for index, (offered, group) in enumerate(zip(wide.choices, wide.problem.groups, strict=True)):
-        place, last = offered[int(choices[index])], offered[-1]
-        if isinstance(place, ParameterPlacement) and isinstance(last, ParameterPlacement) and last.offload:
-            in_host = offered.index(replace(place, offload=True))
-            if group.host[in_host] <= remaining:
-                offloaded[index] = in_host
-                remaining -= float(group.host[in_host])
+        for away in _away(offered[int(choices[index])]):
+            position = offered.index(away) if away in offered else None
+            if position is not None and group.host[position] <= remaining and np.isfinite(group.cost[position]):
+                offloaded[index] = position
+                remaining -= float(group.host[position])
+                break
     return offloaded
+
+
+def _away(choice: Choice) -> tuple[Choice, ...]:
+    """What a choice becomes if its tensor rests elsewhere, the quickest tier first."""
+    if isinstance(choice, ParameterPlacement):
+        return tuple(replace(choice, offload=tier) for tier in TIERS["optimizer"])
+    return () if isinstance(choice, Recomputed) else (offloaded_strategy(choice),)
 
 
 def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:

@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from autopar.errors import PlanMismatchError
 from autopar.ir.placements import is_shard
 from autopar.ir.plan_record import PlanRecord
+from autopar.offload import TIER_NAMES, asked
 from autopar.options import Options, under_policy
 from autopar.restriction import words_of
+from autopar.sync import EVERY_STEP
 
 
 def options_under(options: Options, plan: PlanRecord) -> Options:
     """``options`` with the precision that ``plan`` was made for. Raises :class:`PlanMismatchError` if they ask for what
     it is not, as far as that can be told from it: a plan does not say for which ``optimizer`` it was made, nor whether
     it was searched under ``recompute="full"``, and of ZeRO only what it shards."""
-    for asked, found in _contradictions(options, plan):
+    for wanted, found in _contradictions(options, plan):
         raise PlanMismatchError(
-            f"Options({asked}) is asked for, but the plan that is given has {found}: leave the option out to run as "
+            f"Options({wanted}) is asked for, but the plan that is given has {found}: leave the option out to run as "
             "planned, or make a plan with it"
         )
     return under_policy(options, plan.precision)
@@ -28,15 +30,14 @@ def options_under(options: Options, plan: PlanRecord) -> Options:
 def _contradictions(options: Options, plan: PlanRecord) -> Iterator[tuple[str, str]]:
     """What is asked for, and what the plan has instead."""
     for name in ("stages", "microbatches", "schedule"):
-        asked, found = getattr(options, name), getattr(plan, name)
-        if asked not in (None, found):
-            yield f"{name}={asked!r}", f"{name}={found!r}"
+        wanted, found = getattr(options, name), getattr(plan, name)
+        if wanted not in (None, found):
+            yield f"{name}={wanted!r}", f"{name}={found!r}"
+    if options.sync == EVERY_STEP and plan.sync is not None:
+        yield f"sync={options.sync!r}", f"{plan.sync.replicas} replicas that are kept together by {plan.sync.method}"
     if options.recompute == "none" and plan.recomputed:
         yield "recompute='none'", f"{len(plan.recomputed)} operations that are recomputed"
-    offloads = any(place.offload for place in plan.parameters.values())
-    if options.offload not in (None, offloads) and plan.predicted.optimizer_bytes + plan.predicted.host_bytes:
-        where = "host memory" if offloads else "the memory of devices"
-        yield f"offload={options.offload}", f"optimizer state in {where}"
+    yield from _contradicted_offload(options.offload, plan)
     yield from _contradicted_zero(options.zero, plan)
     if options.pins and dict(options.pins) != dict(plan.pinned):
         yield f"pins={dict(options.pins)}", f"pins={dict(plan.pinned)}"
@@ -44,6 +45,21 @@ def _contradictions(options: Options, plan: PlanRecord) -> Iterator[tuple[str, s
         yield f"layout={words_of(options.layout)}", f"the layout {plan.layout!r}" if plan.layout else "no layout"
     if options.memory_limit is not None and plan.predicted.peak_bytes > options.memory_limit:
         yield f"memory_limit={options.memory_limit}", f"a peak of {plan.predicted.peak_bytes} bytes"
+
+
+def _contradicted_offload(offload: object, plan: PlanRecord) -> Iterator[tuple[str, str]]:
+    """Tiers that are asked for, but not those of the plan. Of activations, what could be moved but stays is not
+    known."""
+    wishes, predicted = asked(offload), plan.predicted
+    tiers = {place.offload for place in plan.parameters.values()}
+    wanted = wishes["optimizer"]
+    has_state = predicted.optimizer_bytes + predicted.host_bytes + predicted.nvme_bytes > 0
+    differs = bool(tiers - {""}) if wanted == "device" else wanted not in tiers
+    if wanted is not None and has_state and differs:
+        where = " and ".join(TIER_NAMES[tier] if tier else "the memory of devices" for tier in sorted(tiers))
+        yield f"offload={offload!r}", f"optimizer state in {where}"
+    if wishes["activations"] == "device" and plan.offloaded:
+        yield f"offload={offload!r}", f"{len(plan.offloaded)} saved activations in host memory"
 
 
 def _contradicted_zero(zero: int | None, plan: PlanRecord) -> Iterator[tuple[str, str]]:

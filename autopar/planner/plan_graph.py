@@ -1,7 +1,8 @@
-"""Whether a plan was made for a graph, and where the two part if not."""
+"""Whether a plan was made for a graph and for so many devices, and where they part if not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import zip_longest
 
@@ -14,6 +15,16 @@ from autopar.plans.plan import Plan
 
 from .prepare import Prepared
 from .step_graphs import graph_hash, step_graph
+
+
+def check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
+    """Raises :class:`PlanMismatchError` if the user's plan is for another number of devices."""
+    devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
+    if devices != planned:
+        stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
+        raise PlanMismatchError(
+            f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
+        )
 
 
 def check_same_graph(plan: Plan, base: Prepared) -> Graph:

@@ -61,6 +61,11 @@ class Prepared:
         """The symbols of sizes of inputs, besides the batch size, that the graph leaves open."""
         return tuple(name for name, _ in self.graph.symbols if name != BATCH)
 
+    def without_loss(self) -> Prepared:
+        """This without a loss: every output is a result of its own."""
+        signature = replace(self.traced.signature, loss=None)
+        return replace(self, traced=replace(self.traced, signature=signature))
+
     def fixed(self, lengths: Mapping[str, int]) -> Prepared | None:
         """This at certain :attr:`lengths`; None if the model runs other operations then."""
         traced = self.traced.fixed(lengths)

@@ -37,7 +37,8 @@ def refit(assignment: Assignment, original: Graph, other: Graph) -> Assignment:
         strategies[names[name]] = after[position] if same_position else same[0]
     parameters = {names[name]: position for name, position in assignment.parameters.items()}
     recomputed = frozenset(names[name] for name in assignment.recomputed)
-    return Assignment(assignment.mesh, strategies, parameters, recomputed=recomputed)
+    offloaded = frozenset(names[name] for name in assignment.offloaded)
+    return Assignment(assignment.mesh, strategies, parameters, recomputed=recomputed, offloaded=offloaded)
 
 
 def corresponding(original: Graph, other: Graph) -> dict[str, str]:

@@ -65,9 +65,9 @@ def of_step(
     targets: Mapping[str, str], footprint: Footprint, holdings: tuple[ResidentTensor, ...], host: HostMemory
 ) -> ExactMemory:
     """The memory of a step whose program has this ``footprint``. ``targets``: the path of each parameter's node;
-    ``host``: the optimizer state in host memory."""
+    ``host``: what rests outside of the device."""
     states = sum(h.bytes for h in holdings if h.kind == "optimizer")
-    update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0) + host.largest
+    update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0) + host.visiting
     if footprint.stored + footprint.accumulated + update > footprint.peak:
         resident = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
         return _balanced(resident, footprint.stored + footprint.accumulated + update + states, host)
@@ -103,5 +103,6 @@ def _balanced(holdings: Iterable[ResidentTensor], peak: int, host: HostMemory) -
         temporary=temporary,
         inputs=parts.get("input", 0),
         host=host.bytes,
+        nvme=host.nvme,
     )
     return ExactMemory(memory, resident)

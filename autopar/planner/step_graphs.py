@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
 from autopar.passes.recompute.saved_values import SaveActivations
@@ -23,6 +24,19 @@ def pipelined_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     bare = bare_step_graph(graph, loss, batch)
     outputs = tuple(output for output in bare.outputs if output.kind != "input_gradient")
     return replace(bare, outputs=outputs).without_dead()
+
+
+def graph_alone(graph: Graph, loss: str | None, batch: int, count: int) -> Graph:
+    """:func:`pipelined_graph` of a batch of the size of one of ``count`` microbatches. Raises :class:`OptionsError`
+    where the graph is not known at that size: a symbolic size means 2 or more."""
+    if not graph.symbols or batch % count or batch // count < 2:
+        only = "holds for this batch size only (len(x) in its code is a number, x.shape[0] is not)"
+        why = "is known for batches of 2 or more" if graph.symbols else only
+        raise OptionsError(
+            f'batch_statistics="microbatch", microbatches={count}: the trace of this model {why}, and microbatches of '
+            f"{batch / count:g} samples would be batches of their own; use fewer microbatches or a larger batch"
+        )
+    return pipelined_graph(graph, loss, batch // count)
 
 
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:

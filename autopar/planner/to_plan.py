@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
+from autopar.offload import TIER_NAMES
 from autopar.passes.annotate.annotate import rule_sources
 from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.alternatives import explanation_fields
@@ -57,6 +58,7 @@ def make_plan(
         baselines=priced,
         **fields,
         recomputed=tuple(sorted(best.assignment.recomputed)),
+        offloaded=tuple(sorted(best.assignment.offloaded)),
         pinned=dict(request.options.pins),
         fallbacks=fallbacks,
         rules={op: "; ".join(sources) for op, sources in rules.items()},
@@ -67,8 +69,9 @@ def make_plan(
 
 
 def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    if best.breakdown.memory.host:
-        yield "optimizer state rests in host memory: only an optimizer made by model.optimizer(...) puts it there"
+    for tier in sorted({place.offload for place in best.assignment.parameters.values()} - {""}):
+        where = TIER_NAMES[tier]  # type: ignore[index]
+        yield f"optimizer state rests in {where}: only an optimizer made by model.optimizer(...) puts it there"
     for op, sources in rules.items():
         for text in sources:
             kind, _, reason = text.partition(": ")

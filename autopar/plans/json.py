@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 from autopar.errors import AutoparError, OptionsError
@@ -21,6 +22,8 @@ from autopar.ir.plan_record import (
     ReshardStep,
     ResidentTensor,
 )
+from autopar.ir.planned_sync import PlannedSync
+from autopar.offload import tier_of
 
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
@@ -35,8 +38,8 @@ _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
 _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
-_OPTIONAL = ("layout", "tied")
-_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL)
+_OPTIONAL = ("layout", "tied", "offloaded")
+_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync")
 
 
 def plan_to_json(plan: PlanRecord) -> str:
@@ -63,7 +66,7 @@ def fields_from_json(text: str) -> dict[str, Any]:
         data = json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, TypeError, RecursionError) as error:
         path = str(text).endswith(".json") and "\n" not in str(text)
-        hint = f"; {text!r} looks like a path: give the text of the file, Path({text!r}).read_text()" if path else ""
+        hint = f"; {text!r} looks like a path: autopar.Plan.load({text!r}) reads the file" if path else ""
         raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error}){hint}") from error
     return fields_from_dict(data)
 
@@ -84,7 +87,8 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     data["predicted"] = plan.predicted.to_dict()
     data["baselines"] = {name: p and p.to_dict() for name, p in plan.baselines.items()}
     data["parameters"] = {
-        path: [short(p.weight), short(p.gradient), short(p.optimizer), p.offload] for path, p in plan.parameters.items()
+        path: [short(p.weight), short(p.gradient), short(p.optimizer), _tier_data(p.offload)]
+        for path, p in plan.parameters.items()
     }
     data["outputs"] = {path: short(p) for path, p in plan.outputs.items()}
     table = {strategy: i for i, strategy in enumerate(dict.fromkeys(plan.strategies.values()))}
@@ -101,7 +105,8 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     data["lines"] = [_line_data(line) for line in plan.lines]
     data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
     # Only where there is something: earlier versions of autopar, which do not know these, read all other plans.
-    return data | {name: value for name in _OPTIONAL if (value := getattr(plan, name))}
+    data |= {name: value for name in _OPTIONAL if (value := getattr(plan, name))}
+    return data if plan.sync is None else data | {"sync": asdict(plan.sync)}
 
 
 def _number(value: float) -> float | str:
@@ -144,10 +149,9 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
         raise OptionsError(f"this is not a plan that autopar wrote: {reason}") from error
 
 
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
+def _tier_data(tier: str) -> bool | str:
+    """A tier; of host memory alone as earlier versions of autopar read it."""
+    return tier == "host" if tier in ("", "host") else tier
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["predicted"] = Predicted(**data["predicted"])
     fields["baselines"] = {name: p and Predicted(**p) for name, p in data["baselines"].items()}
     fields["parameters"] = {
-        path: ParameterPlacement(places(weight), places(gradient), places(optimizer), _truth(offload))
+        path: ParameterPlacement(places(weight), places(gradient), places(optimizer), tier_of(offload))
         for path, (weight, gradient, optimizer, offload) in data["parameters"].items()
     }
     fields["outputs"] = {path: places(p) for path, p in data["outputs"].items()}
@@ -179,6 +183,8 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["lines"] = tuple(map(_line, data["lines"]))
     fields["layout"] = _string(data.get("layout", ""))
     fields["tied"] = {_string(k): _string(v) for k, v in data.get("tied", {}).items()}
+    fields["sync"] = PlannedSync(**data["sync"]) if "sync" in data else None
+    fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")

@@ -30,6 +30,7 @@ def pipeline_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
         "hides": pipeline.hides,
         "hosts": list(pipeline.hosts),
         "speeds": list(pipeline.speeds),
+        "own_statistics": pipeline.own_statistics,
     }
 
 
@@ -55,4 +56,5 @@ def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> Planne
         hides=bool(data.get("hides", False)),
         hosts=tuple(map(int, data.get("hosts", ()))),
         speeds=tuple(map(float, data.get("speeds", ()))),
+        own_statistics=bool(data.get("own_statistics", False)),
     )

@@ -8,22 +8,28 @@ and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan == Plan.from_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
+from os import fspath
 from typing import Any
 
+from autopar.cluster.description import Cluster
+from autopar.errors import OptionsError
+from autopar.files import FileName, extension, read_text, write_text
 from autopar.ir.plan_record import PlanRecord
+from autopar.keywords import suggests
 from autopar.plans.page.page import embedded, write_html
 from autopar.plans.views.diff import Difference, difference
 from autopar.plans.views.summary import plan_text
 from autopar.plans.views.table import PlanTable, plan_table
 from autopar.plans.views.tree import PlanTree
+from autopar.plans.views.what_if import WhatIf
 from autopar.plans.views.why import Explanation, explain
 
 from .json import fields_from_json, plan_to_json
 from .text import fields_from_lines, plan_to_lines
 from .validate import validate
+from .what_if import what_if
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,50 @@ class Plan(PlanRecord):
         """
         return plan_table(self, by)
 
-    def to_html(self, path: str | PathLike[str], record: str | PathLike[str] | None = None) -> None:
+    @suggests
+    def whatif(
+        self,
+        *,
+        memory_limit: Sequence[int] | int | None = None,
+        devices: Sequence[int | tuple[int, ...]] | int | None = None,
+        batch: Sequence[int] | int | None = None,
+        precision: Sequence[str] | str | None = None,
+        cluster: Sequence[str | Cluster] | str | Cluster | None = None,
+    ) -> WhatIf[Plan]:
+        """What the plan would be under other circumstances: one thing is changed at a time, and the rest is as this
+        plan was asked for. Each answer is the plan that :func:`autopar.plan` returns for the changed question.
+
+        Args:
+            memory_limit: bytes per device.
+            devices: numbers of devices, of which the outermost axis takes more or fewer, or shapes of meshes.
+            batch: global batch sizes; the example batch is repeated or cut to them.
+            precision: "fp32", "bf16", "fp16".
+            cluster: names, files or :class:`~autopar.Cluster`.
+
+        Without any, memory from this plan's peak down to a quarter of it, and half to four times the devices. A
+        circumstance under which there is no plan is an answer too, which says why.
+
+        Raises:
+            OptionsError: a value is none, or this plan was not returned by :func:`autopar.plan` in this process.
+        """
+        asked = {
+            "memory_limit": memory_limit,
+            "devices": devices,
+            "batch": batch,
+            "precision": precision,
+            "cluster": cluster,
+        }
+        return what_if(self, asked)  # type: ignore[arg-type]
+
+    def to_html(self, path: FileName, record: FileName | None = None, whatif: WhatIf[Plan] | None = None) -> None:
         """Writes the plan as one self-contained page. ``record``: the ``steps.jsonl`` of a run of this plan
-        (:class:`autopar.monitor.Monitor`), whose steps are then shown beside the predicted one.
+        (:class:`autopar.monitor.Monitor`), whose steps are then shown beside the predicted one. Either may be a URL.
+        ``whatif``: what :meth:`whatif` returned, drawn as the frontier of step time against memory and devices.
 
         Raises:
             OptionsError: the page cannot be written, or the record cannot be read.
         """
-        write_html(self, path, record)
+        write_html(self, path, record, whatif)
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -102,6 +144,28 @@ class Plan(PlanRecord):
         other texts.
         """
         return Plan._read(fields_from_lines(text))
+
+    def save(self, path: FileName) -> None:
+        """Writes the plan to ``path``, a local path or a URL (``s3://bucket/plan.json``): as JSON if it is called
+        ``.json``, else as lines of text.
+
+        Raises:
+            OptionsError: it cannot be written.
+        """
+        write_text(path, self.to_json() if extension(path) == ".json" else self.to_text())
+
+    @staticmethod
+    def load(path: FileName) -> Plan:
+        """Reads a plan in either of its forms, whatever the name, from a local path or a URL.
+
+        Raises:
+            OptionsError: it cannot be read, or is not a plan.
+        """
+        text = read_text(path, "the plan")
+        try:
+            return Plan.from_text(text) if text.startswith("autopar plan") else Plan.from_json(text)
+        except OptionsError as error:
+            raise OptionsError(f"{fspath(path)!r}: {error}; `autopar plan --output` writes one") from error
 
     @staticmethod
     def _read(fields: Mapping[str, Any]) -> Plan:

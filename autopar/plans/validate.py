@@ -65,6 +65,8 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
     if (plan.stages > 1 or plan.microbatches > 1) != (plan.pipeline is not None):
         with_or_without = "without a pipeline" if plan.pipeline is None else "with a pipeline"
         yield f"the plan has {plan.stages} stages and {plan.microbatches} microbatches, but comes {with_or_without}"
+    if plan.sync is not None and min(plan.sync.replicas, plan.sync.every) < 1:
+        yield f"sync has {plan.sync.replicas} replicas that exchange every {plan.sync.every} steps: at least 1 of each"
     for name in ("solve_seconds", "gap"):
         if getattr(plan, name) < 0:
             yield f"{name} is {getattr(plan, name)}, below 0"
@@ -93,6 +95,7 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     # A recomputed activation has a strategy, but only its copy is a node.
     yield from _unknown("alternatives", plan.alternatives, {**nodes, **plan.strategies})
     yield from _unknown("recomputed", plan.recomputed, plan.strategies)
+    yield from _unknown("offloaded", plan.offloaded, plan.strategies)
     yield from _unknown("module_nodes", plan.module_nodes.values(), operations)
     yield from _unknown("outputs", plan.outputs, plan.module_nodes)
     yield from _unknown("gradient_values", plan.gradient_values, plan.parameters)

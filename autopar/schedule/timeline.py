@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
+
+from autopar.files import FileName, write_text
 
 Lane = Literal["compute", "communication"]
 
@@ -68,9 +69,9 @@ class Timeline:
             events += [_counter(rank, seconds, count) for seconds, count in held]
         return {"displayTimeUnit": "ms", "otherData": {"name": self.name}, "traceEvents": events}
 
-    def save_chrome_trace(self, path: str | Path) -> None:
-        """Writes :meth:`to_chrome_trace` to ``path``."""
-        Path(path).write_text(json.dumps(self.to_chrome_trace(), allow_nan=False) + "\n")
+    def save_chrome_trace(self, path: FileName) -> None:
+        """Writes :meth:`to_chrome_trace` to ``path``, a local path or a URL. Raises :class:`OptionsError`."""
+        write_text(path, json.dumps(self.to_chrome_trace(), allow_nan=False) + "\n")
 
 
 # The thread id of each lane.

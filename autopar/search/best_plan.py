@@ -29,6 +29,7 @@ from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
+from .best_batch import best_batch
 from .candidate import Candidate, named_axes
 from .pipelines import with_stages
 from .segments import stage_pins
@@ -43,12 +44,18 @@ SHARED_CORES_SAFETY_FACTOR = 1.2
 
 
 def best_plan(request: PlanRequest, timings: Timings) -> Plan:
-    """The best plan for ``request``.
+    """The best plan for ``request``, for another batch if the objective is throughput (:mod:`.best_batch`).
 
     Raises:
         InfeasibleError: nothing fits into memory.
         OptionsError: the requested pins, stages, microbatches or schedule are impossible.
     """
+    if request.options.objective == "throughput":
+        return best_batch(request, lambda batch: _best_plan(batch, timings))
+    return _best_plan(request, timings)
+
+
+def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
     _check_schedule(request)
     pinned, placement_pins = stage_pins(request.options.pins)
     unstaged = replace(request, options=replace(request.options, pins=placement_pins))

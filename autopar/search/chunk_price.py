@@ -75,7 +75,7 @@ def chunk_price(chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, se
     saved = sum(
         local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
         for n in chunk.graph.nodes
-        if n.op == "receive" or n.name in chunk.graph.kept
+        if n.op == "receive" or n.name in chunk.graph.kept - chunk.assignment.offloaded
     )
     unawaited = shares.reductions * first_buckets_seconds(chunk.graph, breakdown.lines)
     return ChunkPrice(

@@ -113,7 +113,8 @@ def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
             strategy = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
         strategies[node.name] = strategy
     recomputed_names = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & uncut.recomputed)
-    return Assignment(uncut.mesh, strategies, parameters, recomputed=recomputed_names)
+    offloaded = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & uncut.offloaded)
+    return Assignment(uncut.mesh, strategies, parameters, recomputed=recomputed_names, offloaded=offloaded)
 
 
 def _original(name: str, names: Mapping[str, object]) -> str:
@@ -159,7 +160,7 @@ def _all_needs(graph: Graph, assignment: Assignment, value: Value) -> Iterator[t
         yield user.phase, assignment.strategies[user.name].inputs[operand]
     for output in graph.outputs:
         if output.value == value and output.kind in ("output", "mutation"):
-            yield graph[value.node].phase, assignment.replicated
+            yield graph[value.node].phase, assignment.place_of_result(graph, output)
 
 
 def best_wire(

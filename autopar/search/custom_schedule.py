@@ -54,7 +54,8 @@ def with_solved_schedule(solution: PipelineSolution, search: ScheduleSearch) -> 
         and max(breakdown.peaks) <= search.memory_limit
         and solved.schedule.name not in SCHEDULES
     ):
-        pipeline = planned_pipeline(solution.pipeline.cuts, breakdown, solution.pipeline.wires, solution.uncut.prices)
+        before = solution.pipeline
+        pipeline = planned_pipeline(before.cuts, breakdown, before.wires, solution.uncut.prices, before.own_statistics)
         better = replace(solution, breakdown=breakdown, pipeline=pipeline)
         if held_beyond(better, search.memory_limit) <= 0:
             return better, ""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from autopar.errors import InfeasibleError
-from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
 from autopar.planner.memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_devices
 from autopar.planner.request import PlanRequest
@@ -77,7 +76,7 @@ def _advice(
 ) -> Iterator[str]:
     """Changes that help, with the bytes per device that each of them leads to."""
     options, device = request.options, request.cluster.device
-    may_offload = options.offload is False and device.has_host and options.optimizer in ELEMENTWISE
+    may_offload = options.offload is False and (device.has_host or device.has_nvme)
     useful = (options.recompute in ("none", "selective"), may_offload)
     for (text, changed), helps in zip((recompute_more(options), offload_more(options)), useful, strict=True):
         lower = smallest(changed) if helps else None

@@ -72,8 +72,9 @@ class PipelineSolution:
 class PipelineRequest:
     """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``memory_limit`` and
-    ``host_limit`` are bytes for each device. ``chunks``: of each stage, None searches. ``solve`` solves the placement
-    program of a graph, with nodes for saved activations, within limits of the device's and the host's bytes."""
+    ``host_limit`` are bytes for each device. ``chunks``: of each stage, None searches. ``alone``: as for
+    :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``solve`` solves the placement program of a graph, with
+    nodes for saved activations, within limits of the device's and the host's bytes."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -85,6 +86,7 @@ class PipelineRequest:
     solve: Callable[[Graph, Repeats, float, float], MeshSolution]
     host_limit: float = math.inf
     chunks: int | None = None
+    alone: Callable[[], Graph] | None = None
 
     @property
     def kinds(self) -> tuple[tuple[str, int], ...]:
@@ -108,7 +110,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
         InfeasibleError: no division into stages fits into the memory of the devices or of their hosts.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
-    pieces = microbatch(request.graph, request.microbatches, request.inputs)
+    pieces = microbatch(request.graph, request.microbatches, request.inputs, request.alone)
     candidates, segment_of = _candidates(request, pieces.graph)
     _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, math.inf
@@ -294,7 +296,8 @@ def price_schedule(
     links = wire_prices(uncut.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
     chunks, wires = place_chunks(staged, uncut.assignment, uncut.prices, links)
     breakdown = price_stages(chunks, wires, schedule, uncut.prices, links, uncut.instance.optimizer)
-    return PipelineSolution(layout, uncut, breakdown, planned_pipeline(cuts, breakdown, wires, uncut.prices))
+    pipeline = planned_pipeline(cuts, breakdown, wires, uncut.prices, staged.own_statistics)
+    return PipelineSolution(layout, uncut, breakdown, pipeline)
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:

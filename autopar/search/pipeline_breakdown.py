@@ -21,7 +21,7 @@ from autopar.ir.placements import Placements
 from autopar.ir.staged_graph import Edge
 from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.item_prices import agreement_seconds
-from autopar.placement.memory_bound import saved_bytes
+from autopar.placement.memory_bound import offloaded_activation_bytes, saved_bytes
 from autopar.placement.overlap_windows import HiddenShares, gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices, local_bytes
@@ -59,7 +59,7 @@ class PipelineBreakdown:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of optimizer state in host memory, for each device of the pipeline rank with most of it."""
+        """Bytes in host memory, for each device of the pipeline rank with most of it."""
         return max(sum(self.breakdowns[c].memory.host for c in chunks) for chunks in self.schedule.held)
 
     @property
@@ -141,9 +141,10 @@ def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def in_flight_at_peak(chunks: tuple[Chunk, ...], schedule: Schedule, prices: Prices, optimizer: str) -> tuple[int, ...]:
-    """For each chunk, the microbatches in flight at the moment when its rank holds most saved bytes; at least one. The
-    chunks of a rank do not all have their most in flight at once."""
-    saved = [saved_bytes(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer)) for chunk in chunks]
+    """For each chunk, the microbatches in flight at the moment when its rank holds most saved bytes, those in
+    host memory included; at least one. The chunks of a rank do not all have their most in flight at once."""
+    steps = [PlacedStep(chunk.graph, chunk.assignment, prices, optimizer) for chunk in chunks]
+    saved = [saved_bytes(step) + offloaded_activation_bytes(step) for step in steps]
     return tuple(max(1, count) for _, count in sorted(_counts_at_peak(schedule, saved)))
 
 

@@ -49,6 +49,7 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
         temporary_bytes=max(m.temporary for m in memories),
         input_bytes=sum(m.inputs for m in memories),
         host_bytes=sum(m.host for m in memories),
+        nvme_bytes=sum(m.nvme for m in memories),
         mfu=float(total_flops(graph)) * breakdown.schedule.microbatches / possible if possible else 0.0,
         freed_seconds=freed,
     )

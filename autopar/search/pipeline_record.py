@@ -14,7 +14,11 @@ from .pipeline_breakdown import PipelineBreakdown
 
 
 def planned_pipeline(
-    cuts: tuple[str, ...], breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements], prices: Prices
+    cuts: tuple[str, ...],
+    breakdown: PipelineBreakdown,
+    wires: Mapping[Edge, Placements],
+    prices: Prices,
+    own_statistics: bool,
 ) -> PlannedPipeline:
     """The pipeline of a cost breakdown as a plan records it, with enough figures to simulate the step again."""
     chunks = tuple(map(_chunk_figures, breakdown.prices.chunks))
@@ -35,6 +39,7 @@ def planned_pipeline(
         hides=breakdown.prices.hides,
         hosts=shared.hosts if shared else (),
         speeds=shared.speeds if shared else (),
+        own_statistics=own_statistics,
     )
 
 

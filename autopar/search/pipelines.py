@@ -15,7 +15,7 @@ from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.pipeline.microbatch import split_inputs
 from autopar.planner.request import PlanRequest, memory_limit_of
-from autopar.planner.step_graphs import pipelined_graph
+from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
 
@@ -134,10 +134,18 @@ class _Pipeline:
             memory_limit=float(memory_limit_of(request)),
             solve=StagePrograms(inside, best, timings).solve,
             host_limit=usable_host_bytes(request.cluster),
+            alone=self._alone(),
         )
         solution = search_within(pipeline_request)
         solved = _Solved(request, replace(inside, mesh=solution.uncut.prices.mesh), timings, solution)
         return replace(solved.candidate(), improved=solved.improved)
+
+    def _alone(self) -> Callable[[], Graph] | None:
+        """The step graph of a batch of the size of a microbatch, if microbatches may be batches of their own."""
+        request = self.request
+        if request.options.batch_statistics == "batch":
+            return None
+        return partial(graph_alone, request.graph, request.loss, request.batch, self.microbatches)
 
     def too_full(self, error: InfeasibleError) -> InfeasibleError:
         """The error for a pipeline that does not fit: it names a sufficient limit. ``error`` itself if none was found.

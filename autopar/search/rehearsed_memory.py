@@ -143,7 +143,7 @@ def _targets(solution: PipelineSolution) -> dict[str, str]:
 
 
 def _host(solution: PipelineSolution, rank: int) -> HostMemory:
-    """The optimizer state that a rank leaves in host memory."""
+    """What a rank keeps outside of the device."""
     breakdown, prices, optimizer = solution.breakdown, solution.uncut.prices, solution.uncut.instance.optimizer
     shared = shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices)
     parts = [
@@ -158,4 +158,5 @@ def _host(solution: PipelineSolution, rank: int) -> HostMemory:
         )
         for c in breakdown.schedule.held[rank]
     ]
-    return HostMemory(sum(part.bytes for part in parts), max(part.largest for part in parts))
+    held = [breakdown.breakdowns[c].memory for c in breakdown.schedule.held[rank]]
+    return HostMemory(sum(m.host for m in held), max(part.visiting for part in parts), sum(m.nvme for m in held))

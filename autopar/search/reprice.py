@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.request import PlanRequest
-from autopar.planner.step_graphs import pipelined_graph, step_graph
+from autopar.planner.step_graphs import graph_alone, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
@@ -87,7 +88,12 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest)
     changes."""
     count, stages = plan.microbatches, plan.stages
     before, pieces = (
-        microbatch(pipelined_graph(request.graph, request.loss, batch), count, split_inputs(request.graph))
+        microbatch(
+            pipelined_graph(request.graph, request.loss, batch),
+            count,
+            split_inputs(request.graph),
+            partial(graph_alone, request.graph, request.loss, batch, count) if pipeline.own_statistics else None,
+        )
         for batch in (plan.batch, request.batch)
     )
     planned, other = (annotate(SaveActivations()(microbatched.graph), plan.mesh) for microbatched in (before, pieces))
@@ -104,7 +110,8 @@ def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, rep
     """The assignment as a solution. Layers are folded only if they all make the same choices."""
     prices = Prices.of(request.cluster, request.mesh, graph)
     optimizer = request.options.optimizer
-    offload = any(place.offload for place in assignment.parameters.values())
+    kinds = {("optimizer", place.offload) for place in assignment.parameters.values() if place.offload}
+    kinds |= {("activations", "host")} if assignment.offloaded else set()
 
     def build(graph: Graph) -> Instance:
         possible = recomputable(graph) if assignment.recomputed else None
@@ -115,7 +122,7 @@ def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, rep
             memory_limit=math.inf,
             repeats=repeats,
             recomputable=possible,
-            offload=offload,
+            offload=frozenset(kinds),  # type: ignore[arg-type]
         )
 
     instance, folded = build(graph), build(fold_layers(graph))

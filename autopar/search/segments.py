@@ -67,7 +67,7 @@ def price_segments(
         if node.op == "param":
             parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
             static[_segment(node.name, segment_of)] += sum(parts)
-        elif node.op == SAVED_ACTIVATION and node.name not in assignment.recomputed:
+        elif node.op == SAVED_ACTIVATION and node.name not in assignment.recomputed | assignment.offloaded:
             place = assignment.strategies[node.name].outputs[0]
             saved[_segment(node.operands[0].node, segment_of)] += local_bytes(node.type, place, instance.prices.mesh)
     for position, candidate in enumerate(candidates, start=1):

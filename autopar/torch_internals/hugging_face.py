@@ -50,3 +50,9 @@ def names_not_saved(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
     names = ("_tied_weights_keys", "_keys_to_ignore_on_save")
     tied, ignored = (frozenset(getattr(model, name, None) or ()) for name in names)
     return tied, ignored
+
+
+def length_of_generation(model: nn.Module) -> int:
+    """The length for which ``generate`` of ``model`` has last made a static cache, which layers of a sliding window do
+    not tell; 0 if it has not. Relies on ``_previous_max_cache_length`` of models (5.23)."""
+    return int(getattr(model, "_previous_max_cache_length", 0))

@@ -6,10 +6,14 @@ module of later versions, has no paths.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch.utils._pytree import (
+    MappingKey,
     TreeSpec,
     keystr,
     register_dataclass,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -20,9 +24,12 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "MappingKey",
+    "ResidentKey",
     "TreeSpec",
     "keystr",
     "register_dataclass",
+    "register_pytree_node",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -31,3 +38,14 @@ __all__ = [
     "treespec_dumps",
     "treespec_loads",
 ]
+
+
+@dataclass(frozen=True)
+class ResidentKey:
+    """The key, among paths of a call's inputs, of a tensor that stays on the devices between calls, which change it in
+    place: a key-value cache."""
+
+    key: str
+
+    def __str__(self) -> str:
+        return f".{self.key}"

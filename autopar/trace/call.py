@@ -11,7 +11,13 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.torch_internals.fake_tensors import expression_of
-from autopar.torch_internals.trees import TreeSpec, register_dataclass, tree_flatten_with_path, tree_unflatten
+from autopar.torch_internals.trees import (
+    ResidentKey,
+    TreeSpec,
+    register_dataclass,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from autopar.trace.guards.values import CONSTANT_TYPES
 
 Differentiate = Literal["loss", "all"]
@@ -20,12 +26,14 @@ Differentiate = Literal["loss", "all"]
 @dataclass(frozen=True)
 class Call:
     """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is not a tensor;
-    ``batch`` is the size of dim 0 that most tensor leaves share (0: there is none, or it is below 2)."""
+    ``batch`` is the size of dim 0 that most tensor leaves share (0: there is none, or it is below 2). ``resident``: the
+    names of the tensors that stay on the devices between calls (:class:`ResidentKey`)."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str | None, ...]
     batch: int
+    resident: frozenset[str] = frozenset()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -55,7 +63,9 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
             raise TraceError(_bad_input(_leaf_name(path), leaf))
     leaves = tuple(leaf for _, leaf in paths)
-    return Call(spec, leaves, names, _batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+    resident = frozenset(_leaf_name(path) for path, _ in paths if isinstance(path[-1], ResidentKey))
+    batch = _batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return Call(spec, leaves, names, batch, resident)
 
 
 def _leaf_name(path: tuple[Any, ...]) -> str:

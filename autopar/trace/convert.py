@@ -150,6 +150,8 @@ class _Converter:
                 return self._state(self.request.state[int(target[1:])], value)
             case PlainAOTInput(idx=index):
                 name = self.input_names[index]
+                if name in self.request.call.resident:  # It has the path of the module that uses it.
+                    return self._add(_placeholder_name("cache", name), "cache", (name,), value, None)
                 return self._add(_placeholder_name("input", name), "input", (name,), value, "")
             case TangentAOTInput(output=PlainAOTOutput(idx=index)):
                 name = self.captured.returned.order[index]
@@ -264,8 +266,10 @@ class _Converter:
                 return "output", self.captured.returned.order[index]
             case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)):
                 return "mutation", self._mutated(self.request.state[int(target[1:])])
-            case InputMutationAOTOutput(mutated_input=PlainAOTInput()):
-                return None  # The model has its own copy of its inputs, which nothing reads afterwards.
+            case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+                # The model has its own copy of its other inputs, which nothing reads afterwards.
+                name = self.input_names[index]
+                return ("mutation", name) if name in self.request.call.resident else None
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
                 return "gradient", self.request.state[int(target[1:])].name
             case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):

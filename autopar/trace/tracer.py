@@ -266,7 +266,7 @@ def _is_specialised(captured: Captured, graph: Graph, request: Request) -> bool:
     if not all(isinstance(theirs, sympy.Symbol) for theirs in captured.symbols.values()):
         return True  # It is a number now.
     call = request.call
-    inputs = {node.target: node.type.shape for node in graph.placeholders("input") if node.type.rank}
+    inputs = {node.target: node.type.shape for node in graph.inputs if node.type.rank}
     others = {length.input for length in request.lengths if length.dim == 0}
     with_batch = [inputs[n][0] for n in inputs if n not in others and call.tensors[n].shape[0] == call.batch]
     fixed = any(size != symbol(BATCH) for size in with_batch)

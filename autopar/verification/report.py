@@ -13,6 +13,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.page_width import terminal_columns
 
 from .later_steps import LaterSteps, compare_later
+from .pieces import Pieces
 from .tolerance import Closeness, rounding
 
 
@@ -27,6 +28,7 @@ class OneStep:
     unpriced: tuple[str, ...] = ()
     draws: bool = False
     later: LaterSteps = field(default_factory=lambda: LaterSteps(()))
+    pieces: Pieces | None = None
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,14 @@ from autopar.torch_internals.trees import tree_leaves, tree_map
 from autopar.trace.loss import TARGETS, run_with_loss
 
 from .later_steps import MOMENTUM, RATE, LaterSteps, train
+from .pieces import Pieces
 from .report import OneStep
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is given to run."""
+    """What every rank is given to run. ``pieces``: the microbatches of which each is a batch of its own, if they are,
+    for the step on one process."""
 
     model: nn.Module
     mesh: tuple[int, ...]
@@ -50,6 +52,7 @@ class Task:
     loss_fn: LossFunction | None
     plan: Plan | None
     steps: int = 1
+    pieces: Pieces | None = None
 
 
 def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
@@ -68,6 +71,8 @@ def _alone(task: Task, double: bool, timeout: float) -> OneStep:
     original = task.model, (task.batch, task.targets)
     model, (batch, targets) = _doubled(*original) if double else original
     options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
+    if task.pieces is not None:
+        options = replace(options, microbatches=task.pieces.count, batch_statistics="microbatch")
     single = replace(task, model=model, batch=batch, targets=targets, mesh=(1,), options=options, plan=None)
     return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
 
@@ -127,14 +132,19 @@ def _plain_step(
     scale: float,
     policy: Precision | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
-    """The loss, copies of the gradients, which also stay on the parameters, and the scale that did not overflow."""
-    half = autocast_dtype(policy)
+    """The loss, copies of the gradients, which also stay on the parameters, and the scale that did not overflow. Of
+    microbatches that are batches of their own, the mean loss and its gradients, accumulated one after the other."""
+    half, pieces = autocast_dtype(policy), task.pieces
     while True:
         torch.manual_seed(0)
-        with torch.autocast("cpu", half) if half else nullcontext():
-            output, loss = run_with_loss(model, task.loss_fn, args, kwargs)
-            loss = _loss_of(output) if loss is None else loss
-        (loss * scale).backward()
+        losses = []
+        for piece_args, piece_kwargs in [(args, kwargs)] if pieces is None else pieces.divide(args, kwargs):
+            with torch.autocast("cpu", half) if half else nullcontext():
+                output, loss = run_with_loss(model, task.loss_fn, piece_args, piece_kwargs)
+                loss = _loss_of(output) if loss is None else loss
+            losses.append(loss if pieces is None else loss / pieces.count)
+            (losses[-1] * scale).backward()
+        loss = losses[0] if pieces is None else torch.stack([each.detach() for each in losses]).sum()
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad / scale
@@ -218,8 +228,10 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     begin = time.perf_counter()
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
-    unpriced = _unpriced(call.program, parallel.plan)
-    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, call.program.draws, later)
+    program, unpriced, pipeline = call.program, _unpriced(call.program, parallel.plan), parallel.plan.pipeline
+    own_statistics = pipeline is not None and pipeline.own_statistics
+    pieces = Pieces.of(call, program) if own_statistics and isinstance(program, PipelineProgram) else None
+    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, program.draws, later, pieces)
 
 
 def _later(

@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from autopar.api import LossFunction, Mesh, mesh_shape
-from autopar.arguments import Batch, check_model
+from autopar.arguments import Batch, check_model, given_plan
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
+from autopar.files import FileName
 from autopar.keywords import suggests
 from autopar.options import Options
 from autopar.planner.options_of_plan import options_under
 from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
+from autopar.sync import EVERY_STEP
 
 from .report import Report, judge
 from .steps import Task, is_double, one_process, parallel_step
@@ -36,7 +38,7 @@ def verify(
     options: Options | None = None,
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
-    plan: Plan | None = None,
+    plan: Plan | FileName | None = None,
     steps: int = 1,
     timeout: float = 300.0,
     tolerance: float | None = None,
@@ -48,7 +50,8 @@ def verify(
 
     Args:
         targets: what ``loss_fn(output, targets)`` compares with, as for :func:`autopar.plan`.
-        plan: the plan to check; default the one for these arguments, priced on ``cluster``, whatever this machine is.
+        plan: the plan to check, or its path or URL; default the one for these arguments, priced on ``cluster``,
+            whatever this machine is.
         steps: of training, by SGD with momentum. The first loss, its gradients and the buffers after it are always
             compared; with several steps also each loss, the parameters and buffers after the last, and the outputs of
             an evaluation.
@@ -62,8 +65,10 @@ def verify(
         AutoparError: whatever :func:`autopar.plan` raises.
     """
     check_model(model)
+    plan = given_plan(plan)
     start = time.perf_counter()
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
+    _check_sync(settings)
     settings = settings if plan is None else options_under(settings, plan)
     ready = materialised(model)
     task = Task(
@@ -77,13 +82,31 @@ def verify(
         plan=plan,
         steps=_checked(steps),
     )
-    expected = one_process(task, timeout)
+    # The step on one process comes first, as it raises the clearer errors, unless it depends on the plan.
+    before = None if _own_statistics(settings, plan) else one_process(task, timeout)
     actual = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
-    if actual.draws:
-        expected = one_process(task, timeout, actual.draws)
+    again = before is None or actual.draws
+    expected = one_process(replace(task, pieces=actual.pieces), timeout, actual.draws) if again else before
+    assert expected is not None
     closeness = Closeness.of(settings.precision, is_double(ready))
     closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
     return judge(actual, expected, closeness, time.perf_counter() - start, task.mesh)
+
+
+def _check_sync(settings: Options) -> None:
+    if settings.sync != EVERY_STEP:
+        raise OptionsError(
+            f"verify compares with one device, and training with sync={settings.sync!r} is not to have its numbers: "
+            "leave sync out, and verify the plan of one replica on the inner axes of the mesh, verify(model, mesh[1:], "
+            "rows of one replica)"
+        )
+
+
+def _own_statistics(options: Options, plan: Plan | None) -> bool:
+    """Whether microbatches may be batches of their own, so that one process has to compute them so too."""
+    if plan is None:
+        return options.batch_statistics == "microbatch"
+    return plan.pipeline is not None and plan.pipeline.own_statistics
 
 
 def _checked(steps: int) -> int:

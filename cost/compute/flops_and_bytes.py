@@ -89,6 +89,11 @@ def selected_rows(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
     return every_tensor(call, inputs[1:], outputs) + every_tensor(call, (), outputs)
 
 
+def written_rows(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+    """Bytes of rows (the last operand) that are written into a tensor in place: they are read and written once."""
+    return 2 * every_tensor(call, inputs[-1:], ())
+
+
 def draw_passes(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
     """Bytes of drawing random numbers. They are mixed from 64-bit integers in many small steps, counted here as eight
     reads and writes of each integer, which matches a core's time (10 ns per element). A device that accesses memory in

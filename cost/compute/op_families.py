@@ -39,6 +39,7 @@ from .flops_and_bytes import (
     results_only,
     selected_rows,
     with_sum,
+    written_rows,
 )
 
 
@@ -72,6 +73,7 @@ FREE = Family(nothing, nothing, is_view=True, is_free=True)
 MOVE = Family(nothing, every_tensor)
 FILL = Family(nothing, results_only)
 SELECT = Family(nothing, selected_rows)
+WRITE = Family(nothing, written_rows)
 DRAW = Family(first_result, draw_passes)
 ACCUMULATE = Family(last_operand, every_tensor)
 MATMUL = Family(_MM, every_tensor, _MM_SHAPE)
@@ -135,6 +137,7 @@ _NAMES: tuple[tuple[Family, str], ...] = (
         """,
     ),
     (SELECT, "embedding gather index index_select _unsafe_index take take_along_dim"),
+    (WRITE, "write_rows"),
     (DRAW, "uniform normal bernoulli random_bits"),
     (ACCUMULATE, "scatter_add scatter_reduce index_add index_reduce"),
     (MATMUL, "mm bmm matmul mv dot vdot _scaled_mm _int_mm"),

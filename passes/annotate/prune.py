@@ -110,7 +110,7 @@ def _live_of_classes(
     for node, name, operands in _distinct(graph, classes):
         for strategy in strategies[node.name]:
             places = _sharded_places(strategy, (*operands, *_results(name, node)))
-            if node.op == "input" or _anchors(node, strategy):
+            if node.op in ("input", "cache") or _anchors(node, strategy):
                 queue += places
                 continue
             for place in places:

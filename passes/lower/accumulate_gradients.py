@@ -1,7 +1,9 @@
 """Makes sections add their gradients to those of earlier microbatches.
 
-If a gradient is a product, the product itself accumulates it and writes no tensor of its own. Any other gradient is
-added as soon as it is computed. So there is never more than one gradient in addition to the sums.
+If a gradient is a product, the product itself accumulates it and writes no tensor of its own. If it is a cast, such as
+that of a gradient in bf16 to the dtype of its parameter, what is cast is added instead, which is the same sum: the
+addition widens it. Any other gradient is added as soon as it is computed. So there is never more than one gradient in
+addition to the sums.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.node import Value
+import torch
+
+from autopar.ir.node import CAST, Value
 from autopar.ir.program import Instruction, Section
 
+# Of the gradients' dtypes these have at least as many bits as any that is cast to them in training.
+_WIDE = (torch.float32, torch.float64)
 PRODUCT, ADDED_PRODUCT, ADD = "aten.mm.default", "aten.addmm_.default", "aten.add_.Tensor"
 
 
@@ -58,10 +64,19 @@ def _with_adds(old: Instruction, owed: dict[Value, list[str]], uses: Counter[Val
     """``old``, followed by instructions that accumulate those of its results that are gradients."""
     value = Value(old.name)
     totals = owed.get(value, [])
-    if old.op == PRODUCT and len(totals) == 1 and uses[value] == 1:
+    if len(totals) == 1 and uses[value] == 1:
         (total,) = totals
-        yield replace(old, name=f"{total}_more", op=ADDED_PRODUCT, args=(Value(total), *old.args))
-        return
+        if old.op == PRODUCT:
+            yield replace(old, name=f"{total}_more", op=ADDED_PRODUCT, args=(Value(total), *old.args))
+            return
+        if _widens(old):
+            yield from _adds(old.operands[0], totals)
+            return
     yield old
     for index in range(old.results):
         yield from _adds(Value(old.name, index), owed.get(Value(old.name, index), []))
+
+
+def _widens(old: Instruction) -> bool:
+    """Whether ``old`` only casts its operand to a dtype that holds the same number."""
+    return old.op == CAST and [key for key, _ in old.kwargs] == ["dtype"] and old.kwargs[0][1] in _WIDE

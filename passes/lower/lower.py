@@ -16,7 +16,7 @@ import torch
 
 from autopar.ir.assignment import Assignment, overlaps_backward
 from autopar.ir.graph import Graph
-from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.ir.node import CAST, SAVED_ACTIVATION, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.ir.placements import Placements, Strategy
 from autopar.ir.program import Program, Section, TensorSlot
 from autopar.ir.reshard import Hop, make_hop
@@ -25,10 +25,13 @@ from autopar.passes.native.restore import restore
 from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import LocalCall, LocalContext, Operand, local_call
 
+from .caches import in_place
 from .emit import Buckets, Emitter
 from .fuse_bias import FUSED, biased_products
 
 Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
+# A saved activation to host memory, and from there.
+STORE, FETCH = "host.store", "host.fetch"
 CONTIGUOUS = (("memory_format", torch.contiguous_format),)
 # Instructions whose result may share the memory of their operand.
 ALIASING = VIEWS | {"aten.slice.Tensor", "aten.select.int", "collective.slice", "collective.partial"}
@@ -65,6 +68,10 @@ class Lowering:
             return self.assignment.parameters[value.node].weight
         return self.strategy(self.graph[value.node]).outputs[value.index]
 
+    def result_place(self, output: Output) -> Placements:
+        """The placements of a result of the model."""
+        return self.assignment.place_of_result(self.graph, output)
+
     @cached_property
     def biased(self) -> Mapping[str, str]:
         """The sums that are fused with a product, with the names of the products."""
@@ -90,7 +97,8 @@ class Lowering:
 @dataclass
 class NodeLowerer:
     """Lowers the nodes of one phase to one section. ``local``: the local value of each value so far; ``moved``: of each
-    resharded value; ``factors``: the operands of products that are fused with a later sum."""
+    resharded value; ``factors``: the operands of products that are fused with a later sum; ``away``: the copies in host
+    memory of saved activations."""
 
     job: Lowering
     phase: Phase
@@ -98,16 +106,34 @@ class NodeLowerer:
     local: dict[Value, Value] = field(default_factory=dict)
     moved: dict[tuple[Value, Placements], Value] = field(default_factory=dict)
     factors: dict[str, tuple[Arg, ...]] = field(default_factory=dict)
+    away: dict[Value, Value] = field(default_factory=dict)
+
+    def here(self, value: Value) -> Value:
+        """The local value of ``value``; reads one that rests in host memory at its first use in this phase."""
+        if value not in self.local:
+            started = self.emitter.emit(f"{self.away[value].node}_fetch", FETCH, (self.away[value],))
+            self.local[value] = self.emitter.emit(f"{started.node}_wait", "collective.wait", (started,))
+        return self.local[value]
+
+    def receive(self, value: Value) -> str:
+        """Names the input of the section that brings a saved ``value``, which may rest in host memory."""
+        name = self.emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}")
+        (self.away if value.node in self.job.assignment.offloaded else self.local)[value] = Value(name)
+        return name
+
+    def saved(self, value: Value) -> Value:
+        """What forward hands to backward for a saved ``value``: itself, or its copy in host memory."""
+        return self.away.get(value) or self.local[value]
 
     def take(self, value: Value, target: Placements, module: str = "") -> Value:
         """The local value of ``value`` with placements ``target``; reshards it at its first use in this phase."""
         home = self.job.home(value)
         if home == target:
-            return self.local[value]
+            return self.here(value)
         if (value, target) not in self.moved:
             kind = self.job.graph.type_of(value)
             path = self.job.path(kind, home, target, False)
-            self.moved[value, target] = self.emitter.hops(self.local[value], path, kind, module)
+            self.moved[value, target] = self.emitter.hops(self.here(value), path, kind, module)
         return self.moved[value, target]
 
     def give(self, value: Value, target: Placements) -> Value:
@@ -117,7 +143,7 @@ class NodeLowerer:
         direct = make_hop(kind, home, target, self.job.mesh) if home != target else None
         if direct is None or not overlaps_backward(self.job.graph, value):
             return self.take(value, target)
-        return self.emitter.hop(self.local[value], direct, kind)
+        return self.emitter.hop(self.here(value), direct, kind)
 
     def lower(self, node: Node) -> None:
         strategy = self.job.strategy(node)
@@ -126,6 +152,11 @@ class NodeLowerer:
         ]
         if node.op == SAVED_ACTIVATION:
             self.local[Value(node.name)] = operands[0]
+            if self.phase == "forward" and node.name in self.job.assignment.offloaded & self.job.graph.kept:
+                # Here and not at the end: the device may copy while it goes on computing, and then free the memory.
+                self.away[Value(node.name)] = self.emitter.emit(
+                    f"{node.name}_away", STORE, (operands[0],), (), 1, node.module
+                )
             return
         layout = layout_for(node.op)
         if layout is not None:
@@ -172,13 +203,12 @@ def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
     gradients = [o for o in wanted if o.kind in ("gradient", "input_gradient")]
     forward, saved = _forward(job, needed, results)
     backward = _backward(job, needed, saved, gradients)
-    everywhere = job.assignment.replicated
     return Program(
         mesh=job.mesh,
         coordinate=job.coordinate,
         parameters=tuple(stored_slot(job, node) for node in graph.placeholders("param")),
         placeholders=tuple(job.slot(node) for node in graph.nodes if node.is_placeholder and node.op != "tangent"),
-        results=tuple(job.output_slot(o, everywhere) for o in results),
+        results=tuple(job.output_slot(o, job.result_place(o)) for o in results),
         tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if gradients else (),
         gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in gradients),
         refresh=refresh_section(job),
@@ -202,10 +232,10 @@ def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Se
     for node in nodes:
         lowerer.lower(node)
     saved = saved_values(job.graph, needed)
-    places = job.assignment.replicated
-    outputs = [lowerer.give(o.value, places) for o in results if o.value is not None]
-    outputs += [lowerer.local[value] for value in saved]
-    return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs)), saved
+    outputs = [lowerer.give(o.value, job.result_place(o)) for o in results if o.value is not None]
+    outputs += [lowerer.saved(value) for value in saved]
+    section = lowerer.emitter.section("forward", tuple(inputs), tuple(outputs))
+    return in_place(section, [node.name for node in job.graph.caches.values()]), saved
 
 
 def saved_values(graph: Graph, needed: set[str]) -> list[Value]:
@@ -230,9 +260,7 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
     lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
     emitter = lowerer.emitter
     tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients else []
-    for value in (*saved, *tangents):
-        lowerer.local[value] = Value(emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}"))
-    inputs = tuple(lowerer.local[value].node for value in (*saved, *tangents))
+    inputs = tuple(lowerer.receive(value) for value in (*saved, *tangents))
     buckets = Buckets(emitter, job.bucket_bytes, "gradients")
     produced_by: dict[str, list[int]] = {}
     for position, output in enumerate(gradients):
@@ -243,7 +271,7 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
         for position in produced_by.get(name, ()):
             value = gradients[position].value
             assert value is not None
-            send_gradient(job, buckets, position, gradients[position], lowerer.local[value])
+            send_gradient(job, buckets, position, gradients[position], lowerer.here(value))
 
     for value in (*saved, *tangents):
         send(value.node)
@@ -301,7 +329,7 @@ def refresh_section(job: Lowering) -> Section:
     for node in nodes:
         place, value = job.assignment.parameters[node.name], Value(node.name)
         if node.stored != node.type:
-            value = emitter.emit(f"{node.name}_cast", "aten._to_copy.default", (value,), (("dtype", node.type.dtype),))
+            value = emitter.emit(f"{node.name}_cast", CAST, (value,), (("dtype", node.type.dtype),))
         path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
         buckets.add(node.name, value, node.type, path)
     done = buckets.finish()

@@ -19,6 +19,7 @@ from autopar.ir.staged_graph import Edge
 from autopar.schedule.schedule import Schedule
 
 from .accumulate_gradients import adding
+from .caches import in_place
 from .emit import Emitter
 from .lower import (
     Lowering,
@@ -105,7 +106,6 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
     """The program of one rank for one chunk, with communication overlapped."""
     work = replace(work, job=with_native_operations(work.job))
     job, graph, crossings = work.job, work.job.graph, _Crossings.of(work)
-    everywhere = job.assignment.replicated
     return ChunkProgram(
         chunk=work.chunk,
         mesh=job.mesh,
@@ -113,7 +113,7 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
         parameters=tuple(stored_slot(job, node) for node in graph.placeholders("param")),
         placeholders=tuple(job.slot(node) for node in graph.nodes if _is_given(node.op)),
         receives=crossings.receives,
-        results=tuple(job.output_slot(o, everywhere) for o in crossings.results),
+        results=tuple(job.output_slot(o, job.result_place(o)) for o in crossings.results),
         sends=crossings.sends,
         tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if crossings.needs_tangents else (),
         gradient_receives=crossings.gradient_receives,
@@ -152,7 +152,7 @@ def _sections(work: ChunkLowering, crossings: _Crossings) -> dict[str, Section]:
 
 
 def _is_given(op: str) -> bool:
-    return op in ("param", "buffer", "input", "constant", "random")
+    return op in ("param", "buffer", "input", "constant", "random", "cache")
 
 
 def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
@@ -166,10 +166,11 @@ def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "forward" and not node.is_placeholder:
             lowerer.lower(node)
-    outputs = [lowerer.give(o.value, job.assignment.replicated) for o in crossings.results if o.value is not None]
+    outputs = [lowerer.give(o.value, job.result_place(o)) for o in crossings.results if o.value is not None]
     outputs += [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.sends]
-    outputs += [lowerer.local[value] for value in saved]
-    return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs))
+    outputs += [lowerer.saved(value) for value in saved]
+    section = lowerer.emitter.section("forward", tuple(inputs), tuple(outputs))
+    return in_place(section, [node.name for node in job.graph.caches.values()])
 
 
 def _backward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
@@ -178,15 +179,12 @@ def _backward(work: ChunkLowering, crossings: _Crossings, needed: set[str], save
     lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
     tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if crossings.needs_tangents else []
     arguments = [*saved, *tangents, *(Value(port.slot.name) for port in crossings.gradient_receives)]
-    for value in arguments:
-        fresh = lowerer.emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}")
-        lowerer.local[value] = Value(fresh)
-    inputs = tuple(lowerer.local[value].node for value in arguments)
+    inputs = tuple(map(lowerer.receive, arguments))
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "backward" and not node.is_placeholder:
             lowerer.lower(node)
     sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.gradient_sends]
-    raw = [lowerer.local[o.value] for o in crossings.gradients if o.value is not None]
+    raw = [lowerer.here(o.value) for o in crossings.gradients if o.value is not None]
     # A value may still be in flight when raw gradients that share its memory are accumulated in place.
     outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs), sent))
     return lowerer.emitter.section("backward", inputs, outputs)

@@ -3,6 +3,7 @@
 - A collective that depends only on the batch (such as the number of valid labels) starts before everything else. - A
 wait moves down to just before the first use of its tensor. If only a model output waits, such as the reduced loss of
   a step, the caller waits instead, so that ranks need not synchronise in the middle of a step.
+- The fetch of a saved activation from host memory starts just before the wait for the previous one, too.
 - The gather of a weight, whose shard exists from the beginning, starts just before the wait for the previous such
   gather: one weight is in flight while the one before is used, so at most one more gathered weight is in memory.
 
@@ -21,7 +22,7 @@ from autopar.ir.node import Value
 from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, is_random
 
 WAIT = "collective.wait"
-GATHER = "collective.all_gather"
+GATHER, FETCH = "collective.all_gather", "host.fetch"
 STARTS = tuple(f"collective.{kind}" for kind in COLLECTIVES)
 # Instructions that run early delay the first layer, so they must be few.
 # Chosen: the count of labels of a shifted loss takes fewer operations.
@@ -39,7 +40,8 @@ def overlap(program: Program) -> Program:
 
 def overlap_section(section: Section) -> Section:
     """The section with late waits, and with weight gathers prefetched by one."""
-    return replace(section, instructions=tuple(_prefetched(section, _with_late_waits(section))))
+    instructions = _prefetched(section, _with_late_waits(section), GATHER)
+    return replace(section, instructions=tuple(_prefetched(section, instructions, FETCH)))
 
 
 def _with_early_starts(section: Section, data: set[str]) -> Section:
@@ -89,9 +91,9 @@ def _with_late_waits(section: Section) -> list[Instruction]:
     return [*reordered, *delayed.values()]
 
 
-def _prefetched(section: Section, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Moves the start of each gather of an input to before the wait for the gather before it."""
-    gathers = _input_gathers(section, instructions)
+def _prefetched(section: Section, instructions: Sequence[Instruction], op: str) -> list[Instruction]:
+    """Moves the start of each ``op`` (gather, fetch) of an input to before the wait for the one before it."""
+    gathers = _of_inputs(section, instructions, op)
     waits = [i for i in instructions if i.op == WAIT and _operand(i).node in gathers]
     following = dict(zip((w.name for w in waits), waits[1:], strict=False))
     reordered = [gathers[_operand(waits[0]).node]] if waits else []
@@ -110,7 +112,7 @@ def _operand(wait: Instruction) -> Value:
     return value
 
 
-def _input_gathers(section: Section, instructions: Sequence[Instruction]) -> dict[str, Instruction]:
-    """The gathers that need nothing but inputs of the section, by name."""
+def _of_inputs(section: Section, instructions: Sequence[Instruction], op: str) -> dict[str, Instruction]:
+    """The instructions ``op`` that need nothing but inputs of the section, by name."""
     inputs = set(section.inputs)
-    return {i.name: i for i in instructions if i.op == GATHER and _uses(i) <= inputs}
+    return {i.name: i for i in instructions if i.op == op and _uses(i) <= inputs}

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import STORED, Node, Value
+from autopar.ir.node import CAST, STORED, Node, Value
 from autopar.passes.base import Pass, rewrite
-
-_CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def cast_once(graph: Graph) -> Graph:
     working = {name: cast for name, cast in casts.items() if cast is not None}
 
     def visit(node: Node) -> Node | Value:
-        return node.operands[0] if node.op == _CAST and node.operands[0].node in working else node
+        return node.operands[0] if node.op == CAST and node.operands[0].node in working else node
 
     uncast = rewrite(graph, visit)
     nodes = tuple(
@@ -58,7 +56,7 @@ def _only_cast(graph: Graph, parameter: Node) -> Node | None:
     if not users or value in graph.output_values or dict(parameter.kwargs).get(STORED) is not None:
         return None
     first = users[0]
-    alike = all(user.op == _CAST and user.type == first.type for user in users)
+    alike = all(user.op == CAST and user.type == first.type for user in users)
     narrow = alike and first.type.dtype.itemsize < parameter.type.dtype.itemsize
     return first if narrow and parameter.type.dtype.is_floating_point and first.type.dtype.is_floating_point else None
 

@@ -11,6 +11,7 @@ from .drop_noops import DropNoops
 from .eliminate_common import MergeCommon
 from .eliminate_dead import RemoveDead
 from .sink_views import SinkViews
+from .write_caches import WriteCaches
 
 # No-ops go first, so that chains of views become adjacent; their composition may leave further no-ops.
 STANDARD: tuple[Pass, ...] = (
@@ -22,6 +23,7 @@ STANDARD: tuple[Pass, ...] = (
     SinkViews(),
     RemoveDead(),
     CastOnce(),
+    WriteCaches(),
 )
 
 

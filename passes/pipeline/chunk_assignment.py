@@ -20,7 +20,7 @@ from functools import cached_property
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import VIEWS, Node, Value
+from autopar.ir.node import CAST, VIEWS, Node, Value
 from autopar.ir.program import is_random
 from autopar.ops.random import DRAWS
 
@@ -137,7 +137,7 @@ class ChunkLayout:
         return frozenset(repeated)
 
     def _is_view(self, node: Node) -> bool:
-        if node.op == "aten._to_copy.default":
+        if node.op == CAST:
             return int(node.type.bytes) > int(self.graph.type_of(node.operands[0]).bytes)
         return node.op in VIEWS
 

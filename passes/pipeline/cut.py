@@ -40,9 +40,10 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...], unused: Mapping[str
     """
     graph = source if isinstance(source, Graph) else source.graph
     prelude = None if isinstance(source, Graph) else source.prelude
+    own = not isinstance(source, Graph) and source.own_statistics
     if not cuts:
         owners = {node.target: (0,) for node in graph.placeholders("param")}
-        return Staged((graph,), (), owners, prelude)
+        return Staged((graph,), (), owners, prelude, own)
     layout = ChunkLayout(graph, tuple(cuts), unused=unused or {})
     writers = [_Writer(layout, chunk) for chunk in range(layout.count)]
     for writer in writers:
@@ -51,7 +52,7 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...], unused: Mapping[str
     chunks, edges = _connected(layout, writers)
     names = [{n.target for n in chunk.placeholders("param")} for chunk in chunks]
     users = {node.target: tuple(i for i, own in enumerate(names) if node.target in own) for node in _parameters(graph)}
-    return Staged(chunks, edges, users, prelude)
+    return Staged(chunks, edges, users, prelude, own)
 
 
 def split_backward(chunk: Graph) -> tuple[frozenset[str], frozenset[str]]:
@@ -229,7 +230,8 @@ def _with_idle_parameters(graph: Graph, chunks: list[Graph]) -> tuple[Graph, ...
 def _mutations(layout: ChunkLayout, writers: list[_Writer]) -> None:
     """Writes new values of buffers where the buffer is read: in every such chunk if they depend on data alone."""
     data = data_only_nodes(layout.graph)
-    buffers = {node.target: node.name for node in layout.graph.placeholders("buffer")}
+    kept = (*layout.graph.placeholders("buffer"), *layout.graph.placeholders("cache"))
+    buffers = {node.target: node.name for node in kept}
     for output in layout.graph.outputs:
         if output.kind != "mutation" or output.value is None:
             continue

@@ -124,7 +124,7 @@ def _last_uses(layout: ChunkLayout, order: list[Node]) -> dict[Value, int]:
 def _between_reads_and_writes(layout: ChunkLayout, order: list[Node]) -> set[int]:
     """Places where a cut would separate the operations that read and write a buffer."""
     graph, data = layout.graph, data_only_nodes(layout.graph)
-    buffers = {node.target: node.name for node in graph.placeholders("buffer")}
+    buffers = {node.target: node.name for node in (*graph.placeholders("buffer"), *graph.placeholders("cache"))}
     forbidden: set[int] = set()
     for output in graph.outputs:
         if output.kind == "mutation" and output.value is not None and output.value.node not in data:

@@ -8,19 +8,20 @@ that depend on the microbatch are never chosen.
 
 Microbatches exchange nothing. So a value that needs the whole batch must depend on inputs, buffers and constants alone,
 such as the number of valid tokens: the ``prelude`` computes it once a step for the whole batch. Anything else (the
-statistics of batch norm) is an error.
+statistics of batch norm) is an error, unless microbatches may be batches of their own (:mod:`.own_statistics`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Output, Value
 
-from .microbatch_walk import Walk
+from .microbatch_walk import CoupledError, Walk
+from .own_statistics import LAST, own_graph
 
 Combine = str
 
@@ -32,7 +33,7 @@ class Microbatched:
     Attributes:
         graph: computes one of ``count`` microbatches. It draws its part of the whole batch's random numbers if element
             3 of its ``random`` placeholder is the microbatch's number k (see :mod:`autopar.ops.random`). Every
-            microbatch reads buffers as they were before the step.
+            microbatch reads buffers as they were before the step, unless it has ``own_statistics``.
         inputs: for each input, including those from the prelude, the dim along which microbatch k takes piece k of
             ``count`` equal pieces, or None if it takes the whole input.
         combine: how the results of all microbatches, by ``(kind, name)`` of the output, become that of the step:
@@ -40,6 +41,8 @@ class Microbatched:
             summed.
         prelude: computes, on the whole batch, the outputs whose names are the targets of further inputs of ``graph``;
             element 3 of its random state is 0.
+        own_statistics: whether the graph is that of a batch of its own (:mod:`.own_statistics`): it reads buffers as
+            the microbatch before left them, and ``combine`` of mutations is ``last``.
     """
 
     graph: Graph
@@ -47,13 +50,14 @@ class Microbatched:
     inputs: Mapping[str, int | None]
     combine: Mapping[tuple[str, str], Combine] = field(default_factory=dict)
     prelude: Graph | None = None
+    own_statistics: bool = False
 
 
 def split_inputs(graph: Graph) -> dict[str, int | None]:
     """The dim along which each input is divided: dim 0 if it is the batch. A symbolic graph says which it is; in a
     concrete one the batch is the size of dim 0 that most inputs share."""
-    inputs = [node for node in graph.placeholders("input") if node.type.rank]
-    dims: dict[str, int | None] = {node.target: None for node in graph.placeholders("input")}
+    inputs = [node for node in graph.inputs if node.type.rank]
+    dims: dict[str, int | None] = {node.target: None for node in graph.inputs}
     sizes = [node.type.shape[0] for node in inputs]
     if graph.symbols:
         return dims | {n.target: 0 for n in inputs if not isinstance(n.type.shape[0], int)}
@@ -65,11 +69,7 @@ def split_inputs(graph: Graph) -> dict[str, int | None]:
 
 def check_count(graph: Graph, count: int, inputs: Mapping[str, int | None]) -> None:
     """Raises :class:`OptionsError`, naming the counts that work, unless the batch divides into ``count`` pieces."""
-    sizes = {
-        int(node.type.shape[dim])
-        for node in graph.placeholders("input")
-        if (dim := inputs.get(node.target)) is not None
-    }
+    sizes = {int(node.type.shape[dim]) for node in graph.inputs if (dim := inputs.get(node.target)) is not None}
     if not sizes:
         raise OptionsError(f"microbatches={count}: no input has a batch dim to divide; use microbatches=1")
     works = [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
@@ -81,18 +81,39 @@ def check_count(graph: Graph, count: int, inputs: Mapping[str, int | None]) -> N
         )
 
 
-def microbatch(graph: Graph, count: int, inputs: Mapping[str, int | None] | None = None) -> Microbatched:
+def microbatch(
+    graph: Graph,
+    count: int,
+    inputs: Mapping[str, int | None] | None = None,
+    alone: Callable[[], Graph] | None = None,
+) -> Microbatched:
     """Converts ``graph``, concrete and without saved activations, to one of ``count`` microbatches; with ``count`` 1 it
     stays unchanged.
 
-    ``inputs``: how inputs are divided; default :func:`split_inputs`. Raises :class:`OptionsError` if the batch does not
-    divide into ``count``, or if an operation couples the samples of a batch, naming it.
+    ``inputs``: how inputs are divided; default :func:`split_inputs`. ``alone``: makes the graph of a batch of the size
+    of a microbatch, if microbatches may have statistics of their own where samples are coupled. Raises
+    :class:`OptionsError` if the batch does not divide into ``count``, or if an operation couples the samples of a
+    batch, naming it, and there is no ``alone``.
     """
     inputs = split_inputs(graph) if inputs is None else inputs
     if count == 1:
         return Microbatched(graph, 1, inputs, {(o.kind, o.name): "same" for o in graph.outputs})
     check_count(graph, count, inputs)
-    walk = Walk(graph, count, inputs)
+    try:
+        return _divided(Walk(graph, count, inputs))
+    except CoupledError:
+        if alone is None:
+            raise
+    own = own_graph(alone(), count)
+    combine: dict[tuple[str, str], Combine] = {
+        (o.kind, o.name): LAST if o.kind == "mutation" else "sum" for o in own.outputs
+    }
+    return Microbatched(own, count, inputs, combine, own_statistics=True)
+
+
+def _divided(walk: Walk) -> Microbatched:
+    """The graph of a microbatch by a walk over that of the batch. Raises :class:`CoupledError`."""
+    graph, count, inputs = walk.graph, walk.count, walk.inputs
     walk.run()
     outputs: list[Output] = []
     combine: dict[tuple[str, str], Combine] = {}

@@ -33,6 +33,7 @@ from autopar.ir.program import is_random
 from autopar.ops.random import DRAWS
 from autopar.passes.annotate.annotate import axis_strategies
 from autopar.passes.rule_language.compose import op_call, replicated
+from autopar.passes.rule_language.gradients import linear_in_gradients
 from autopar.passes.rule_language.registry import LOCALISERS, LocalCall, LocalContext, OpCall, Operand, local_call
 from autopar.passes.rules import RULES
 from autopar.passes.rules.random import draw_of_each_piece
@@ -45,13 +46,18 @@ REMAKE, PART, PRELUDE = 1.0, 2.0, 100.0
 Factors = tuple[tuple[int, int], ...]
 
 
-def split_error(node: Node, count: int, value: Value) -> OptionsError:
+class CoupledError(OptionsError):
+    """An operation couples the samples of a batch, so microbatches cannot compute it."""
+
+
+def split_error(node: Node, count: int, value: Value) -> CoupledError:
     """The error for an operation that needs all microbatches at once."""
     where = "".join(f", {part}" for part in (node.module and f"in {node.module}", node.source) if part)
-    return OptionsError(
+    return CoupledError(
         f"microbatches={count}: {node.op} (%{node.name}{where}) couples the samples of a batch: "
-        f"it needs {value} of all microbatches at once; use microbatches=1, or a layer that treats samples alone "
-        f"(group or layer norm in place of batch norm)"
+        f"it needs {value} of all microbatches at once; use microbatches=1, a layer that treats samples alone "
+        '(group or layer norm in place of batch norm), or Options(batch_statistics="microbatch"), under which every '
+        "microbatch is a batch of its own, as in a loop that accumulates gradients"
     )
 
 
@@ -86,7 +92,7 @@ class Walk:
         """Walks forward, then backward, since the placements of tangents depend on the outputs."""
         for node in self.graph:
             if node.is_placeholder and node.op != "tangent":
-                dim = self.inputs.get(node.target) if node.op == "input" else None
+                dim = self.inputs.get(node.target) if node.op in ("input", "cache") else None
                 self._place(node, REPLICATE if dim is None else Shard(dim))
         for phase in ("forward", "backward"):
             if phase == "backward":
@@ -190,7 +196,8 @@ class Walk:
             # Microbatches would draw other numbers than the whole batch does.
             return []
         sizes = {size: frozenset(b for s, b in factors if s == size) for size, _ in factors}
-        return [s for s in (replicated(call), *axis_strategies(call, sizes)) if self._divides(call, s)]
+        offered = (replicated(call), *axis_strategies(call, sizes), *linear_in_gradients(call))
+        return [strategy for strategy in dict.fromkeys(offered) if self._divides(call, strategy)]
 
     def _divides(self, call: OpCall, strategy: AxisStrategy) -> bool:
         """Whether all pieces are of equal size."""

@@ -7,7 +7,7 @@ recomputes no other layer, and frees what it recomputed before the next. Outside
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +17,8 @@ from autopar.ir.module_paths import layers_among
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.passes.base import is_pure
 
-# Matrix products; those of two activations belong to attention written out.
-_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm"))
+from .attention import inside_attention
+
 _FUSED = "autopar.attention.default"
 
 
@@ -37,10 +37,7 @@ class Recomputable:
     def shares(self) -> Mapping[str, float]:
         """For each saved activation, the share of its bytes that is live at once in backward if it is recomputed in all
         layers: that of one layer."""
-        saved = [node.name for node in self.graph.nodes if node.op == SAVED_ACTIVATION]
-        count = Counter(map(_stem, set(self.layers.values())))
-        outside = 1.0 if count else 1.0 / max(len(saved), 1)
-        return {name: 1.0 / count[_stem(self.layers[name])] if name in self.layers else outside for name in saved}
+        return live_shares(self.graph, self.layers)
 
     @cached_property
     def full(self) -> frozenset[str]:
@@ -51,7 +48,7 @@ class Recomputable:
     def selective(self) -> frozenset[str]:
         """The saved activations inside attention: scores and everything computed from them up to the product with the
         values, or the results of one fused operation (Korthikanti et al. 2022, section 5)."""
-        inside = set(_between_products(self.graph))
+        inside = inside_attention(self.graph)
         fused = {n.name for n in self.graph.nodes if n.op == _FUSED and n.phase == "forward"}
         saved = (n for n in self.graph.nodes if n.op == SAVED_ACTIVATION and n.name in self.nodes)
         return frozenset(n.name for n in saved if n.name in inside or n.operands[0].node in fused)
@@ -79,6 +76,16 @@ class Recomputable:
     def _is_computed(self, name: str) -> bool:
         """Whether a recomputed node must have this operand recomputed too, because it no longer exists."""
         return not self.graph[name].is_placeholder and self.graph[name].op != SAVED_ACTIVATION
+
+
+def live_shares(graph: Graph, layers: Mapping[str, str] | None = None) -> dict[str, float]:
+    """For each saved activation, the share of its bytes that is live at once in backward if those of all layers come
+    back when their layer runs: that of one layer. ``layers``: the layer of each forward operation inside one."""
+    layers = _layers(graph) if layers is None else layers
+    saved = [node.name for node in graph.nodes if node.op == SAVED_ACTIVATION]
+    count = Counter(map(_stem, set(layers.values())))
+    outside = 1.0 if count else 1.0 / max(len(saved), 1)
+    return {name: 1.0 / count[_stem(layers[name])] if name in layers else outside for name in saved}
 
 
 def recomputable(graph: Graph) -> Recomputable:
@@ -128,11 +135,15 @@ def _forward_users(graph: Graph, node: Node) -> Iterator[Node]:
 
 
 def _layers(graph: Graph) -> dict[str, str]:
-    """The layer of each forward operation that is inside one: the path of the outermost element of a container."""
+    """The layer of each forward operation that is inside one: the path of the outermost element of a container.
+    Constants belong to none: those of equal layers are computed in the first of them alone, such as a causal mask."""
     paths = layers_among(node.target if node.is_placeholder else node.module for node in graph.nodes)
     layers: dict[str, str] = {}
+    constants: set[str] = set()
     for node in graph.nodes:
-        if node.phase == "forward" and not node.is_placeholder and node.module:
+        if not node.is_placeholder and all(value.node in constants for value in node.operands):
+            constants.add(node.name)
+        elif node.phase == "forward" and not node.is_placeholder and node.module:
             parts = node.module.split(".")
             prefixes = (".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
             layer = next((prefix for prefix in prefixes if prefix in paths), None)
@@ -143,32 +154,3 @@ def _layers(graph: Graph) -> dict[str, str]:
 
 def _stem(layer: str) -> str:
     return layer.rpartition(".")[0]
-
-
-def _between_products(graph: Graph) -> Iterator[str]:
-    """Forward nodes after one product of two activations and before another one of the same module."""
-    data = _from_data(graph)
-    modules: defaultdict[str, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.phase == "forward" and not node.is_placeholder:
-            modules[node.module].append(node)
-    for nodes in modules.values():
-        products = {n.name for n in nodes if n.op in _PRODUCTS and sum(v.node in data for v in n.operands) > 1}
-        behind: set[str] = set()
-        for node in nodes:
-            if node.name in products or any(v.node in behind for v in node.operands):
-                behind.add(node.name)
-        before: set[str] = set()
-        for node in reversed(nodes):
-            if node.name in products or node.name in before:
-                before.update(v.node for v in node.operands)
-        yield from (node.name for node in nodes if node.name in behind and node.name in before)
-
-
-def _from_data(graph: Graph) -> set[str]:
-    """Nodes that depend on inputs of the model, or on another stage."""
-    names: set[str] = set()
-    for node in graph.nodes:
-        if node.op in ("input", "receive") or any(value.node in names for value in node.operands):
-            names.add(node.name)
-    return names

@@ -63,6 +63,22 @@ def group_norm_backward(call: OpCall) -> Iterator[AxisStrategy]:
         yield claim(call, {0: S(1), 1: S(1), 2: S(1), 3: S(1), weight: S(0)}, [S(1), S(0), S(0)])
 
 
+@claim_rule("aten._weight_norm_interface.default")
+def weight_norm(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(v, g, dim=0)`` -> weight, norms [.., length of dim, ..]; the norms are over all other dims"""
+    dim = int(call.arg(2, "dim", 0)) % call.inputs[0].rank
+    yield claim(call, {0: S(dim), 1: S(dim)}, [S(dim), S(dim)])
+    yield claim(call, {1: P}, [P, R])
+
+
+@claim_rule("aten._weight_norm_interface_backward.default")
+def weight_norm_backward(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(grad, v, g, norms, dim)`` -> gradients of v and g"""
+    dim = int(call.arg(4, "dim")) % call.inputs[1].rank
+    yield claim(call, dict.fromkeys(range(4), S(dim)), [S(dim), S(dim)])
+    yield claim(call, {0: P}, [P, P])
+
+
 def _local_sizes(x: tuple[int, ...], groups: int) -> tuple[int, int, int, int]:
     return x[0], x[1], math.prod(x[2:]), groups
 

@@ -22,6 +22,7 @@ from autopar.runtime.state.weights import accumulate
 from autopar.runtime.torch_internals.tensor_lists import copy_each
 from autopar.torch_internals.modules import named_buffers
 
+from .resident import cache_slots, keep_piece, own_piece
 from .signature import CompiledCall
 
 
@@ -54,7 +55,11 @@ class Call(CompiledCall):
         self._partial = Collectives(self.groups).partial
         self.results = {slot.target: slot for slot in program.results if slot.kind == "output"}
         self._cut = {(s.kind, s.target) for s in (*program.placeholders, *program.results) if not is_replicated(s)}
-        self._mutated = {slot.target for slot in program.results if slot.kind == "mutation"}
+        self._cached = cache_slots(program.placeholders)
+        changed = (slot.target for slot in program.results if slot.kind == "mutation")
+        self._mutated = {target for target in changed if target not in self._cached}
+        self._copied = self._mutated - self.executable.buffers.apart
+        self._copied_again = self._copied | self.executable.buffers.written
         self._has_buffers = any(slot.kind == "buffer" for slot in program.placeholders) or bool(self._mutated)
         self.input_gradients = {s.target: s for s in program.gradients if s.kind == "input_gradient"}
 
@@ -116,16 +121,24 @@ class Call(CompiledCall):
             )
             pairs = [*zip(self.program.results, results, strict=True)]
             if self._mutated and not again:
-                self._update(buffers, [pair for pair in pairs if pair[0].kind == "mutation"])
+                self._update(buffers, [pair for pair in pairs if pair[0].target in self._mutated])
+            if self._cached:
+                self._keep_caches(leaves, [pair for pair in pairs if pair[0].target in self._cached])
         return {slot.target: value for slot, value in pairs if slot.kind != "mutation"}, saved
 
     def _update(self, buffers: Mapping[str, torch.Tensor], pairs: Sequence[tuple[TensorSlot, torch.Tensor]]) -> None:
         """Writes what forward computed for the buffers."""
+        pairs = [(slot, value) for slot, value in pairs if value is not buffers[slot.target]]  # Written in place.
         wholes = [
             gather_whole(value, slot, self.groups) if (slot.kind, slot.target) in self._cut else value
             for slot, value in pairs
         ]
-        copy_each([buffers[slot.target] for slot, _ in pairs], wholes)
+        if wholes:
+            copy_each([buffers[slot.target] for slot, _ in pairs], wholes)
+
+    def _keep_caches(self, leaves: Sequence[Any], pairs: Sequence[tuple[TensorSlot, torch.Tensor]]) -> None:
+        for slot, value in pairs:
+            keep_piece(own_piece(self._cached[slot.target], leaves[self._leaf_index[slot.target]]), value)
 
     def _bind(
         self,
@@ -139,7 +152,9 @@ class Call(CompiledCall):
             case "input":
                 return self.own_input(slot, leaves[self._leaf_index[slot.target]])
             case "buffer":
-                return self._own_buffer(slot, buffers[slot.target], past)
+                return self._own_buffer(slot, buffers[slot.target], past, again)
+            case "cache":
+                return own_piece(slot, leaves[self._leaf_index[slot.target]])
             case "constant":
                 return self.executable.constants[slot.target]
             case "random":
@@ -150,14 +165,15 @@ class Call(CompiledCall):
             f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}), which no call has"
         )
 
-    def _own_buffer(self, slot: TensorSlot, buffer: torch.Tensor, past: Past) -> torch.Tensor:
-        """This rank's part of the buffer; its value before the run in ``past``, if that is known."""
+    def _own_buffer(self, slot: TensorSlot, buffer: torch.Tensor, past: Past, again: bool) -> torch.Tensor:
+        """This rank's part of the buffer; its value before the run in ``past``, if that is known. What is written in
+        place is copied for another run, whose new values nothing uses."""
         if slot.target in past.buffers:
             return past.buffers[slot.target]
         local = buffer
         if (slot.kind, slot.target) in self._cut:
             local = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
-        if slot.target in self._mutated:
+        if slot.target in (self._copied_again if again else self._copied):
             # The program's saved values may be views of its inputs; a buffer is overwritten in place.
             local = past.buffers[slot.target] = local.clone()
         return local

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.placements import Placements
 from autopar.ir.program import Program
 from autopar.ir.signature import Signature
 
@@ -64,7 +65,8 @@ class Compiled:
     """A compiled call: this rank's ``program`` (a :class:`PipelineProgram` if a step has microbatches), the model's
     ``signature``, and the ``plan`` shown to the user. ``fingerprint``: identifies plan and graph, the same on all
     ranks. ``guards`` (None: none) must hold for the program to be used. ``planned``: whether the plan was made for
-    exactly this program. ``padding`` (None: none) lets it run smaller batches."""
+    exactly this program. ``padding`` (None: none) lets it run smaller batches. ``caches``: where each cache
+    that it takes rests, by name."""
 
     program: Program | PipelineProgram
     signature: Signature
@@ -73,6 +75,7 @@ class Compiled:
     guards: Guards | None = None
     planned: bool = False
     padding: Padding | None = None
+    caches: Mapping[str, Placements] = field(default_factory=dict)
 
 
 Compile = Callable[[Request], Compiled]

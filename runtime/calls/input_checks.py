@@ -114,7 +114,8 @@ class InputChecks:
         raise InputMismatchError(explain_kind(self._exchange.ranks, self._exchange.all_objects(own)))
 
     def _check_content(self, call: CheckedCall) -> None:
-        tensors = {place: leaf for place, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
+        leaves = enumerate(call.leaves)
+        tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta}
         if not tensors:
             return
         own = b"".join(content_hash(_local(tensor)) for tensor in tensors.values())

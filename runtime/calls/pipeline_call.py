@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +27,25 @@ from autopar.runtime.state.parameters import local_of
 from autopar.runtime.state.weights import accumulate, gradient_like
 from autopar.schedule.timeline import Timeline
 
+from .resident import cache_slots, keep_piece, own_piece, resident_of
 from .signature import CompiledCall
 
 Values = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step in microbatches computed: whole ``outputs`` by name, on every rank; local ``gradients`` by path, of
+    the parameters of this stage, multiplied by ``factor``, that of fp16; the ``state`` of random numbers it used."""
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    factor: float
+    state: torch.Tensor
+
+    def times(self, number: torch.Tensor | float) -> Stepped:
+        """This with other gradients: ``number`` times these."""
+        return replace(self, gradients={path: value * number for path, value in self.gradients.items()})
 
 
 class PipelineCall(CompiledCall):
@@ -47,6 +64,7 @@ class PipelineCall(CompiledCall):
         self._shared = SharedWeights(program, self.stages)
         self._tangents = {index: self._ones(chunk) for index, chunk in self.chunks.items()}
         self._shapes = input_shapes(program)
+        self._cached = cache_slots([slot for chunk in program.chunks.values() for slot in chunk.placeholders])
         self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
 
     def sections(self) -> Iterator[Section]:
@@ -61,32 +79,51 @@ class PipelineCall(CompiledCall):
         name = self.loss_name()
         if not self.program.schedule.training:
             raise AutoparError("the program only runs forward: step() needs one compiled for training")
-        run = self._run(leaves, scale)
+        stepped = self.differentiate(leaves, scale=scale)
+        self.add(stepped)
+        return stepped.outputs[name].detach()
+
+    def differentiate(self, leaves: Sequence[Any], state: torch.Tensor | None = None, *, scale: float = 1.0) -> Stepped:
+        """Runs forward and backward of all microbatches; gradients are those of the loss times ``scale``. ``state``: of
+        random numbers, to repeat a run. Updates buffers. Collective."""
+        state = self._draw_state() if state is None else state
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        run = self._run(leaves, scale * factor, state)
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
         self.check_indices(leaves)
+        return Stepped(outputs, totals, factor, state)
+
+    def add(self, stepped: Stepped) -> None:
+        """Adds the gradients to ``.grad`` of the parameters, unless they overflow. Collective under fp16."""
         with torch.no_grad():
-            everything = self.weights.module.parameters()
-            if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), everything, self.groups):
-                return outputs[name].detach()
+            totals, everything = stepped.gradients, self.weights.module.parameters()
+            if self.loss_scale is not None:
+                if self.loss_scale.scale != stepped.factor:  # Another call of the same step overflowed in between.
+                    totals = stepped.times(self.loss_scale.scale / stepped.factor).gradients
+                if not self.loss_scale.settle(totals.values(), everything, self.groups):
+                    return
             for owned, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 if owned.gradients:
                     accumulate(parameter, self._own_gradient(owned, parameter, totals), self._gradient_like)
-        return outputs[name].detach()
 
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Runs forward only. Returns whole outputs by name, on every rank. Updates buffers."""
-        outputs = self._finish(self._run(leaves))
+        run = self._run(leaves, 1.0, self._draw_state())
+        if self._cached:
+            with torch.no_grad():
+                self._keep_caches(run, leaves)
+        outputs = self._finish(run)
         self.check_indices(leaves)
         return outputs
 
-    def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:
+    def _run(self, leaves: Sequence[Any], scale: float, state: torch.Tensor) -> PipelineRun:
         take_out_of_range()  # Clears what an earlier call noted before it failed with another error.
         with torch.no_grad():
-            step_inputs = self._inputs(leaves)
+            step_inputs = self._inputs(leaves, state)
 
             def inputs(chunk: int, microbatch: int) -> list[torch.Tensor]:
-                return step_inputs.of(self.chunks[chunk], microbatch)
+                return step_inputs.of(self.chunks[chunk], microbatch, self._left_by(run, chunk, microbatch - 1))
 
             messenger, device = Messenger(self.stages), self.groups.device
             recorder = None if self.timelines is None else Recorder(self.stages)
@@ -100,6 +137,14 @@ class PipelineCall(CompiledCall):
                 self.timelines.append(recorder.timeline(self.program.schedule.name))
         return run
 
+    def _left_by(self, run: PipelineRun, chunk: int, microbatch: int) -> Values:
+        """The buffers as a microbatch left them in a chunk, if the next one is to begin with them."""
+        if microbatch < 0 or not self.program.updates_in_turn:
+            return {}
+        slots = self.chunks[chunk].program.results
+        values = zip(slots, run.results[chunk, microbatch], strict=True)
+        return {slot.target: value for slot, value in values if slot.kind == "mutation"}
+
     def _working(self) -> dict[int, dict[str, torch.Tensor]]:
         """The working parameters of each chunk, by path."""
         stored = (local_of(parameter) for parameter in self.parameters)
@@ -110,16 +155,33 @@ class PipelineCall(CompiledCall):
             working[index] = dict(zip(paths, chunk.refresh([by_path[path] for path in paths]), strict=True))
         return working
 
-    def _inputs(self, leaves: Sequence[Any]) -> StepInputs:
+    def _inputs(self, leaves: Sequence[Any], state: torch.Tensor) -> StepInputs:
         """The inputs of this step. Collective, since it prepares parameters."""
         values = {
             name: whole_input(name, leaves[i], self._shapes.get(name), self.groups)
             for name, i in self._leaf_index.items()
+            if resident_of(leaves[i]) is None
         }
-        module, state = self.weights.module, self._draw_state()
+        module = self.weights.module
         if self._prelude is not None:
             values |= self._prelude.run(values, module, state)
-        return StepInputs(self.program, module, self.stages.own, values, self._working(), state)
+        return StepInputs(self.program, module, self.stages.own, values, self._working(), state, self._caches(leaves))
+
+    def _caches(self, leaves: Sequence[Any]) -> dict[tuple[str, int], torch.Tensor]:
+        """This rank's part of the caches that its chunks take, by name and microbatch."""
+        count = self.program.microbatches
+        return {
+            (name, k): own_piece(slot, leaves[self._leaf_index[name]], k, count)
+            for name, slot in self._cached.items()
+            for k in range(count)
+        }
+
+    def _keep_caches(self, run: PipelineRun, leaves: Sequence[Any]) -> None:
+        own = self._caches(leaves)
+        for (chunk, microbatch), values in run.results.items():
+            for slot, value in zip(self.chunks[chunk].program.results, values, strict=True):
+                if slot.target in self._cached:
+                    keep_piece(own[slot.target, microbatch], value)
 
     def _ones(self, chunk: ChunkExecutable) -> list[torch.Tensor]:
         """The local tangents of the loss."""
@@ -136,8 +198,6 @@ class PipelineCall(CompiledCall):
         return tangents
 
     def _scaled_tangents(self, scale: float) -> Mapping[int, list[torch.Tensor]]:
-        if self.loss_scale is not None:
-            scale *= self.loss_scale.scale
         if scale == 1.0:
             return self._tangents
         return {index: [tangent * scale for tangent in tangents] for index, tangents in self._tangents.items()}
@@ -192,4 +252,4 @@ def combined(parts: list[torch.Tensor], result: StagedResult) -> torch.Tensor:
         return torch.cat(parts, result.dim)
     if result.combine == "sum":
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].contiguous()
-    return parts[0].contiguous()
+    return parts[-1 if result.combine == "last" else 0].contiguous()

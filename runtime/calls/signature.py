@@ -23,6 +23,7 @@ from autopar.torch_internals.trees import TreeSpec, keystr, tree_flatten, tree_f
 
 from .compiled import Compiled
 from .kind import leaf_names
+from .resident import resident_of
 
 
 def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -49,6 +50,11 @@ def same_value(old: object, new: object) -> bool:
         return False
 
 
+def _is_empty(leaf: object) -> bool:
+    """Whether a tensor has no values."""
+    return getattr(leaf, "is_meta", False) and resident_of(leaf) is None
+
+
 class CompiledCall:
     """The base of compiled calls; see the module docstring. Creating one is collective (process groups, first placement
     of the parameters).
@@ -66,7 +72,7 @@ class CompiledCall:
         loss_scale: LossScale | None = None,
         compilation: Compilation | None = None,
     ) -> None:
-        self.signature, self.padding = compiled.signature, compiled.padding
+        self.signature, self.padding, self.caches = compiled.signature, compiled.padding, compiled.caches
         self.weights, self.groups = weights, groups
         self.loss_scale, self.compilation = loss_scale, compilation
         self._exchange: Exchange | None = None
@@ -83,8 +89,8 @@ class CompiledCall:
         """The flat inputs. Raises :class:`PlanMismatchError` if a non-tensor input differs from the trace, or a tensor
         has no values."""
         leaves = flatten_as(self.signature.input_spec, args, kwargs)
-        if any(getattr(leaves[index], "is_meta", False) for index in self._leaf_index.values()):
-            empty = [name for index, name in self._given_names().items() if getattr(leaves[index], "is_meta", False)]
+        if any(_is_empty(leaves[index]) for index in self._leaf_index.values()):
+            empty = [name for index, name in self._given_names().items() if _is_empty(leaves[index])]
             raise PlanMismatchError(
                 f"on the meta device, without values to run with: the input {' and the input '.join(empty)}. Pass real "
                 "tensors. To plan alone, autopar.plan(...) and parallelize(example_inputs=...) take such a batch"

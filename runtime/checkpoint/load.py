@@ -16,6 +16,7 @@ from .random_states import restore_random_states
 from .ranks import Ranks, ranks_of
 from .restore_model import Matched, match_model, restore_model, source_of
 from .restore_optimizer import check_optimizer, restore_options, restore_state
+from .restore_replicas import of_replica, restore_exchanges
 from .snapshot import stateful_of
 from .stores import Folder, store_of
 from .tree_json import from_json
@@ -58,7 +59,8 @@ def load(
             are not those of the model (named). Nothing has been changed then.
     """
     ranks = ranks_of(model)
-    opened = open_checkpoint(store_of(folder), ranks, verify=verify)
+    whole = open_checkpoint(store_of(folder), ranks, verify=verify)
+    opened = of_replica(whole, model, ranks)
     matched = ranks.together(lambda: _match(opened, model, optimizer))
     ranks.together(lambda: restore_model(source_of(opened), model, matched))
     if optimizer is not None:
@@ -68,6 +70,7 @@ def load(
         loader.load_state_dict(_value(opened, _of_rank(opened, ranks)))
     if scheduler is not None:
         scheduler.load_state_dict(_value(opened, _saved(opened, "scheduler")))
+    restore_exchanges(whole, model, ranks)
     with reading_state(opened):
         _restore_random(opened, model, ranks)
         parallel, extra = opened.state.get("parallel") or {}, _value(opened, opened.state["extra"])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.torch_internals.collectives import world_timeout
 
@@ -87,15 +88,19 @@ def _told(error: Exception) -> str:
 
 
 def ranks_of(model: nn.Module, purpose: str = "saving") -> Ranks:
-    """The ranks that have ``model``: those of its mesh, or all. Collective the first time for a ``purpose``; ranks with
-    different purposes do not disturb each other."""
+    """The ranks that have ``model``: those of its mesh, those of all replicas, or all. Collective the first time for a
+    ``purpose``; ranks with different purposes do not disturb each other."""
     if not dist.is_initialized():
         return Ranks(None, 0, 1)
     everyone = tuple(range(dist.get_world_size()))
-    members = model.autopar_parts.ranks if isinstance(model, ParallelModule) else everyone
+    members = _members(model) if isinstance(model, ParallelModule) else everyone
     if len(members) == 1:
         return Ranks(None, 0, 1)
     return Ranks(_group(purpose, members), members.index(dist.get_rank()), len(members))
+
+
+def _members(model: ParallelModule) -> tuple[int, ...]:
+    return model.ranks if isinstance(model, ReplicaModule) else model.autopar_parts.ranks
 
 
 def _group(purpose: str, members: tuple[int, ...]) -> dist.ProcessGroup:

@@ -94,7 +94,7 @@ def restore_state(opened: Opened, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _in_host(model: nn.Module, parameter: nn.Parameter) -> bool:
-    return isinstance(model, ParallelModule) and model.autopar_parts.in_host(names_of(model)[id(parameter)])
+    return isinstance(model, ParallelModule) and bool(model.autopar_parts.in_host(names_of(model)[id(parameter)]))
 
 
 class _Slots:

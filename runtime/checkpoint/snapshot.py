@@ -17,6 +17,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from .boxes import Holders, boxes_to_write, holders_of, holders_on, local_part
 from .random_states import random_states
 from .ranks import Ranks
+from .replica_state import Held, exchanges, holders_in, of_all, prefix_of, replica_of
 from .torch_storage import Part
 from .tree_json import to_json
 
@@ -50,15 +51,20 @@ def take_snapshot(training: Training, ranks: Ranks, step: int, extra: Any) -> Sn
     :class:`CheckpointError` for what a checkpoint does not hold."""
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r} is not a number of steps: give an int from 0 on")
-    tensors: dict[str, tuple[torch.Tensor, Holders]] = {}
-    everyone = Holders(ranks.count, ranks.index)
+    model = training.model
+    tensors: Held = {}
+    everyone, prefix = holders_in(model, ranks), prefix_of(replica_of(model)[0])
     own = ranks.together(lambda: _state(training, step, extra, everyone, tensors))
+    tensors = {f"{prefix}{name}": held for name, held in tensors.items()}
+    exchanging = ranks.together(lambda: exchanges(model, ranks, tensors))
     gathered = ranks.all((own["optimizer"], own["dataloader"], random_states()))
     optimizers, loaders, generators = zip(*gathered, strict=True)
+    first = ranks.index - (everyone.index or 0)
+    own["optimizer"] = _merged(list(optimizers[first : first + everyone.count]))
     state = {
         **own,
+        **of_all(model, ranks, own, exchanging),
         "ranks": ranks.count,
-        "optimizer": _merged(list(optimizers)),
         "dataloader": _by_rank(list(loaders)),
         "random": list(generators),
     }

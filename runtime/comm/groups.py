@@ -155,6 +155,11 @@ def mesh_groups(mesh: DeviceMesh) -> MeshGroups:
     return groups
 
 
+def adopt_groups(groups: MeshGroups) -> None:
+    """Makes ``groups`` those of its mesh, for a subclass."""
+    _GROUPS[id(groups.mesh)] = groups
+
+
 def known_groups(mesh: DeviceMesh) -> MeshGroups | None:
     """The groups of ``mesh`` if they exist."""
     groups = _GROUPS.get(id(mesh))

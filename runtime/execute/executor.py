@@ -20,8 +20,10 @@ from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, mesh_groups
 
+from .buffer_updates import BufferUpdates
 from .compiled_pieces import Compilation, with_pieces
 from .fused_recomputation import recomputed_in_backward
+from .host_tier import HostTier
 from .index_guards import GUARDED
 from .randomness import draws, shared_random
 from .section_code import Run, compile_section
@@ -36,13 +38,14 @@ def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
 
 
 def operations_of(collectives: Collectives) -> dict[str, Operation]:
-    """The ``autopar.*`` and ``collective.*`` operations by name, and on CPUs guarded ATen operations; those of a GPU
-    check indices themselves."""
+    """The ``autopar.*``, ``collective.*`` and ``host.*`` operations by name, and on CPUs guarded ATen operations;
+    those of a GPU check indices themselves."""
 
     public = [name for name in dir(collectives) if not name.startswith("_") and name != "groups"]
     bound = {f"collective.{name}": getattr(collectives, name) for name in public}
     guarded = GUARDED if collectives.groups.device.type == "cpu" else {}
-    return {**LOCAL_OPS, **guarded, **bound}
+    host = HostTier(collectives.groups.device)
+    return {**LOCAL_OPS, **guarded, **bound, "host.store": host.store, "host.fetch": host.fetch}
 
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
@@ -76,9 +79,16 @@ def _outside_autograd(run: Run, device: torch.device) -> Run:
     return outside
 
 
-def runner(section: Section, groups: MeshGroups, where: str, compilation: Compilation | None = None) -> Run:
+def runner(
+    section: Section,
+    groups: MeshGroups,
+    where: str,
+    compilation: Compilation | None = None,
+    replaced: Mapping[str, Operation] | None = None,
+) -> Run:
     """Compiles ``section`` with its collectives on ``groups`` (:func:`compile_section`), to run outside of autograd and
-    autocast. With a ``compilation`` its pieces are compiled by Inductor."""
+    autocast. With a ``compilation`` its pieces are compiled by Inductor. ``replaced``: what runs instead of some of its
+    instructions outside of pieces, by name."""
     operations, device = operations_of(Collectives(groups)), groups.device
     in_pieces = section
     if compilation is not None:
@@ -87,7 +97,7 @@ def runner(section: Section, groups: MeshGroups, where: str, compilation: Compil
             return compile_section(piece, operations, device, where)
 
         in_pieces, operations = with_pieces(section, operations, as_it_is, compilation)
-    compiled = compile_section(in_pieces, operations, device, where)
+    compiled = compile_section(in_pieces, operations, device, where, replaced)
     return _outside_autograd(_with_shared_random(section, compiled, groups), device)
 
 
@@ -127,9 +137,11 @@ class Executable:
         self.program = program
         self.device = groups.device
         where = f"the rank at {program.coordinate} of mesh {program.mesh}"
+        sections = (program if compilation is None else recomputed_in_backward(program)).sections
+        self.buffers = BufferUpdates.of(program, sections[1], compilation is None)
         self._refresh, self._forward, self._backward = (
-            runner(section, groups, where, compilation)
-            for section in (program if compilation is None else recomputed_in_backward(program)).sections
+            runner(section, groups, where, compilation, replaced)
+            for section, replaced in zip(sections, ({}, self.buffers.replaced, {}), strict=True)
         )
         self.constants = own_constants(program.placeholders, program.constants, groups)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.ir.module_paths import layers_among, outermost_layer
-from autopar.ir.node import Value
+from autopar.ir.node import CAST, Value
 from autopar.ir.program import Instruction, Program, Section
 
 from .piece_lookups import LOOKUPS
@@ -122,7 +122,7 @@ class _Forward:
         if any(each.results > 1 or not (kind_of(each) == "kernel" or _is_fusable(each)) for each in new):
             return False
         kernels = sum(kind_of(each) == "kernel" for each in new)
-        converts = any(self.made[step].op == "aten._to_copy.default" for step in steps)
+        converts = any(self.made[step].op == CAST for step in steps)
         elementwise = any(_is_elementwise(each) for each in new)
         if all(base in self._inputs or self._is_reduced(base) for base in bases):
             return False  # A small value, such as the scale of a norm.
@@ -158,7 +158,7 @@ def _is_fusable(instruction: Instruction) -> bool:
 
 
 def _is_step(instruction: Instruction) -> bool:
-    return _is_elementwise(instruction) or instruction.op in (*_WHOLE_VIEWS, "aten._to_copy.default")
+    return _is_elementwise(instruction) or instruction.op in (*_WHOLE_VIEWS, CAST)
 
 
 @dataclass

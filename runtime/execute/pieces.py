@@ -88,7 +88,7 @@ def kind_of(instruction: Instruction, guarded: Container[str] = ()) -> Kind:
         return "lookup" if op in LOOKUPS else "early"
     if op in _MASKED:
         return "fused"
-    if op.startswith("collective."):
+    if op.startswith(("collective.", "host.")):
         return "fixed"
     if op in _TRACED:
         return "kernel"

@@ -69,19 +69,24 @@ class SectionCode:
 
 
 def compile_section(
-    section: Section, operations: Mapping[str, Operation], device: torch.device, where: str = ""
+    section: Section,
+    operations: Mapping[str, Operation],
+    device: torch.device,
+    where: str = "",
+    replaced: Mapping[str, Operation] | None = None,
 ) -> Run:
     """Compiles ``section`` to a function from the list of its inputs (which it empties) to the list of its outputs.
 
     ``operations``: the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where``: names the
-    rank in errors. While ``torch.profiler`` records, modules and instructions are ranges of its trace. Raises
-    :class:`GraphError` for an unknown operation or value; the function raises :class:`ExecutionError`.
+    rank in errors; ``replaced``: what runs instead of some instructions, by name. While ``torch.profiler`` records,
+    modules and instructions are ranges of its trace. Raises :class:`GraphError` for an unknown operation or value; the
+    function raises :class:`ExecutionError`.
     """
-    plain = SectionCode(section, Source(section, operations, device), where)
+    plain = SectionCode(section, Source(section, operations, device, replaced=replaced), where)
 
     @cache
     def recorded() -> SectionCode:
-        return SectionCode(section, Source(section, operations, device, spans=span), where)
+        return SectionCode(section, Source(section, operations, device, spans=span, replaced=replaced), where)
 
     def run(inputs: list[torch.Tensor]) -> list[Any]:
         code = recorded() if profiling() else plain

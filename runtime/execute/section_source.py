@@ -42,7 +42,8 @@ class Source:
     """The Python text of one section. ``namespace``: the operations and constants it refers to; ``instructions``: the
     instruction of each line. With ``pauses`` the function is a generator that stops before each wait. ``spans`` (not
     with pauses): makes a context of a name; each instruction, and each run of instructions of one module, is inside of
-    one. ``reuse``: results are written into operands that nothing reads afterwards."""
+    one. ``reuse``: results are written into operands that nothing reads afterwards. ``replaced``: what runs
+    instead of the operation of some instructions, by name."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Source:
         pauses: bool = False,
         spans: Callable[[str], object] | None = None,
         reuse: bool = True,
+        replaced: Mapping[str, Operation] | None = None,
     ) -> None:
         self.namespace: dict[str, Any] = {} if spans is None else {"span": spans}
         self.instructions: dict[int, Instruction] = {}
@@ -62,6 +64,7 @@ class Source:
         self._called: dict[str, str] = {}
         self._bucketed: set[Value] = set()
         self._written = in_place(section) if reuse else {}
+        self._replaced = replaced or {}
         last = self._last_uses(section)
         self.function = self._fresh(section.name)
         lines = [f"def {self.function}(inputs):", *self._unpack(section, last)]
@@ -157,7 +160,7 @@ class Source:
         """The name in the namespace, and the function, of an operation, or of the piece of that name."""
         operation = self._operations.get(op)
         if operation is None:
-            if op.startswith(("autopar.", "collective.")):
+            if op.startswith(("autopar.", "collective.", "host.")):
                 raise GraphError(f"{op!r} is not an operation of this runtime; known: {', '.join(self._operations)}")
             operation = resolve_aten(op)
         if op not in self._called:
@@ -166,7 +169,9 @@ class Source:
 
     def _writing(self, instruction: Instruction) -> str | None:
         """The name of what runs the instruction and writes its result into an operand, if it may."""
-        places = self._written.get(instruction.name)
+        replaced, places = self._replaced.get(instruction.name), self._written.get(instruction.name)
+        if replaced is not None:
+            return self._constant(replaced, f"{instruction.op}_update")
         if places is None:
             return None
         key = f"{instruction.op} {places}"

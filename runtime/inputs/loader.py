@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from autopar.runtime.comm.exchange import Exchange
 
-from .sampler import GlobalBatchSampler, shares
+from .sampler import GlobalBatchSampler, PartOf, shares, whole
 
 # Bytes of the hash by which ranks compare which samples they take.
 # Chosen: 64 bits do not collide by chance.
@@ -83,9 +83,10 @@ class BatchShares(Sampler[list[int]]):
         exchange: Exchange,
         position: Position,
         call: Callable[[], AbstractContextManager[None]] = nullcontext,
+        part: PartOf = whole,
     ) -> None:
         self.position = position
-        self._batches, self._exchange, self._call = batches, exchange, call
+        self._batches, self._exchange, self._call, self._part = batches, exchange, call, part
         self._shares: deque[Share] = deque()
 
     def __len__(self) -> int:
@@ -95,7 +96,9 @@ class BatchShares(Sampler[list[int]]):
         self._shares.clear()
         begin = self.position.start()
         for batch in islice(self._drawn(), begin, None):
-            indices = list(batch)
+            everyones = list(batch)
+            first, count = self._part(len(everyones))
+            indices = everyones[first : first + count]
             copies, bounds = shares(len(indices), len(self._exchange.ranks))
             self._shares.append(Share(copies, _digest(indices)))
             yield indices[slice(*bounds[self._exchange.index])]
@@ -139,10 +142,18 @@ class StreamShares(IterableDataset[tuple[Share, list[Any]]]):
     """This rank's shares of batches of a stream. Every rank reads all samples, which must be the same and in the same
     order, and keeps its own. ``skip``: the batches that the next iteration leaves out."""
 
-    def __init__(self, stream: Iterable[Any], batch_size: int, drop_last: bool, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        ranks: int,
+        part: PartOf = whole,
+    ) -> None:
         self.stream, self.batch_size, self.drop_last = stream, batch_size, drop_last
         self.skip = 0
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._part = rank, ranks, part
 
     def set_epoch(self, epoch: int) -> None:
         """Tells it to the stream, if that has an epoch."""
@@ -153,7 +164,9 @@ class StreamShares(IterableDataset[tuple[Share, list[Any]]]):
         while batch := list(islice(samples, self.batch_size)):
             if self.drop_last and len(batch) < self.batch_size:
                 return
-            copies, bounds = shares(len(batch), self._ranks)
+            first, count = self._part(len(batch))
+            batch = batch[first : first + count]
+            copies, bounds = shares(count, self._ranks)
             yield Share(copies, len(batch).to_bytes(DIGEST_BYTES, "little")), batch[slice(*bounds[self._rank])]
 
 

@@ -29,6 +29,15 @@ def shares(count: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
     return copies, [(starts[rank // copies], starts[rank // copies + 1]) for rank in range(ranks)]
 
 
+# Of the samples of a batch, counted, the first that some ranks share, and how many.
+PartOf = Callable[[int], tuple[int, int]]
+
+
+def whole(count: int) -> tuple[int, int]:
+    """All samples."""
+    return 0, count
+
+
 class GlobalBatchSampler(Sampler[list[int]]):
     """The ``batch_sampler`` of a ``DataLoader``: yields the indices of each global batch that this rank reads, in the
     order of one process. Created by :meth:`ParallelModule.sampler <autopar.ParallelModule.sampler>`.
@@ -48,6 +57,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: bool,
         seed: int,
         drop_last: bool,
+        part: PartOf = whole,
     ) -> None:
         super().__init__()
         if type(batch_size) is not int or batch_size < 1:
@@ -55,6 +65,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.batch_size, self.drop_last, self.shuffle, self.seed = batch_size, drop_last, shuffle, seed
         self.epoch = 0
         self._size, self._rank, self._ranks, self._join = size, rank, ranks, join
+        self._part = part
         self._used = 0
         self._begin = 0
 
@@ -67,8 +78,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._used = begin
         order = self._order()
         for batch in range(begin, len(self)):
-            start = batch * self.batch_size
-            first, last = shares(self._count(batch), self._ranks)[1][self._rank]
+            offset, count = self._part(self._count(batch))
+            start = batch * self.batch_size + offset
+            first, last = shares(count, self._ranks)[1][self._rank]
             yield order[start + first : start + last].tolist()
 
     def _order(self) -> torch.Tensor:
@@ -88,7 +100,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"from_local was called for more batches than the {len(self)} of an epoch: call it once for each batch "
                 "that the loader gives, and iterate over the loader anew for the next epoch"
             )
-        copies = shares(self._count(self._used), self._ranks)[0]
+        copies = shares(self._part(self._count(self._used))[1], self._ranks)[0]
         self._used += 1
         return self._join(args, kwargs, copies)
 

@@ -26,7 +26,7 @@ from autopar.runtime.inputs.make_loader import (
     whole_batches,
 )
 from autopar.runtime.inputs.rank_local import join
-from autopar.runtime.inputs.sampler import GlobalBatchSampler, size_of
+from autopar.runtime.inputs.sampler import GlobalBatchSampler, PartOf, size_of, whole
 from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 from .padded_batch import padded_batch
@@ -87,8 +87,9 @@ class OwnSamples:
             ranks=len(self._exchange.ranks),
             join=self._join,
             shuffle=shuffle,
-            seed=self._random.seed if seed is None else seed,
+            seed=self._loader_seed() if seed is None else seed,
             drop_last=drop_last,
+            part=self._own_part,
         )
 
     def dataloader(
@@ -127,7 +128,8 @@ class OwnSamples:
         if isinstance(dataset, IterableDataset):
             if shuffle or sampler is not None or batch_sampler is not None:
                 raise OptionsError("a stream comes in its own order: shuffle it itself, such as stream.shuffle(seed=0)")
-            shared = StreamShares(dataset, checked_batch_size(batch_size), drop_last, rank, ranks)
+            size = checked_batch_size(batch_size)
+            shared = StreamShares(dataset, size, drop_last, rank, ranks, self._own_part)
             return stream_loader(shared, self._finished, options)
         if sampler is not None and shuffle:
             raise OptionsError("shuffle=True and a sampler exclude each other: the sampler gives the order")
@@ -137,12 +139,21 @@ class OwnSamples:
             )
         order = None
         if batch_sampler is None and sampler is None:
-            seed = self._random.seed if seed is None else seed
+            seed = self._loader_seed() if seed is None else seed
             batch_sampler = order = whole_batches(dataset, checked_batch_size(batch_size), shuffle, seed, drop_last)
         elif batch_sampler is None:
             batch_sampler = BatchSampler(sampler, checked_batch_size(batch_size), drop_last)
-        batches = BatchShares(batch_sampler, self._exchange, Position(order), lambda: self._watch.call(_LOADER))
+        position, call = Position(order), lambda: self._watch.call(_LOADER)
+        batches = BatchShares(batch_sampler, self._exchange, position, call, self._own_part)
         return batch_loader(dataset, batches, self._finished, options)
+
+    @property
+    def _own_part(self) -> PartOf:
+        """Which samples of a batch this mesh trains on."""
+        return whole
+
+    def _loader_seed(self) -> int:
+        return self._random.seed
 
     def padded(self, **batch: Any) -> dict[str, Any]:
         """``batch``, a global one, with its token sequences padded to a multiple of ``Options(pad_to=)`` and with a

@@ -24,6 +24,7 @@ from autopar.runtime.calls.kind import CallKind, Leaf, kind_of, name_of, named_l
 from autopar.runtime.calls.local_batch import as_parts
 from autopar.runtime.calls.module_hooks import before_step, check_hooks, hooks_inside, take_over
 from autopar.runtime.calls.padding import cut_of, filled
+from autopar.runtime.calls.pipeline_autograd import differentiate_stepped
 from autopar.runtime.calls.pipeline_call import PipelineCall
 from autopar.runtime.calls.programs import AnyCall, ProgramLine, Programs
 from autopar.runtime.comm.exchange import Exchange
@@ -54,12 +55,6 @@ from .step_loss import differentiated
 from .unwrapped import check_plain
 from .value_checks import BackwardCheck, ValueChecks, checked_step
 from .watched import watched
-
-_NO_TAPE = (
-    "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
-    "microbatches take turns: run loss = model.step(...), which leaves .grad on the parameters, or model(...) under "
-    "torch.no_grad() to evaluate"
-)
 
 
 @watched
@@ -178,17 +173,18 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         if not (self.training and grad) and self._programs.speaks:  # In training only the loss matters.
             call.warn_of_lost(self._told_lost)
         leaves = call.leaves(args, kwargs)
-        if isinstance(call, PipelineCall):
-            if grad:
-                raise AutoparError(_NO_TAPE)
-            return call.rebuild(cut(call.run(leaves)))
         if grad:
             other, name = partial(self._for_each, args, kwargs, kind), partial(name_of, self._original, args, kwargs)
             check = BackwardCheck(self._values, self._original, self._exchange, leaves) if self._values.due() else None
-            outputs = differentiate(call, leaves, other, name, check)
+            if isinstance(call, PipelineCall):
+                outputs = differentiate_stepped(call, leaves, check)
+            else:
+                outputs = differentiate(call, leaves, other, name, check)
             if check is not None:
                 check.saw(outputs.get(call.signature.loss or ""))
             return call.rebuild(cut(outputs))
+        if isinstance(call, PipelineCall):
+            return call.rebuild(cut(call.run(leaves)))
         return call.rebuild(cut({name: call.present(name, value) for name, value in call.run(leaves)[0].items()}))
 
     def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -309,26 +305,26 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
     ) -> torch.optim.Optimizer:
         """Creates ``cls`` over the named parameters, before or after the first batch. Its state is sharded like the
         parameters, and it steps on local shards if that gives the same numbers
-        (:mod:`autopar.runtime.state.optimizer`). State that the plan keeps in host memory is on the device only while
+        (:mod:`autopar.runtime.state.optimizer`). State that the plan keeps elsewhere is on the device only while
         its parameter is updated. ``params``: some of the parameters, or groups of them, as torch takes them: the
         parameters themselves, their names, or those of the model before ``parallelize``
         (:mod:`autopar.runtime.state.param_groups`)."""
         groups = ParamGroups(self)
-        optimizer = make_optimizer(cls, groups.resolve(params), self._rests_in_host_memory, **kwargs)
+        optimizer = make_optimizer(cls, groups.resolve(params), self._tier_of_state, **kwargs)
         groups.follow(optimizer)
         if self._loss_scale is not None:
             watch_zero_grad(optimizer, self._loss_scale)
         return optimizer
 
-    def _rests_in_host_memory(self, path: str) -> bool:
-        """Whether the plan, if there is one, keeps the optimizer state of the parameter in host memory."""
+    def _tier_of_state(self, path: str) -> str:
+        """Where the plan, if there is one, keeps the optimizer state of the parameter; "": on the device."""
         placements = getattr(self._plan, "parameters", {})
-        return path in placements and bool(placements[path].offload)
+        return str(placements[path].offload) if path in placements else ""
 
     @property
     def autopar_parts(self) -> Parts:
         """For autopar's own use: what checkpoints need to know."""
-        return Parts(self._weights, self._plan, self._compile, self._rests_in_host_memory, self._watch.call)
+        return Parts(self._weights, self._plan, self._compile, self._tier_of_state, self._watch.call)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, gradient or optimizer state of this model on every rank, also if it is on another

@@ -12,14 +12,14 @@ from autopar.runtime.state.weights import Weights
 
 @dataclass(frozen=True)
 class Parts:
-    """``weights``: the parameters, and how they are placed; ``in_host(name)``: whether the plan keeps the optimizer
-    state of the parameter in host memory; ``plan`` is None before there is one; ``call(name)``: a context for what all
-    ranks do together, so that the watch names those that do not."""
+    """``weights``: the parameters, and how they are placed; ``in_host(name)``: the tier in which the plan keeps the
+    optimizer state of the parameter, "" for the device; ``plan`` is None before there is one; ``call(name)``: a context
+    for what all ranks do together, so that the watch names those that do not."""
 
     weights: Weights
     plan: Any
     compile: Any
-    in_host: Callable[[str], bool]
+    in_host: Callable[[str], str]
     call: Callable[[str], AbstractContextManager[None]]
 
     @property

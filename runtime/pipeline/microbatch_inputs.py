@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ PIECE = 3
 class StepInputs:
     """The inputs of one step. ``values``: whole inputs by name, including results of the prelude; ``working[chunk]``:
     parameters by path; ``state``: the state that the step's random numbers are a function of; ``inside``: groups of the
-    mesh inside the stage."""
+    mesh inside the stage; ``caches``: this rank's part of each cache, by name and microbatch."""
 
     program: PipelineProgram
     module: nn.Module
@@ -36,12 +36,14 @@ class StepInputs:
     values: Values
     working: Mapping[int, Values]
     state: torch.Tensor
+    caches: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
-    def of(self, executable: ChunkExecutable, microbatch: int) -> list[torch.Tensor]:
-        """The placeholders of a chunk's forward for one microbatch."""
-        return [self._local(slot, executable, microbatch) for slot in executable.program.placeholders]
+    def of(self, executable: ChunkExecutable, microbatch: int, buffers: Values | None = None) -> list[torch.Tensor]:
+        """The placeholders of a chunk's forward for one microbatch. ``buffers``: those that are not read from the
+        module, whole, by name."""
+        return [self._local(slot, executable, microbatch, buffers or {}) for slot in executable.program.placeholders]
 
-    def _local(self, slot: TensorSlot, executable: ChunkExecutable, microbatch: int) -> torch.Tensor:
+    def _local(self, slot: TensorSlot, executable: ChunkExecutable, microbatch: int, buffers: Values) -> torch.Tensor:
         match slot.kind:
             case "param":
                 return self.working[executable.program.chunk][slot.target]
@@ -49,7 +51,10 @@ class StepInputs:
                 own = self._own(slot, self._piece(slot.target, microbatch))
                 return own.to(self.inside.device, non_blocking=True).contiguous()
             case "buffer":
-                return self._own(slot, self.module.get_buffer(slot.target))
+                found = buffers.get(slot.target)
+                return self._own(slot, self.module.get_buffer(slot.target) if found is None else found)
+            case "cache":
+                return self.caches[slot.target, microbatch]
             case "constant":
                 return executable.constants[slot.target]
             case "random":

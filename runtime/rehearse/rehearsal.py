@@ -153,9 +153,9 @@ class _Record:
         self.stored = sum(t.untyped_storage().nbytes() for t in stored)
         self.add("weight", stored, ())
 
-    def add(self, kind: str, tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+    def add(self, kind: str, tensors: Sequence[Any], names: Sequence[str]) -> None:
         for position, tensor in enumerate(tensors):
-            if tensor is None:
+            if not isinstance(tensor, torch.Tensor):  # None, or a copy in host memory.
                 continue
             self.meter.see(tensor)
             life = self.meter.life(tensor)
@@ -202,6 +202,12 @@ class _NoPeers:
         self._sent.clear()
 
 
+def _caches(program: PipelineProgram, groups: MeshGroups) -> dict[tuple[str, int], torch.Tensor]:
+    """The caches that rest on the device, by name and microbatch."""
+    slots = [s for chunk in program.chunks.values() for s in chunk.placeholders if s.kind == "cache"]
+    return {(slot.target, k): _empty(slot, groups) for slot in slots for k in range(program.microbatches)}
+
+
 def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
     chunks = {index: ChunkExecutable(chunk, groups) for index, chunk in program.chunks.items()}
     owned = [p.slot for p in program.parameters if program.stage_of(p.owner) == program.stage]
@@ -215,11 +221,16 @@ def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
             working[index] = dict(zip((s.target for s in slots), chunk.refresh(parameters), strict=True))
             record.add("weight", list(working[index].values()), ())
 
+        resting = _caches(program, groups)
+        record.add("input", list(resting.values()), ())
+
         def inputs(index: int, microbatch: int) -> Tensors:
+            def empty(slot: TensorSlot) -> torch.Tensor:
+                own = resting.get((slot.target, microbatch)) if slot.kind == "cache" else None
+                return _empty(slot, groups) if own is None else own
+
             chunk = chunks[index]
-            return _forward_inputs(
-                chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, groups)
-            )
+            return _forward_inputs(chunk.program.placeholders, working[index], chunk.constants, empty)
 
         tangents = {i: [_empty(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
         run = _Rehearsed(program, chunks, _NoPeers(), inputs, tangents, groups.device, record=record)  # type: ignore[arg-type]

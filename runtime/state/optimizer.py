@@ -7,7 +7,8 @@ learning-rate schedulers, ``state_dict`` (state as DTensors, placed like their p
 ``step`` is run by an inner optimizer on the shards, which share their memory with the DTensors.
 
 State that the plan keeps in host memory is moved to the device one parameter at a time, each with its own inner
-optimizer: the numbers are the same, and the device needs memory for the largest only.
+optimizer: the numbers are the same, and the device needs memory for the largest only. So is state that rests on a local
+disk, read ahead and written behind (:mod:`.disk_visits`).
 
 Optimizers that need whole tensors (Adafactor, LBFGS, Muon, ...) and unknown ones run on the DTensors themselves.
 """
@@ -22,8 +23,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, OptionsError
+from autopar.offload import tier_of
 from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor
 from autopar.torch_internals.tensors import storage_key
+
+from .disk_visits import DiskVisits, Visitor
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -40,14 +44,15 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
-InHost = Callable[[str], bool]
+# The tier in which the state of a parameter rests, by its path; of booleans True is host memory.
+InHost = Callable[[str], object]
 
 
 def make_optimizer(
     cls: OptimizerClass, params: Iterable[Any], in_host: InHost = lambda path: False, **kwargs: Any
 ) -> torch.optim.Optimizer:
     """Creates ``cls`` over ``params``, named parameters or groups of them; it steps on local shards if it is one of
-    :data:`ELEMENTWISE`. ``in_host(path)``: whether the state of a parameter is kept in host memory; it is called at
+    :data:`ELEMENTWISE`. ``in_host(path)``: the tier in which the state of a parameter is kept; it is called at
     every step, since there may be no plan yet. Raises :class:`AutoparError`, here or when it steps, if an optimizer
     that does not step on shards would have to keep state there; :class:`OptionsError` for what makes no optimizer."""
     given: object = cls
@@ -73,7 +78,7 @@ def _refuse(cls: OptimizerClass, offloaded: list[str]) -> None:
     if offloaded:
         supported = ", ".join(sorted(elementwise.__name__ for elementwise in ELEMENTWISE))
         raise AutoparError(
-            f"the plan keeps the optimizer state of {offloaded[0]} and {len(offloaded) - 1} more in host memory, which "
+            f"the plan keeps the optimizer state of {offloaded[0]} and {len(offloaded) - 1} more off the device, which "
             f"{getattr(cls, '__name__', cls)} cannot: it does not treat every element by itself. Plan with "
             f"Options(offload=False), or use one of {supported}"
         )
@@ -95,7 +100,8 @@ def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.
         self.autopar_inner = None
         # torch has moved all state to the device.
         for parameter, path, _ in _named(self):
-            if parameter in self.state and in_host(path):
+            # That on a disk gets there at the next step.
+            if parameter in self.state and tier_of(in_host(path)) == "host":
                 resting = _in_host({key: _local(value) for key, value in self.state[parameter].items()})
                 self.state[parameter] = _as_global(resting, parameter)
 
@@ -111,7 +117,7 @@ def _step(outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None
 
 class _ShardOptimizer:
     """Steps on the shards: one optimizer for all parameters whose state is on the device, in the groups of the outer
-    one, and one for each parameter whose state is in host memory."""
+    one, and one for each parameter whose state is in host memory or on a disk."""
 
     def __init__(self, outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
         self.resting = _resting(outer, in_host)
@@ -121,6 +127,9 @@ class _ShardOptimizer:
         make: OptimizerClass = cls
         self.resident = make([self._group(outer, i, members) for i, members in enumerate(groups)])
         self.visiting: dict[nn.Parameter, tuple[int, torch.optim.Optimizer]] = {}
+        self.on_disk = {parameter: None for parameter, path, _ in _named(outer) if tier_of(in_host(path)) == "nvme"}
+        self.visitors: dict[nn.Parameter, Visitor] = {}
+        self.disk = DiskVisits() if self.on_disk else None
         for parameter in self.local:
             if parameter in host_index:
                 self.visiting[parameter] = (
@@ -138,7 +147,12 @@ class _ShardOptimizer:
             return
         placed = {key: _placed_like(value, parameter) for key, value in outer.state[parameter].items()}
         state = {key: _local(value) for key, value in placed.items()}
-        if parameter in self.visiting:
+        if parameter in self.on_disk and self.disk is not None:
+            visitor = self._visitor(parameter)
+            self.disk.rest(visitor, state)
+            state = visitor.resting
+            placed = _as_global(state, parameter)
+        elif parameter in self.visiting:
             state = _in_host(state)
             placed = _as_global(state, parameter)
         outer.state[parameter] = placed
@@ -155,12 +169,32 @@ class _ShardOptimizer:
         self.resident.step()
         for parameter, (index, optimizer) in self.visiting.items():
             optimizer.param_groups[0].update(_options(outer.param_groups[index]))
-            self._visit(optimizer, self.local[parameter])
+            if parameter not in self.on_disk:
+                self._visit(optimizer, self.local[parameter])
+        if self.disk is not None:
+            moving = [parameter for parameter in self.on_disk if self.local[parameter].grad is not None]
+            self.disk.step([self._visitor(parameter) for parameter in moving])
+            for parameter in moving:
+                self._optimizer_of(parameter).state[self.local[parameter]] = self._visitor(parameter).resting
         for parameter, local in self.local.items():
             local.grad = None
             state = self._optimizer_of(parameter).state
             if local in state and parameter not in outer.state:
                 outer.state[parameter] = _as_global(state[local], parameter)
+
+    def _visitor(self, parameter: nn.Parameter) -> Visitor:
+        if parameter not in self.visitors:
+            optimizer, local = self._optimizer_of(parameter), self.local[parameter]
+
+            def update(state: dict[str, Any]) -> dict[str, Any]:
+                if state:
+                    optimizer.state[local] = state
+                optimizer.step()
+                updated: dict[str, Any] = optimizer.state[local]
+                return updated
+
+            self.visitors[parameter] = Visitor(local.device, update)
+        return self.visitors[parameter]
 
     @staticmethod
     def _visit(optimizer: torch.optim.Optimizer, local: torch.Tensor) -> None:
@@ -209,11 +243,11 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
             yield parameter, names[position] if position < len(names) else "", index
 
 
-def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[int, int, bool]]:
+def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[int, int, str]]:
     """What an inner optimizer depends on: the memory of each shard, which changes when the first batch brings a plan,
-    and whether its state is in host memory. It grows with ``add_param_group``."""
-    shards = ((_shard(parameter), in_host(path)) for parameter, path, _ in _named(optimizer))
-    return [(storage_key(shard.untyped_storage()), shard.numel(), is_offloaded) for shard, is_offloaded in shards]
+    and where its state rests. It grows with ``add_param_group``."""
+    shards = ((_shard(parameter), tier_of(in_host(path))) for parameter, path, _ in _named(optimizer))
+    return [(storage_key(shard.untyped_storage()), shard.numel(), tier) for shard, tier in shards]
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:

@@ -116,8 +116,12 @@ _OTHER: dict[str, Any] = {
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {
+    "mode": "inference",
+    "objective": "throughput",
+    "cache_length": 64,
     "memory_limit": 2**30,
     "microbatches": 2,
+    "batch_statistics": "microbatch",
     "stages": 2,
     "schedule": "1f1b",
     "precision": "bf16",
@@ -164,6 +168,7 @@ def test_options_that_are_not_looked_at_here_count_too() -> None:
     """A new option needs a value in the table above."""
     known = {field.name for field in fields(Options)}
     others = {"check_inputs", "last_batch", "timeout", "compile", "check_every", "nonfinite", "pad_to", "from_layout"}
+    others.add("sync")
     assert set(_OPTIONS) >= known - others
 
 

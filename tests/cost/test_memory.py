@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -90,13 +91,15 @@ def test_a_parameter_holds_what_its_resting_places_say() -> None:
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2, 2), graph)
     node = graph.parameters["w"]
 
-    def held(optimizer: str, weight: str, gradient: str, state: str, offload: bool = False) -> tuple[int, int, int]:
+    def held(
+        optimizer: str, weight: str, gradient: str, state: str, offload: Literal["", "host"] = ""
+    ) -> tuple[int, int, int]:
         place = ParameterPlacement(*map(parse_placements, (weight, gradient, state)), offload=offload)
         return parameter_bytes(prices, node, place, optimizer)
 
     assert held("adamw", "R,R", "R,R", "R,R") == (96, 96, 192)
     assert held("amsgrad", "S(0),R", "S(0),R", "S(0),R") == (48, 48, 144)
-    assert held("adamw", "R,R", "R,R", "R,R", offload=True) == (96, 96, 0)
+    assert held("adamw", "R,R", "R,R", "R,R", offload="host") == (96, 96, 0)
     # The stored shard stays beside the gathered weight; Adafactor has a row and a column of its shard [2, 6] or [2, 3].
     assert held("adafactor", "R,R", "S(0),R", "S(0),R") == (48 + 96, 48, 4 * (2 + 6))
     assert held("adafactor", "S(0),S(1)", "S(0),S(1)", "S(0),S(1)") == (24, 24, 4 * (2 + 3))

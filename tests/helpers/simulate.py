@@ -128,7 +128,7 @@ class World:
         args = [self._fill(i.args, known[r]) for r, i in enumerate(step)]
         kwargs = [{k: self._fill(v, known[r]) for k, v in i.kwargs} for r, i in enumerate(step)]
         op = step[0].op
-        if op == "collective.wait":
+        if op in ("collective.wait", "host.store", "host.fetch"):
             return [a[0] for a in args]
         if op.startswith("collective."):
             return self._collective(op.removeprefix("collective."), args, kwargs)

@@ -47,7 +47,20 @@ def _group_norm(n: int, c: int, groups: int, *spatial: int) -> list[Sample]:
     ]
 
 
+def _weight_norm(*shape: int, dim: int) -> list[Sample]:
+    v, grad = floats(*shape), floats(*shape)
+    g = floats(*(size if d == dim else 1 for d, size in enumerate(shape)))
+    _, norms = aten._weight_norm_interface.default(v, g, dim)
+    return [
+        Sample("aten._weight_norm_interface.default", (v, g, dim)),
+        Sample("aten._weight_norm_interface_backward.default", (grad, v, g, norms, dim)),
+    ]
+
+
 SAMPLES = [
+    *_weight_norm(12, 6, dim=0),
+    *_weight_norm(7, 5, 3, dim=0),
+    *_weight_norm(4, 6, 12, dim=2),
     *_layer_norm(12, 6, normalized=1),
     *_layer_norm(7, 5, 6, normalized=1),
     *_layer_norm(5, 12, 3, 4, normalized=2),

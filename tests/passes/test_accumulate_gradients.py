@@ -91,3 +91,42 @@ def test_which_sums_run_with_their_product() -> None:
 
     assert biased_products(graph, everywhere) == {"biased": "one", "other_side": "two"}
     assert biased_products(graph, resharded) == {}
+
+
+CAST_MADE = """weight_gradient(%x, %y, %narrow):
+  %product = aten.mm.default(%x, %y)
+  %wide = aten._to_copy.default(%product, dtype=torch.float32)
+  %other = aten._to_copy.default(%product, dtype=torch.float32)
+  %rounded = aten._to_copy.default(%narrow, dtype=torch.bfloat16)
+  %again = aten.neg.default(%other)
+  return %again, %wide, %other, %rounded
+"""
+CAST_ADDING = """more_weight_gradient(%x, %y, %narrow, %sum_so_far_0, %sum_so_far_1, %sum_so_far_2):
+  %product = aten.mm.default(%x, %y)
+  %sum_so_far_0_more = aten.add_.Tensor(%sum_so_far_0, %product)
+  %other = aten._to_copy.default(%product, dtype=torch.float32)
+  %sum_so_far_1_more = aten.add_.Tensor(%sum_so_far_1, %other)
+  %rounded = aten._to_copy.default(%narrow, dtype=torch.bfloat16)
+  %sum_so_far_2_more = aten.add_.Tensor(%sum_so_far_2, %rounded)
+  %again = aten.neg.default(%other)
+  return %again, %sum_so_far_0_more, %sum_so_far_1_more, %sum_so_far_2_more
+"""
+
+
+def test_a_cast_gradient_is_widened_by_its_sum() -> None:
+    """A cast that something else reads stays, and so does one to fewer bits, which would be rounded otherwise."""
+    check(lambda section: adding(section, 3), CAST_MADE, CAST_ADDING)
+
+
+def test_sums_of_cast_gradients_are_bit_equal() -> None:
+    first, more = (
+        compile_section(s, {}, torch.device("cpu")) for s in map(Section.from_text, (CAST_MADE, CAST_ADDING))
+    )
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 7, 5).bfloat16(), torch.randn(2, 5, 3).bfloat16()
+    narrow = torch.randn(2, 4)
+    wanted = [first([x[i], y[i], narrow[i]])[1:] for i in range(2)]
+    sums = [value.clone() for value in wanted[0]]
+    _, *sums = more([x[1], y[1], narrow[1], *sums])
+    for total, (one, two) in zip(sums, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(total, one + two, rtol=0, atol=0)

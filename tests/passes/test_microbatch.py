@@ -17,6 +17,7 @@ from tests.helpers.microbatches import run_microbatches
 from tests.helpers.pass_text import check
 from tests.zoo.check import Case, compare, make_case
 from tests.zoo.hugging_face import FAMILIES
+from tests.zoo.models import ZOO
 
 transformers.logging.set_verbosity_error()
 
@@ -157,6 +158,35 @@ def test_all_microbatches_are_the_batch(name: str) -> None:
 def test_padding(name: str) -> None:
     case = _case(*FAMILIES[name]())
     compare(run_microbatches(microbatch(case.graph, 3), case.values), case.expected, name)
+
+
+class Parametrized(nn.Module):
+    """Weights and tables that are computed from parameters, whose gradients are linear in what is accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 6, 3, padding=1, groups=2), dim=2)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(7, 5))
+        self.table, self.norm = nn.Parameter(torch.randn(6, 5)), nn.LayerNorm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.spectral(self.normed(x)) * self.norm(self.table)
+        return torch.tanh(x).square().mean()
+
+
+def test_gradients_of_parametrizations_are_accumulated() -> None:
+    case = _case(Parametrized(), (torch.randn(6, 8, 7),))
+    ops = {node.op for node in case.graph}
+    assert {"aten._weight_norm_interface_backward.default", "aten.native_layer_norm_backward.default"} <= ops
+    for count in (2, 3):
+        compare(run_microbatches(microbatch(case.graph, count), case.values), case.expected, f"{count}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["variational", "wav2vec2", "unispeech", "conv1d_transposed"])
+def test_models_that_were_refused_without_a_reason(name: str) -> None:
+    case = _case(*ZOO[name]())
+    compare(run_microbatches(microbatch(case.graph, 2), case.values), case.expected, name)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from autopar.ir.node import SAVED_ACTIVATION
 from autopar.ir.reshard import Collective
 from autopar.options import Options
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.passes.recompute.attention import inside_attention
 from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.recompute import Recompute, recomputed
 from autopar.placement.prices import BUCKET_BYTES
@@ -232,6 +233,67 @@ def test_selective_is_the_inside_of_attention() -> None:
     sizes = {tuple(map(int, found.graph[name].type.shape)) for name in possible.selective}
     assert possible.selective < possible.full or not possible.full
     assert sizes and all(shape[-2:] in ((6, 6), (6, 1)) for shape in sizes)
+
+
+class Scores(nn.Module):
+    """Scores of attention, in modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalised, self.scale = nn.Softmax(-1), nn.ReLU()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return self.normalised(self.scale(q @ k.transpose(1, 2)))  # type: ignore[no-any-return]
+
+
+class Crossed(nn.Module):
+    """Two attentions one after the other, the second to what the first read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scores(), Scores()
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.between(self.first(x, x) @ x).tanh()
+        return (self.second(y, x) @ x).pow(2).mean()
+
+
+def test_the_inside_of_attention_may_be_in_other_modules() -> None:
+    """Nothing between the two attentions is inside of one."""
+    graph = setting(make_request(Crossed(), (torch.randn(2, 6, 8),), (1,))).graph
+    names = recomputable(graph).selective
+    assert {graph[name].module.rpartition(".")[2] for name in names} == {"normalised", "scale"}
+    assert all(graph[name].type.shape[-1] in (6, 1) for name in names)
+    assert {graph[name].op for name in inside_attention(graph)}.isdisjoint({"aten.tanh.default", "aten.mm.default"})
+
+
+class Masked(Written):
+    """Every layer masks its scores; the mask is one constant of the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["mask"](layer["out"](x))  # type: ignore[index]
+        return x.pow(2).mean()
+
+    class Mask(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = x @ x.transpose(1, 2)
+            ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return scores.masked_fill(ahead, float("-inf")).softmax(-1) @ x
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer["mask"] = Masked.Mask()  # type: ignore[index,operator]
+
+
+def test_layers_that_share_a_constant_can_all_be_recomputed() -> None:
+    """The causal mask is computed in the first layer alone, and may be computed again for each."""
+    graph = setting(make_request(Masked(), (torch.randn(2, 6, 8),), (1,))).graph
+    possible = recomputable(graph)
+    chosen = {possible.layers[name] for name in possible.selective}
+    assert chosen == {"layers.0", "layers.1"}
 
 
 def test_an_unknown_policy_is_refused() -> None:

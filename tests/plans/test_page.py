@@ -112,7 +112,7 @@ def test_devices_of_one_colour_hold_the_same_share() -> None:
     (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight)}))
     (grid,) = way.grids
     assert {cell.css for cell in grid.cells} == {"whole"} and "holds the whole" in grid.about
-    (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight, offload=True)}))
+    (way,) = mesh_pictures(replace(plan, parameters={path: replace(whole, optimizer=whole.weight, offload="host")}))
     assert [grid.what for grid in way.grids] == ["weight and gradient", "optimizer state in host memory"]
 
 
@@ -215,7 +215,10 @@ def test_parameters_of_equal_layers_share_a_row() -> None:
     assert page.count("<code>blocks.{0..2}.first.weight</code>") == 1
     assert "<code>blocks.1.first.weight</code>" not in page and "in host memory" not in page
     plan = solved()[0]
-    moved = {path: replace(place, offload=path == "embed.weight") for path, place in plan.parameters.items()}
+    moved = {
+        path: replace(place, offload="host" if path == "embed.weight" else "")
+        for path, place in plan.parameters.items()
+    }
     cell = f"{short(plan.parameters['embed.weight'].optimizer)} in host memory</td>"
     assert render(replace(plan, parameters=moved)).count(cell) == 1
 

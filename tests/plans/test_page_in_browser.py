@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autopar.plans.plan import Plan
+from autopar.plans.views.what_if import Answer, WhatIf
 from tests.helpers.plan_model import solved
 from tests.plans.test_stages import staged
 
@@ -99,9 +102,22 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plan, record = solved()[0], folder / "steps.jsonl"
     steps = [{"step": i, "seconds": plan.predicted.step_seconds * (1 + i / 50), "straggler": 2} for i in range(20)]
     record.write_text("\n".join(map(json.dumps, steps)))
-    plan.to_html(folder / "small.html", record)
+    plan.to_html(folder / "small.html", record, whatif=_circumstances(plan))
     staged().to_html(folder / "staged.html")
     return {name: folder / f"{name}.html" for name in ("small", "staged")}
+
+
+def _circumstances(plan: Plan) -> WhatIf[Plan]:
+    """Answers as ``plan.whatif`` gives them, one without a plan, with a long reason."""
+
+    def quicker(times: float) -> Plan:
+        return replace(plan, predicted=replace(plan.predicted, step_seconds=plan.predicted.step_seconds / times))
+
+    limits = [Answer("memory_limit", gib << 30, gib << 30, quicker(gib)) for gib in (1, 2, 4, 8)]
+    none = Answer("memory_limit", 1 << 20, 1 << 20, None, "nothing fits into 1 MiB: " + 20 * "no placement does; ")
+    devices = [Answer("devices", count, count, quicker(count**0.8)) for count in (2, 4, 8, 16)]
+    cluster = Answer("cluster", "dgx-h100", 0, quicker(2.0))
+    return WhatIf(plan, (none, *limits, *devices, cluster))
 
 
 def show(browser: Any, page: Path, width: int = 1280, dark: bool = False) -> None:
@@ -134,6 +150,15 @@ def test_every_text_has_contrast(browser: Any, pages: dict[str, Path], name: str
     assert browser.execute_script(WEAK) == []
 
 
+def test_the_contents_lead_to_the_frontier(browser: Any, pages: dict[str, Path]) -> None:
+    show(browser, pages["small"])
+    browser.find_element(By.LINK_TEXT, "What if").click()
+    top = browser.execute_script("return document.querySelector('#whatif').getBoundingClientRect().top")
+    assert abs(top) < 5
+    titles = browser.execute_script("return [...document.querySelectorAll('#whatif title')].map(e => e.textContent)")
+    assert "1 MiB: no plan" in titles and len(titles) == 9
+
+
 def test_rows_open_by_click_and_by_key(browser: Any, pages: dict[str, Path]) -> None:
     show(browser, pages["small"])
     browser.execute_script("document.querySelectorAll('details').forEach(e => { e.open = false; })")
@@ -164,6 +189,13 @@ def test_a_screen_reader_hears_what_is_seen(browser: Any, pages: dict[str, Path]
     }
     assert len(names["image"]) >= 3 and all(names["image"])
     assert any("stages" in name for name in names["image"]) and any("Memory of" in name for name in names["image"])
+    show(browser, pages["small"])
+    pictures = browser.find_elements(By.CSS_SELECTOR, "#whatif svg")
+    assert [picture.accessible_name.split(":")[0] for picture in pictures] == [
+        "Step time against memory limit",
+        "Step time against devices",
+    ]
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#whatif table")) == 3
     assert {"Stages", "Modules", "Parameters"} <= set(names["heading"])
     assert "peak memory" in names["columnheader"] and "Contents" in names["navigation"]
     assert len(browser.find_elements(By.CSS_SELECTOR, "h1")) == 1

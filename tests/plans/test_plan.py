@@ -264,7 +264,7 @@ def test_diff_of_other_meshes_and_models(plan: Plan) -> None:
 def test_diff_of_precision_and_of_state_on_the_host(plan: Plan) -> None:
     (found,) = plan.diff(replace(plan, precision="bf16")).settings
     assert (found.path, found.before, found.after) == ("precision", "fp32", "bf16")
-    place = replace(plan.parameters[PIN], offload=True)
+    place = replace(plan.parameters[PIN], offload="host")
     changed = plan.diff(replace(plan, parameters={**plan.parameters, PIN: place}))
     (moved,) = changed.placements
     assert not changed.same and (moved.path, moved.what) == (PIN, "optimizer")

@@ -48,6 +48,7 @@ WAYS = [
     Way("docs/tutorial.md", "", "nothing", 4),
     Way("docs/howto/does-not-trace.md", "", "nothing", 0),
     Way("docs/howto/from-megatron.md", "", "layouts", 0),
+    Way("docs/howto/inference.md", "", "nothing", 2),
     *(
         Way(f"docs/howto/{name}.md", "", "planning", 0)
         for name in ("does-not-fit", "pins-and-layouts", "long-sequences")

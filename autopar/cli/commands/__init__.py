@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from autopar.cli.output import Output
 
 # The order of ``autopar --help``: from planning to running to the machine; others follow by name.
-_FIRST = ("plan", "show", "explain", "diff", "verify", "run", "launch", "calibrate", "doctor", "bench")
+_FIRST = ("plan", "show", "explain", "diff", "whatif", "verify", "run", "launch", "calibrate", "doctor", "bench")
 
 
 class Command(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from autopar.calibration.job import calibrate_job, in_job
 from autopar.calibration.machine import calibrate as calibrate_machine
@@ -13,13 +12,16 @@ from autopar.cli.output import Output
 from autopar.cli.status import OK
 from autopar.cluster.description import Cluster, local_file
 from autopar.errors import OptionsError
+from autopar.files import exists
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("--nproc", type=checked(positive), default=4, help="processes to measure with (4)")
     parser.add_argument("--seconds", type=float, default=40.0, help="how long to measure, about (40)")
-    parser.add_argument("--output", metavar="FILE", help="where the description goes; default the cache of this user")
+    parser.add_argument(
+        "--output", metavar="FILE", help="where the description goes: path or URL; default the cache of this user"
+    )
     parser.add_argument("--if-missing", action="store_true", help="do nothing where it was measured before")
 
 
@@ -27,8 +29,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
     if in_job():
         return _calibrate_job(arguments, output)
-    target = Path(arguments.output or local_file())
-    if arguments.if_missing and target.is_file():
+    target = arguments.output or local_file()
+    if arguments.if_missing and exists(target):
         output.note(f"calibrated already, in {target}; leave out --if-missing to measure again")
         cluster = Cluster.get(arguments.output or "local")
     else:

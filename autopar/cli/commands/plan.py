@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="PLAN.json",
-        help="write the plan, for explain, diff and parallelize(plan=); as lines of text if not called .json",
+        help="path or URL to write the plan to, for explain, diff and parallelize(plan=); as lines of text if not "
+        "called .json",
     )
     parser.add_argument(
         "--show",
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the plan, the tree of modules, or what a step costs by module, kind, op, rule, phase, collective "
         "or stage",
     )
-    parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
+    parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page, to a path or URL")
     where = parser.add_mutually_exclusive_group(required=True)
     add_mesh(where, required=False)
     where.add_argument("--devices", type=checked(positive), metavar="N", help="search layouts of so many instead")

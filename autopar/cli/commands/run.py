@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from autopar.arguments import PLAN_VARIABLE
 from autopar.cli.arguments import checked, not_negative, positive
 from autopar.cli.late_ranks import late_ranks_named
 from autopar.cli.output import Output
 from autopar.cli.rendezvous import check_endpoint
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
+from autopar.plans.plan import Plan
 from autopar.processes import die_with_parent
 from autopar.torch_internals.elastic import launch
 
@@ -38,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace", metavar="SECONDS", type=checked(not_negative), default=30,
         help="between SIGTERM and SIGKILL of a process, to save a checkpoint (30)",
     )  # fmt: skip
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="a plan's path or URL, for calls of autopar.parallelize that are given none"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name")
     parser.add_argument("script", help="a training script that calls autopar.parallelize")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
@@ -49,9 +54,11 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise OptionsError(f"there is no script {arguments.script!r} in {os.getcwd()}")
     if arguments.rendezvous is not None:
         check_endpoint(arguments.rendezvous)
+    if arguments.plan is not None:
+        Plan.load(arguments.plan)
     options, command = _launcher_options(arguments), _rank_command(arguments)
     before, start = dict(os.environ), time.perf_counter()
-    os.environ.update(_launch_environment())
+    os.environ.update(_launch_environment(arguments.plan))
     try:
         with late_ranks_named():
             status, said = launch(options, command, arguments.grace)
@@ -98,11 +105,11 @@ def _launcher_options(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def _launch_environment() -> dict[str, str]:
-    """One thread per process unless the user's environment says otherwise, and a new store for every restart: gloo does
-    not reconnect reliably on the launcher's."""
+def _launch_environment(plan: str | None) -> dict[str, str]:
+    """The ``plan`` to train under. One thread per process unless the user's environment says otherwise, and a new store
+    for every restart: gloo does not reconnect reliably on the launcher's."""
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {**defaults, **os.environ}
+    return {**defaults, **os.environ, **({} if plan is None else {PLAN_VARIABLE: plan})}
 
 
 def _processes_here() -> int:

@@ -6,15 +6,18 @@ import argparse
 
 from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning, checked, load_target, options_from, positive
 from autopar.cli.output import Output
-from autopar.cli.plans import describe, read_plan
+from autopar.cli.plans import describe
 from autopar.cli.status import FAILED, OK
+from autopar.plans.plan import Plan
 from autopar.verification.verify import verify as verify_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("target", help=TARGET_HELP)
-    parser.add_argument("--plan", metavar="PLAN", help="the plan to check, written by `autopar plan --output`")
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="the plan to check, written by `autopar plan --output`: path or URL"
+    )
     parser.add_argument(
         "--steps",
         type=checked(positive),
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
     options = options_from(arguments)
-    plan = read_plan(arguments.plan) if arguments.plan else None
+    plan = Plan.load(arguments.plan) if arguments.plan else None
     model, batch = load_target(arguments.target)
     with output.progress(f"verifying {describe(model)} on {arguments.mesh}"):
         report = verify_model(

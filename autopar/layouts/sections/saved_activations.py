@@ -14,9 +14,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 from autopar.ir.placements import Placements
 from autopar.layout import Layout, matches, matches_whole
+from autopar.passes.recompute.attention import inside_attention
 from autopar.placement.prices import local_bytes
 
-from .attention import inside_attention
 from .fusion import origin, readers
 from .kernel_seconds import KernelPrices
 from .placement import Placed

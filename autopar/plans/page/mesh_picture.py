@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autopar.ir.placements import Placements, is_shard
 from autopar.ir.plan_record import PlanRecord
+from autopar.offload import TIER_NAMES
 from autopar.plans.views.module_tree import optimizer_text, readable
 from autopar.plans.views.stages import folded_modules
 
@@ -79,11 +80,11 @@ def mesh_pictures(plan: PlanRecord) -> tuple[Way, ...]:
     for paths in groups.values():
         largest = sorted(paths, key=size_of, reverse=True)
         place = plan.parameters[paths[0]]
-        state = "optimizer state" + (" in host memory" if place.offload else "")
+        state = "optimizer state" + (f" in {TIER_NAMES[place.offload]}" if place.offload else "")
         parts = {"weight": place.weight, "gradient": place.gradient, state: place.optimizer}
         grids = tuple(
             _grid(plan, _list([what for what, _ in same]), placements)
-            for (placements, _), same in itertools.groupby(parts.items(), key=lambda part: (part[1], "host" in part[0]))
+            for (placements, _), same in itertools.groupby(parts.items(), key=lambda part: (part[1], " in " in part[0]))
         )
         ways.append(Way(_names(largest), len(paths), sum(map(size_of, paths)), grids))
     return tuple(sorted(ways, key=lambda way: -way.bytes)[:_MOST])

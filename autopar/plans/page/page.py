@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from autopar.errors import OptionsError
+from autopar.files import FileName, write_text
 from autopar.ir.plan_record import PlanRecord
 from autopar.plans.views.memory_over_step import memory_over_step
 from autopar.plans.views.module_tree import ModuleRow, module_rows
@@ -22,7 +20,9 @@ from autopar.plans.views.stages import busiest_stage, mesh_text
 from autopar.plans.views.step_timeline import step_timeline
 from autopar.plans.views.summary import plan_text
 from autopar.plans.views.table import plan_table
+from autopar.plans.views.what_if import WhatIf
 
+from .frontier_picture import frontier_sections
 from .measured import read_measured
 from .memory_picture import memory_picture
 from .mesh_picture import mesh_pictures
@@ -37,13 +37,12 @@ _MOST_ROWS = 60
 _FRAME_PIXELS = 640
 
 
-def write_html(plan: PlanRecord, path: str | PathLike[str], record: str | PathLike[str] | None = None) -> None:
-    """``plan.to_html(path, record)``. Raises :class:`OptionsError` if a file cannot be written or read."""
-    page = render(plan, record)
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise OptionsError(f"cannot write {fspath(path)!r}: {error.strerror}") from error
+def write_html(
+    plan: PlanRecord, path: FileName, record: FileName | None = None, whatif: WhatIf[Any] | None = None
+) -> None:
+    """``plan.to_html(path, record, whatif)``. Raises :class:`OptionsError` if a file cannot be written or read."""
+    page = render(plan, record, whatif)
+    write_text(path, page)
 
 
 def embedded(plan: PlanRecord) -> str:
@@ -68,20 +67,20 @@ def environment() -> Environment:
     return made
 
 
-def render(plan: PlanRecord, record: str | PathLike[str] | None = None) -> str:
-    """The page; ``record``: the JSON lines of a run of the plan."""
+def render(plan: PlanRecord, record: FileName | None = None, whatif: WhatIf[Any] | None = None) -> str:
+    """The page; ``record``: the JSON lines of a run of the plan; ``whatif``: the plan under other circumstances."""
     with fixed_width():
-        return environment().get_template("plan.html.jinja").render(**_context(plan, record))
+        return environment().get_template("plan.html.jinja").render(**_context(plan, record, whatif))
 
 
-def _context(plan: PlanRecord, record: str | PathLike[str] | None) -> Mapping[str, Any]:
+def _context(plan: PlanRecord, record: FileName | None, whatif: WhatIf[Any] | None) -> Mapping[str, Any]:
     rows = module_rows(plan)
     timeline, total = step_timeline(plan), plan.predicted.step_seconds * plan.stages
     measured = read_measured(plan, record) if record is not None else None
     stages, baselines = stage_table(plan) if plan.stages > 1 else [], baseline_rows(plan)
     return {
         "plan": plan,
-        "contents": list(_contents(bool(measured), bool(stages), bool(baselines))),
+        "contents": list(_contents(bool(measured), bool(stages), bool(whatif), bool(baselines))),
         "mesh": mesh_text(plan),
         "parts": _parts(plan),
         "timeline": timeline_picture(timeline),
@@ -97,19 +96,22 @@ def _context(plan: PlanRecord, record: str | PathLike[str] | None) -> Mapping[st
         "share": lambda row, times: share(row.seconds * row.count * times, total),
         "is_open": lambda row, times: _is_open(row, times, total),
         "parameters": parameter_rows(plan),
+        "frontiers": list(frontier_sections(whatif)) if whatif is not None else [],
         "baselines": baselines,
         "tables": list(_tables(plan)),
         "text": plan_text(plan),
     }
 
 
-def _contents(measured: bool, stages: bool, baselines: bool) -> Iterator[tuple[str, str]]:
+def _contents(measured: bool, stages: bool, whatif: bool, baselines: bool) -> Iterator[tuple[str, str]]:
     yield "step", "One step"
     if measured:
         yield "measured", "Measured"
     if stages:
         yield "stages", "Stages"
     yield from (("memory", "Memory"), ("mesh", "Who holds what"), ("modules", "Modules"), ("parameters", "Parameters"))
+    if whatif:
+        yield "whatif", "What if"
     if baselines:
         yield "baselines", "Also priced"
     yield "tables", "Figures"
@@ -124,7 +126,8 @@ def _parts(plan: PlanRecord) -> list[tuple[str, float, float]]:
         "gradient": "grad sync",
         "weight": "weight gather",
     }
-    kinds |= {"optimizer": "optimizer", "refresh": "weight refresh", "offload": "state to and from the host"}
+    kinds |= {"optimizer": "optimizer", "refresh": "weight refresh", "offload": "state to the device and back"}
+    kinds |= {"swap": "activations to the host and back"}
     kinds |= {"hidden": "hidden by computing"}
     total = plan.predicted.step_seconds or 1.0
     busiest = busiest_stage(plan)

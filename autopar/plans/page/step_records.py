@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
-from pathlib import Path
+from os import fspath
 from typing import Any
 
 from autopar.errors import OptionsError
+from autopar.files import FileName, read_bytes
 
 # The figures of a record that the page needs.
 SHOWN = ("step", "seconds", "predicted_seconds", "memory_bytes", "mfu", "tokens_per_second", "straggler")
@@ -37,14 +37,11 @@ class _NoFigure(ValueError):
     """Something that no run writes."""
 
 
-def read_records(path: str | PathLike[str]) -> list[Record]:
+def read_records(path: FileName) -> list[Record]:
     """The record of each step, with the figures that are finite. Raises :class:`OptionsError` if the file cannot be
     read, and for a line that no run writes. Half a line that a run left when it was killed is left out, at the end or
     before the records of its restart."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise OptionsError(f"cannot read the record {fspath(path)!r}: {error.strerror}") from error
+    lines = read_bytes(path, "the record").splitlines()
     records: list[Record] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -41,7 +41,8 @@ KINDS = {
     "weight": ("weights gathered", "d"),
     "gradient": ("gradients reduced", "c"),
     "refresh": ("weights refreshed", "f"),
-    "offload": ("to and from the host", "g"),
+    "offload": ("to the device and back", "g"),
+    "swap": ("to the host and back", "g"),
 }
 
 

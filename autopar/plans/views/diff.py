@@ -164,7 +164,10 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
 
 
 def _pipeline_settings(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
-    """Chunks per stage and the places of cuts."""
+    """Whose statistics are used, chunks per stage and the places of cuts."""
+    statistics = ["microbatch" if p is not None and p.own_statistics else "batch" for p in (before, after)]
+    if statistics[0] != statistics[1]:
+        yield Change("batch_statistics", "setting", *statistics)
     chunks = [str(p.chunks_per_stage) if p is not None else "1" for p in (before, after)]
     if chunks[0] != chunks[1]:
         yield Change("chunks per stage", "setting", *chunks)

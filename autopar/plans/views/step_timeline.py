@@ -9,7 +9,7 @@ from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.schedule.timeline import Lane, Span, Timeline
 
 # A step without stages is priced as a sum. The timeline shows the lines that run once a step in this order.
-_ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "offload", "refresh")
+_ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "offload", "refresh", "swap")
 _COMPUTES = ("compute", "optimizer")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.plan_record import PlanRecord, Predicted
+from autopar.ir.planned_sync import PlannedSync
 
 from .module_tree import ModuleRow, Move, module_rows, moves_of
 from .page_width import page_width
@@ -65,7 +66,20 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), page_width())
     if plan.layout:
         yield trim(f"layout {plan.layout} (given; the rest is searched)", page_width())
+    if plan.sync is not None:
+        yield from _replicas(plan.sync)
+    if plan.pipeline is not None and plan.pipeline.own_statistics:
+        yield "batch statistics are those of each microbatch, as in a loop that accumulates gradients"
     yield ""
+
+
+def _replicas(sync: PlannedSync) -> Iterator[str]:
+    """The lines for the exchange between replicas."""
+    yield trim(f"sync   {sync.replicas} replicas of this plan, {sync.method}", page_width())
+    beside = " beside the step" if sync.hidden else ""
+    sent = f"{size(sync.bytes)} per rank in {sync.every} steps: {size(sync.bytes_per_step)} a step"
+    saved = f"gradients at every step: {duration(sync.gradient_seconds)}"
+    yield trim(f"       {sent}, {duration(sync.seconds_per_step)} a step{beside} ({saved})", page_width())
 
 
 def _table(plan: PlanRecord, budget: int) -> Iterator[str]:
@@ -306,7 +320,8 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
     parts = {
         "compute": plan.seconds_of("compute"),
         "optimizer": plan.seconds_of("optimizer"),
-        "state to and from the host": plan.seconds_of("offload"),
+        "state to the device and back": plan.seconds_of("offload"),
+        "activations to the host and back": plan.seconds_of("swap"),
         "reshard": plan.seconds_of("reshard"),
         "exchange of rows": plan.seconds_of("exchange"),
         "weight gather": plan.seconds_of("weight", "refresh"),
@@ -333,7 +348,9 @@ def _held(p: Predicted) -> dict[str, int]:
         "inputs": p.input_bytes,
     }
     if p.host_bytes:
-        parts["optimizer state in host memory, besides"] = p.host_bytes
+        parts["in host memory, besides"] = p.host_bytes
+    if p.nvme_bytes:
+        parts["on a local disk, besides"] = p.nvme_bytes
     return parts
 
 

@@ -350,17 +350,21 @@ def _layers(path: str, plan: PlanRecord, alike: list[str]) -> str:
     return ".".join([*places[0][:depth], numbers(layers), *path.split(".")[depth + 1 :]])
 
 
-_ONCE = {"optimizer": "update", "offload": "optimizer state to the device and back"}
+_WHAT = {
+    "optimizer": "update",
+    "offload": "optimizer state to the device and back",
+    "swap": "saved for backward in host memory: there and back",
+}
 
 
 def _line_costs(plan: PlanRecord, lines: list[PlanLine]) -> Iterator[Cost]:
     """The total of computation, then each kind of reshard, the most expensive first."""
-    for kind, label in (("compute", "compute"), ("optimizer", "optimizer"), ("offload", "offload")):
+    for kind in ("compute", *_WHAT):
         of_kind = [line for line in lines if line.kind == kind]
         seconds = sum(line.seconds for line in of_kind)
         if seconds:
-            phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else _ONCE[kind]
-            yield Cost(label, f"{len(of_kind)} operations, {phases}" if len(of_kind) > 1 else phases, seconds)
+            phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else _WHAT[kind]
+            yield Cost(kind, f"{len(of_kind)} operations, {phases}" if len(of_kind) > 1 else phases, seconds)
     labels = {
         "exchange": "exchange of rows",
         "reshard": "reshard",

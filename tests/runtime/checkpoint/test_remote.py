@@ -15,6 +15,7 @@ from autopar import checkpoint
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.claim import CLAIM
 from autopar.runtime.checkpoint.stores import RemoteStore
+from tests.helpers.s3_bucket import s3_bucket
 
 from .training import assert_equal, reference, run
 
@@ -28,20 +29,8 @@ def memory() -> Iterator[str]:
 
 @pytest.fixture
 def s3() -> Iterator[str]:
-    """A bucket of a real server of S3's protocol, on this machine."""
-    server_module = pytest.importorskip("moto.server", reason="needs pip install autopar[s3-test]")
-    pytest.importorskip("s3fs")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
-    fsspec.config.conf["s3"] = options
-    fsspec.filesystem("s3", **options).mkdir("bucket")
-    try:
-        yield "s3://bucket/run"
-    finally:
-        fsspec.config.conf.pop("s3", None)
-        server.stop()
+    with s3_bucket() as bucket:
+        yield f"{bucket}/run"
 
 
 def goes_on(url: str) -> None:

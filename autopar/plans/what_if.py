@@ -1,0 +1,88 @@
+"""Solves a plan's question again under other circumstances: :meth:`autopar.plans.plan.Plan.whatif`.
+
+Each answer is what :func:`autopar.plan` returns for the changed question, no more and no less. What stays the same,
+such as the trace of the model, comes from the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from autopar.cluster.description import Cluster
+from autopar.errors import AutoparError, OptionsError
+from autopar.ir.plan_record import PlanRecord
+from autopar.plans.views.what_if import Answer, Sweep, WhatIf, in_order
+
+from .question import Question, question_of
+
+# Parts of the plan's own peak that are asked if nothing is said. Chosen: less memory than half makes most models
+# recompute or shard more.
+PARTS_OF_PEAK = (1.0, 0.8, 0.6, 0.45, 0.35, 0.25)
+# Multiples of its devices. Chosen: clusters grow by doubling.
+MULTIPLES = (0.5, 1.0, 2.0, 4.0)
+
+
+def what_if(plan: PlanRecord, asked: Mapping[Sweep, Sequence[Any] | None]) -> WhatIf[Any]:
+    """``plan.whatif(**asked)``. Raises :class:`OptionsError` for values that are none, and for a plan whose model is
+    not known."""
+    question = question_of(plan)
+    wanted = {sweep: _values(sweep, values) for sweep, values in asked.items() if values is not None}
+    if not wanted:
+        wanted = dict(_unasked(plan, question))
+    answers: list[Answer[Any]] = []
+    for sweep, values in wanted.items():
+        answers += in_order([_answer(question, sweep, value) for value in values])
+    return WhatIf(plan, tuple(answers))
+
+
+def _unasked(plan: PlanRecord, question: Question) -> Iterator[tuple[Sweep, tuple[Any, ...]]]:
+    yield "memory_limit", tuple(math.ceil(part * plan.predicted.peak_bytes) for part in PARTS_OF_PEAK)
+    devices = math.prod(question.shape)
+    yield "devices", tuple(int(devices * times) for times in MULTIPLES if (devices * times).is_integer())
+
+
+def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
+    """The values of one sweep, each once. Raises :class:`OptionsError` for what cannot be asked."""
+    given = tuple(values) if isinstance(values, (list, tuple, range)) else (values,)
+    if not given:
+        raise OptionsError(f"{sweep}={values!r} asks nothing: give at least one value, or leave it out")
+    for value in given:
+        if sweep in ("memory_limit", "batch") and not _is_positive(value):
+            what = "bytes per device" if sweep == "memory_limit" else "samples"
+            raise OptionsError(f"{sweep}={value!r} is not a positive number of {what}")
+        if sweep == "devices" and not all(map(_is_positive, value if isinstance(value, (tuple, list)) else (value,))):
+            raise OptionsError(f"devices={value!r} is neither a number of devices nor a shape such as (2, 8)")
+    if sweep == "devices":
+        given = tuple(tuple(value) if isinstance(value, list) else value for value in given)
+    return tuple(value for i, value in enumerate(given) if value not in given[:i])
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _answer(question: Question, sweep: Sweep, value: Any) -> Answer[Any]:
+    amount = math.prod(value) if isinstance(value, tuple) else value if isinstance(value, int) else 0
+    shown = value.name if isinstance(value, Cluster) else value
+    answer = partial(Answer, sweep, shown, amount)
+    try:
+        return answer(_solved(question, sweep, value))
+    except AutoparError as error:
+        return answer(None, str(error))
+
+
+def _solved(question: Question, sweep: Sweep, value: Any) -> Any:
+    """The plan for the changed question. Raises what :func:`autopar.plan` raises."""
+    match sweep:
+        case "memory_limit" | "precision":
+            return question.again(options=replace(question.options, **{sweep: value}))
+        case "devices":
+            return question.again(mesh=question.mesh_of(value) if isinstance(value, int) else value)
+        case "batch":
+            return question.again(samples=value)
+        case "cluster":
+            return question.again(cluster=value)

@@ -1,0 +1,282 @@
+"""``plan.whatif``: every row is the plan that autopar makes for the changed question."""
+
+from __future__ import annotations
+
+import gc
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.command_line import main
+from autopar.compiler import plan_cache
+from autopar.errors import ArgumentError, OptionsError
+from autopar.plans.page.frontier_picture import HEIGHT, frontier_picture
+from autopar.plans.page.page import render
+from autopar.plans.plan import Plan
+from autopar.plans.question import _questions, _resized
+from autopar.plans.views.quantities import duration
+from autopar.plans.views.what_if import Answer, WhatIf
+from tests.helpers.marks import slow_rows_but
+
+CLUSTER = "dgx-a100-80gb"
+OPTIONS = autopar.Options(mesh_search=False)
+
+
+class Block(nn.Module):
+    """A residual block, whose hidden values are most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(nn.functional.gelu(self.first(x)))
+
+
+class Blocks(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@cache
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return Blocks()
+
+
+def batch(size: int = 4096) -> torch.Tensor:
+    return torch.empty(size, 64, device="meta")
+
+
+def squared(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).square().mean()
+
+
+def ask(mesh: Any = (2, 2), size: int = 4096, cluster: str = CLUSTER, **options: Any) -> Plan:
+    settings = replace(OPTIONS, **options)
+    return autopar.plan(
+        model(), mesh, batch(size), cluster=cluster, options=settings, loss_fn=squared, targets=batch(size)
+    )
+
+
+@pytest.fixture
+def own_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No plan comes from a cache, so that equal ones were made twice."""
+    monkeypatch.setenv("AUTOPAR_CACHE", "off")
+    plan_cache.forget()
+    yield
+    plan_cache.forget()
+
+
+QUESTIONS = [
+    ("memory_limit", 5 << 20, {"memory_limit": 5 << 20}),
+    ("devices", 8, {"mesh": (4, 2)}),
+    ("batch", 1000, {"size": 1000}),
+    ("devices", 1, {"mesh": (1,)}),
+    ("devices", (1, 4), {"mesh": (1, 4)}),
+    ("precision", "bf16", {"precision": "bf16"}),
+    ("cluster", "dgx-h100", {"cluster": "dgx-h100"}),
+]
+
+
+@pytest.mark.parametrize(("sweep", "value", "asked"), slow_rows_but((0, 2), QUESTIONS))
+@pytest.mark.usefixtures("own_plans")
+def test_each_answer_is_the_plan_of_that_question(sweep: str, value: Any, asked: dict[str, Any]) -> None:
+    (answer,) = ask().whatif(**{sweep: [value]}).answers
+    independent = ask(**asked)
+    assert answer.plan is not None and answer.error == ""
+    assert replace(answer.plan, solve_seconds=0.0) == replace(independent, solve_seconds=0.0)
+    assert answer.seconds == independent.predicted.step_seconds
+    assert (answer.sweep, answer.value) == (sweep, value)
+
+
+@cache
+def found() -> WhatIf[Plan]:
+    plan = ask()
+    peak = plan.predicted.peak_bytes
+    return plan.whatif(memory_limit=[2 * peak, peak, int(0.8 * peak), 1000], devices=[8, 2, 4, 3])
+
+
+def test_answers_are_in_order_and_those_without_a_plan_say_why() -> None:
+    memory, devices = found().of("memory_limit"), found().of("devices")
+    assert [answer.amount for answer in memory] == sorted(answer.amount for answer in memory)
+    assert [answer.value for answer in devices] == [2, 3, 4, 8]
+    assert memory[0].plan is None and "The smallest limit found to fit is" in memory[0].error
+    assert devices[1].plan is None and "3 devices do not fill the mesh (2, 2)" in devices[1].error
+    assert "2 or 4 do" in devices[1].error
+    for answer in memory[1:]:
+        assert answer.plan is not None and answer.plan.predicted.peak_bytes <= answer.value
+    assert found().sweeps == ("memory_limit", "devices")
+
+
+def test_the_table_says_what_the_plans_say() -> None:
+    text = str(found())
+    for answer in found().answers:
+        row = next(line for line in text.splitlines() if line.startswith(f"  {answer.label} "))
+        if answer.plan is None:
+            assert row.endswith("no plan")
+            assert " ".join(answer.error.split())[:60] in " ".join(text.split())
+        else:
+            assert duration(answer.plan.predicted.step_seconds) in row
+    data = json.loads(json.dumps(found().data()))
+    assert [bool(each.get("error")) for each in data["answers"]] == [a.plan is None for a in found().answers]
+
+
+def _made(sweep: Any, *given: tuple[int, float]) -> WhatIf[Any]:
+    """Answers of so many (amount, seconds)."""
+    plan = ask()
+    taking = [replace(plan, predicted=replace(plan.predicted, step_seconds=seconds)) for _, seconds in given]
+    answers = (Answer(sweep, amount, amount, each) for (amount, _), each in zip(given, taking, strict=True))
+    return WhatIf(plan, tuple(answers))
+
+
+def test_the_frontier_is_what_nothing_smaller_beats() -> None:
+    made = _made("memory_limit", (10, 5.0), (20, 6.0), (30, 4.0), (40, 4.0), (50, 1.0))
+    assert [answer.amount for answer in made.frontier("memory_limit")] == [10, 30, 50]
+    picture = frontier_picture(made, "memory_limit")
+    assert picture is not None
+    assert [point.css for point in picture.points] == ["best", "other", "best", "other", "best"]
+    heights = [point.y for point in picture.points]
+    assert heights[1] < heights[0] < heights[2] == heights[3] < heights[4] < HEIGHT  # y grows downwards.
+    assert [point.x for point in picture.points] == sorted(point.x for point in picture.points)
+    assert picture.line.count("V") == 2
+
+
+def test_twice_the_devices_at_half_the_time_are_on_the_line() -> None:
+    picture = frontier_picture(_made("devices", (2, 8.0), (4, 4.0), (8, 2.0)), "devices")
+    assert picture is not None
+    first, last = picture.points[0], picture.points[-1]
+    assert picture.ideal == f"M{first.x} {first.y}L{last.x} {last.y}"
+    assert frontier_picture(_made("devices", (2, 8.0)), "devices") is None
+
+
+def test_the_page_draws_the_frontier_with_a_table_beside_it(tmp_path: Path) -> None:
+    found().plan.to_html(tmp_path / "plan.html", whatif=found())
+    page = (tmp_path / "plan.html").read_text()
+    section = page[page.index('<section id="whatif">') : page.index('<section id="baselines">')]
+    assert '<a href="#whatif">What if</a>' in page and section.count("<svg") == 2
+    assert all("aria-label" in tag for tag in re.findall(r"<svg[^>]*>", section))
+    drawn = [answer for answer in found().answers if answer.plan is not None]
+    assert section.count("<circle") == len(drawn)
+    for answer in found().answers:
+        assert answer.plan is not None or html.escape(answer.error[:50]) in section
+    assert 'id="whatif"' not in render(found().plan)
+
+
+def test_without_a_question_memory_and_devices_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ask()
+    asked = []
+
+    def again(question: Any, **changed: Any) -> Plan:
+        asked.append(changed)
+        return plan
+
+    monkeypatch.setattr("autopar.plans.question.Question.again", again)
+    answers = plan.whatif().answers
+    assert [answer.value for answer in answers if answer.sweep == "devices"] == [2, 4, 8, 16]
+    limits = [answer.value for answer in answers if answer.sweep == "memory_limit"]
+    assert len(limits) == 6 and max(limits) == plan.predicted.peak_bytes
+    assert len(asked) == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"memory_limit": []}, "asks nothing"),
+        ({"memory_limit": 0.5}, "not a positive number of bytes"),
+        ({"batch": [0]}, "not a positive number of samples"),
+        ({"devices": [(2, 0)]}, "neither a number of devices nor a shape"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionsError, match=said):
+        ask().whatif(**asked)
+
+
+def test_a_word_that_is_none_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match="did you mean memory_limit"):
+        ask().whatif(memory=[1])  # type: ignore[call-arg]
+
+
+def test_a_plan_from_a_file_knows_no_model() -> None:
+    with pytest.raises(OptionsError, match=r"ask the plan that autopar.plan\(model, mesh, batch"):
+        Plan.from_json(ask().to_json()).whatif(devices=2)
+
+
+def test_a_question_lives_as_long_as_its_plan() -> None:
+    with torch.device("meta"):
+        passing = Blocks()
+    arguments: dict[str, Any] = {"cluster": CLUSTER, "options": OPTIONS, "loss_fn": squared, "targets": batch()}
+    plan = autopar.plan(passing, (2, 2), batch(), **arguments)
+    key = id(plan)
+    assert _questions[key].model is passing
+    del plan
+    gc.collect()
+    assert key not in _questions
+
+
+def test_answers_can_be_asked_again() -> None:
+    (half,) = ask().whatif(devices=2).answers
+    assert half.plan is not None
+    (both,) = half.plan.whatif(batch=1000).answers
+    assert both.plan is not None and (both.plan.batch, both.plan.mesh) == (1000, half.plan.mesh)
+
+
+MODEL_FILE = """
+import torch
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    class Loss(torch.nn.Module):
+        def __init__(self): super().__init__(); self.model = model
+        def forward(self, x): return self.model(x).square().mean()
+    return Loss(), {"x": torch.randn(64, 16)}
+"""
+
+
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small_target.py").write_text(MODEL_FILE)
+    words = ["whatif", f"{tmp_path / 'small_target.py'}:make", "--mesh", "2", "--cluster", CLUSTER]
+    page = tmp_path / "plan.html"
+    assert main([*words, "--devices", "2,4,1x2", "--memory-limits", "1GiB,1KB", "--html", str(page), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [(each["sweep"], each["value"]) for each in data["answers"]] == [
+        ("memory_limit", 1000),
+        ("memory_limit", 1 << 30),
+        ("devices", 2),
+        ("devices", [1, 2]),
+        ("devices", 4),
+    ]
+    assert "error" in data["answers"][0] and 'id="whatif"' in page.read_text()
+    assert main([*words, "--memory-limits", "1KB"]) == 1
+    assert "no plan" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--precisions", "fp7"])
+    assert "'fp7' is not a precision: one of" in capsys.readouterr().err
+
+
+def test_rows_of_every_tensor_are_repeated_or_cut() -> None:
+    rows = torch.arange(6).reshape(3, 2)
+    tree = {"x": rows, "scale": torch.ones(2), "list": [rows], "n": 3, "other": SimpleNamespace()}
+    longer = _resized(tree, 3, 5)
+    assert longer["x"].tolist() == rows[[0, 1, 2, 0, 1]].tolist() == longer["list"][0].tolist()
+    assert longer["scale"] is tree["scale"] and longer["n"] == 3
+    assert _resized(tree, 3, 2)["x"].tolist() == rows[:2].tolist()
