@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import fsspec
 
@@ -38,7 +39,7 @@ def local_path(name: FileName) -> Path | None:
     """The path of a local file, which may be written ``file://``, with ``~`` expanded; None for other URLs."""
     text = os.fspath(name)
     if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
+        return Path(url2pathname(urlsplit(text).path))
     return None if is_url(text) else Path(text).expanduser()
 
 

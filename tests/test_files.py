@@ -37,6 +37,7 @@ def test_names() -> None:
     assert is_url("s3://b/x") and is_url("file:///x")
     assert not any(map(is_url, ("x", "C:\\x", Path("a/b"))))
     assert local_path("file:///a/b") == Path("/a/b") == local_path("/a/b")
+    assert local_path(Path("/a folder/b%").as_uri()) == Path("/a folder/b%")
     assert local_path("~/x") == Path.home() / "x"
     assert local_path("https://host/x") is None
     assert [extension(n) for n in ("a.json", "s3://b/a.json", "https://h.org/a.json?v=1.2", "https://h.org/a")] == [

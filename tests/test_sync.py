@@ -12,7 +12,7 @@ import torch
 import autopar
 from autopar import Cluster, DiLoCo, Gossip, LocalSGD, Options, OptionsError, Plan, PowerSGD, TopK
 from autopar.cluster.description import Link
-from autopar.runtime.averaging.rows import bounds, own_rows
+from autopar.runtime.averaging.rows import own_rows, part_of
 from tests.runtime.averaging.training import batches, made
 
 
@@ -83,12 +83,25 @@ def test_a_plan_is_that_of_a_replica_and_prices_the_exchange() -> None:
     assert "2 replicas of this plan, LocalSGD(every=10" in text and "a step" in text and len(text.splitlines()) <= 40
 
 
+def test_questions_count_all_replicas_and_their_exchange() -> None:
+    plan = planned(LocalSGD(every=10))
+    assert plan.sync is not None
+    answers = plan.whatif(devices=[(2, 1), (4, 1)]).of("devices")
+    assert [answer.plan.batch * answer.plan.sync.replicas for answer in answers] == [2 * plan.batch] * 2
+    for answer in answers:
+        assert answer.seconds == answer.plan.predicted.step_seconds + answer.plan.sync.seconds / 10
+    cells = plan.whatif(devices=[(4, 1)]).rows("devices")[0]
+    assert f"{2 * plan.batch / answers[1].seconds:,.3g}" in cells
+
+
 @pytest.mark.parametrize("sync", [DiLoCo(every=4, delay=1), Gossip(), LocalSGD(every=2, compression=TopK(0.1))])
 def test_the_record_survives_its_files(sync: Any) -> None:
     plan = planned(sync)
     assert plan.sync is not None and plan.sync.method == repr(sync)
     assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
     without = replace(plan, sync=None)
+    (setting,) = without.diff(plan).settings
+    assert (setting.path, setting.before, setting.after) == ("sync", "every-step", f"2 x {sync!r}")
     assert '"sync"' not in without.to_json() and Plan.from_json(without.to_json()) == without
     with pytest.raises(OptionsError, match="sync has 0 replicas"):
         replace(plan, sync=replace(plan.sync, replicas=0)).validate()
@@ -113,7 +126,7 @@ def test_rows_are_divided_once_and_shared_inputs_not() -> None:
     assert torch.equal(torch.cat([args[0] for args, _ in parts]), x)
     assert torch.equal(torch.cat([kwargs["labels"] for _, kwargs in parts]), labels)
     assert all(args[1] is mask and kwargs["flag"] is True for args, kwargs in parts)
-    assert [bounds(7, index, 3) for index in range(3)] == [(0, 3), (3, 2), (5, 2)]
+    assert [part_of(7, index, 3) for index in range(3)] == [(0, 3), (3, 2), (5, 2)]
 
 
 def test_too_few_rows_are_refused() -> None:

@@ -7,7 +7,8 @@ parameters of the model its exchanges are made, and after each step they take th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,9 +25,11 @@ from autopar.runtime.torch_internals.profiling import span
 from autopar.sync import Gossip, LocalSGD
 
 from .gossip import Mixing
-from .local_steps import LocalSteps
-from .pieces import Piece, buffer_pieces, parameter_pieces
+from .local_steps import LocalSteps, wide
+from .mean import WholeMean
+from .pieces import Piece, buffer_pieces, own_pieces, parameter_pieces, spread
 from .replicas import Replicas
+from .waits import LostPeersError
 
 
 class Exchanges(Protocol):
@@ -51,21 +54,36 @@ class Exchanges(Protocol):
         ...
 
 
-class Averaging:
-    """The exchanges of ``model`` under ``sync``, by the names of each optimizer's parameters. ``buffers``: the names of
-    the buffers that training changes; ``groups``: those inside the replica, in the plan's shape."""
+class Trained(Protocol):
+    """What exchanges ask of a replica's module."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sync: LocalSGD | Gossip,
-        replicas: Replicas,
-        buffers: Callable[[], list[str]],
-        groups: Callable[[], MeshGroups],
-    ) -> None:
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Those that optimizers step."""
+        ...
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """By its name."""
+        ...
+
+    def autopar_changed_buffers(self) -> list[str]:
+        """The names of the buffers that training changes."""
+        ...
+
+    @property
+    def autopar_inside(self) -> MeshGroups:
+        """The groups inside the replica, in the plan's shape."""
+        ...
+
+
+class Averaging:
+    """The exchanges of ``model`` under ``sync``, by the names of each optimizer's parameters. Torch's hooks hold this,
+    so it does not hold the model."""
+
+    def __init__(self, model: Trained, sync: LocalSGD | Gossip, replicas: Replicas) -> None:
         self.sync, self.replicas = sync, replicas
         self._model = weakref.ref(model)
-        self._buffers, self._groups = buffers, groups
+        # Replicas have equal parameters until one of their optimizers steps.
+        self._have_stepped = False
         self._exchanges: dict[tuple[str, ...], Exchanges] = {}
         self._saved: dict[tuple[str, ...], Mapping[str, Any]] = {}
         self._inside = Exchange(replicas.own)
@@ -78,17 +96,24 @@ class Averaging:
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         names = self._names(optimizer)
         if names and names not in self._exchanges:
-            self._exchanges[names] = self._make(names)
+            with self._faults(lambda: 0):
+                self._exchanges[names] = self._make(names)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         exchanges = self._exchanges.get(self._names(optimizer))
         if exchanges is None:
             return
+        self._have_stepped = True
+        with self._faults(lambda: exchanges.count), torch.no_grad(), span("autopar.exchange()"):
+            exchanges.step()
+
+    @contextmanager
+    def _faults(self, steps: Callable[[], int]) -> Iterator[None]:
+        """Raises :class:`FaultError` for a replica that is lost; ``steps``: of the optimizer, so far."""
         try:
-            with torch.no_grad(), span("autopar.exchange()"):
-                exchanges.step()
-        except RuntimeError as error:
-            raise FaultError(self._lost(exchanges.count, error)) from error
+            yield
+        except (LostPeersError, dist.DistError) as error:
+            raise FaultError(self._lost(steps(), error)) from error
 
     def _lost(self, step: int, error: Exception) -> str:
         own, count = self.replicas.index, self.replicas.count
@@ -109,15 +134,34 @@ class Averaging:
     def _make(self, names: tuple[str, ...]) -> Exchanges:
         model = self._model()
         assert model is not None
-        parameters, groups = dict(model.named_parameters()), self._groups()
+        parameters, groups = dict(model.named_parameters()), model.autopar_inside
         pieces = parameter_pieces({name: parameters[name] for name in names}, groups)
         # Buffers go with the first optimizer.
-        changed = [] if self._exchanges else self._buffers()
-        buffers = buffer_pieces({name: _buffer_reader(model, name) for name in changed}, groups)
+        changed = [] if self._exchanges else model.autopar_changed_buffers()
+        buffers = buffer_pieces({name: self._buffer_reader(name) for name in changed}, groups)
+        if self._have_stepped and names not in self._saved:
+            self._meet(pieces)
         exchanges = self._exchanges_of(pieces, buffers)
         if names in self._saved:
             exchanges.load(self._saved.pop(names))
         return exchanges
+
+    def _buffer_reader(self, name: str) -> Callable[[], torch.Tensor]:
+        def read() -> torch.Tensor:
+            model = self._model()
+            assert model is not None
+            return model.get_buffer(name)
+
+        return read
+
+    def _meet(self, pieces: tuple[Piece, ...]) -> None:
+        """Gives all replicas the mean of their parameters, since anchors begin equal. Collective over all ranks."""
+        own = own_pieces(pieces)
+        with torch.no_grad():
+            means = WholeMean(self.replicas.peers).start({piece.name: wide(piece.local) for piece in own}).wait()
+            for piece in own:
+                piece.local.copy_(means[piece.name])
+            spread(pieces)
 
     def _exchanges_of(self, pieces: tuple[Piece, ...], buffers: tuple[Piece, ...]) -> Exchanges:
         if isinstance(self.sync, Gossip):
@@ -139,11 +183,18 @@ class Averaging:
         return made + waiting
 
     def load(self, states: list[Mapping[str, Any]]) -> None:
-        """Restores a state of :meth:`state`: now, or before the first step of each optimizer."""
+        """Restores a state of :meth:`state`: now, or before the first step of each optimizer. What it lacks is
+        forgotten."""
         self._saved = {tuple(each["names"]): each["state"] for each in states}
+        self.settle()
+        self._exchanges = {names: each for names, each in self._exchanges.items() if names in self._saved}
         for names, exchanges in self._exchanges.items():
-            if names in self._saved:
-                exchanges.load(self._saved.pop(names))
+            exchanges.load(self._saved.pop(names))
+
+    def forget(self) -> None:
+        """Forgets what exchanges keep (anchors, momentum, what codes lost, what is in flight), since parameters are
+        about to become others. They are made anew at the next step of each optimizer."""
+        self.load([])
 
 
 def equalise(tensors: Iterable[torch.Tensor], replicas: Replicas) -> None:
@@ -157,7 +208,3 @@ def equalise(tensors: Iterable[torch.Tensor], replicas: Replicas) -> None:
         sent = values.view(-1).view(torch.uint8)
         WAITING.during(partial(dist.broadcast, sent, group=replicas.peers.group, group_src=0))
         tensor.copy_(values)
-
-
-def _buffer_reader(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    return lambda: model.get_buffer(name)

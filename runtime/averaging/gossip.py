@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.comm.groups import AxisGroup
-from autopar.runtime.comm.waiting import WAITING
 from autopar.sync import Gossip
 
 from .codecs import codec_of, pack, unpack
 from .local_steps import check_same_pieces, wide
 from .pieces import Piece, own_pieces, spread
 from .topology import Round, round_of
+from .waits import awaited
 
 
 class Mixing:
@@ -34,7 +34,7 @@ class Mixing:
         self._codec = codec_of(sync.compression)
         self.count = 0
         known = [] if self._codec is None else [wide(piece.local).reshape(-1) for piece in own_pieces(pieces)]
-        # Replicas begin with equal parameters, so neighbours know them.
+        # Replicas have equal parameters here, so neighbours know them.
         self._known = [value.clone() for value in known]
         self._mixed = [value.clone() for value in known]
 
@@ -89,7 +89,7 @@ class Mixing:
         receives = [_message(dist.irecv, buffer, group, peer) for (peer, _), (_, buffer) in arrivals]
         if sends or receives:
             for work in dist.batch_isend_irecv([*sends, *receives]):
-                WAITING.during(work.wait)
+                awaited(work.wait)
         return received
 
     def settle(self) -> None:

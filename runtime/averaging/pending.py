@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.comm.waiting import WAITING
+from .waits import awaited
 
 
 class Pending:
@@ -25,6 +25,6 @@ class Pending:
         """The means by name; the same on every replica."""
         if self._result is None:
             for work in self._works:
-                WAITING.during(work.wait)
+                awaited(work.wait)
             self._result = self._finish()
         return self._result

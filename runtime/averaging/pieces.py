@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups, mesh_groups
-from autopar.runtime.comm.waiting import WAITING
 from autopar.runtime.state.parameters import local_of
+
+from .waits import awaited
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,10 @@ def spread(pieces: Iterable[Piece]) -> None:
 def _broadcast(members: list[Piece]) -> None:
     group, owner = members[0].beside, members[0].owner
     flat = torch.cat([piece.local.reshape(-1) for piece in members])
-    WAITING.during(lambda: dist.broadcast(flat.view(torch.uint8), group=group.group, group_src=owner))
+    awaited(lambda: dist.broadcast(flat.view(torch.uint8), group=group.group, group_src=owner))
     if group.index != owner:
         for piece, values in zip(members, flat.split([piece.local.numel() for piece in members]), strict=True):
             piece.local.copy_(values.view(piece.local.shape))
-
-
-def _piece(name: str, parameter: nn.Parameter, beside: AxisGroup, owner: int) -> Piece:
-    return Piece(name, parameter.numel(), _reader(parameter), beside, owner)
 
 
 def _reader(parameter: nn.Parameter) -> Callable[[], torch.Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from autopar.runtime.comm.groups import AxisGroup
-from autopar.runtime.comm.waiting import WAITING
 
 from .pending import Pending
+from .waits import awaited
 
 # The hook refuses to compress in the first two calls, in which DDP rebuilds its buckets; there is nothing to rebuild.
 _FIRST = 2
@@ -60,7 +60,7 @@ class PowerMean:
         sizes, shapes = [v.numel() for v in values.values()], [v.shape if v.dim() else (1,) for v in values.values()]
         parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
         bucket: Any = _Bucket(number, flat, parts)
-        WAITING.during(powerSGD_hook.powerSGD_hook(self._hook, bucket).wait)
+        awaited(powerSGD_hook.powerSGD_hook(self._hook, bucket).wait)
         means = {name: part.view(values[name].shape) for name, part in zip(values, parts, strict=True)}
         return Pending([], lambda: means)
 

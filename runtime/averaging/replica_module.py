@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.calls.call import Call
 from autopar.runtime.calls.compiled import Compile, OutputsWanted
 from autopar.runtime.calls.programs import AnyCall
+from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.randomness import signed_seed
 from autopar.runtime.inputs.sampler import PartOf
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -22,7 +23,7 @@ from autopar.sync import Gossip, LocalSGD
 
 from .averaging import Averaging, equalise
 from .replicas import Replicas
-from .rows import bounds, own_rows
+from .rows import own_rows, part_of
 
 
 def _dividing(name: str) -> Callable[..., Any]:
@@ -68,8 +69,7 @@ class ReplicaModule(ParallelModule):
         named = (*self.named_parameters(), *self.named_buffers())
         with torch.no_grad():
             equalise([local_of(tensor) for _, tensor in named if not tensor.is_meta], replicas)
-        made = Averaging(self, sync, replicas, self._changed_buffers, lambda: self._groups)
-        self._averaging = made
+        self._averaging = Averaging(self, sync, replicas)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaModule:
         """A copy takes no part in exchanges."""
@@ -149,13 +149,25 @@ class ReplicaModule(ParallelModule):
 
     @property
     def _own_part(self) -> PartOf:
-        return functools.partial(bounds, index=self.replica, count=self.replicas)
+        return functools.partial(part_of, index=self.replica, count=self.replicas)
 
     def _loader_seed(self) -> int:
         return self._common_seed
 
-    def _changed_buffers(self) -> list[str]:
-        """The names of the buffers of floating point that the programs so far change, such as running statistics."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any parallel module. What exchanges kept is forgotten: they begin from the mean of what is loaded."""
+        if self._averaging is not None:
+            self._averaging.forget()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @property
+    def autopar_inside(self) -> MeshGroups:
+        """For autopar's own use: the groups inside the replica, in the plan's shape."""
+        return self._groups
+
+    def autopar_changed_buffers(self) -> list[str]:
+        """For autopar's own use: the names of the buffers of floating point that the programs so far change, such as
+        running statistics."""
         names: dict[str, None] = {}
         for _, call in self._programs.calls():
             if isinstance(call, Call):

@@ -25,24 +25,26 @@ def own_rows(
     rows = _rows(leaves)
     if rows is None or count == 1:
         return args, dict(kwargs)
-    if rows < count:
-        raise OptionsError(
-            f"a batch of {rows} row{'s' if rows > 1 else ''} for {count} replicas: each replica trains on rows of its "
-            f"own. Give a global batch of {count} rows or more, or another Options(sync=...) or mesh"
-        )
+    start, length = part_of(rows, index, count)
     if plans and rows % count and rows < 2 * count:
         raise OptionsError(
             f"the first batch has {rows} rows for {count} replicas, of which some have one row and others several: the "
             f"plan would not be for all of them. Begin with a batch of {count} rows, or of {2 * count} or more"
         )
-    start, length = bounds(rows, index, count)
     own = [leaf.narrow(0, start, length) if _is_divided(leaf, rows) else leaf for leaf in leaves]
     positional, keywords = tree_unflatten(own, spec)
     return tuple(positional), dict(keywords)
 
 
-def bounds(rows: int, index: int, count: int) -> tuple[int, int]:
-    """The first row of replica ``index``, and how many it has."""
+def part_of(rows: int, index: int, count: int) -> tuple[int, int]:
+    """The first row of replica ``index`` of ``count``, and how many it has. Raises :class:`OptionsError`, on all of
+    them, for too few rows."""
+    if rows < count:
+        raise OptionsError(
+            f"a batch of {rows} row{'s' if rows != 1 else ''} for {count} replicas: each replica trains on rows of its "
+            f"own. Give global batches of {count} rows or more (drop_last=True leaves out a smaller last one), or "
+            "another Options(sync=...) or mesh"
+        )
     each, more = divmod(rows, count)
     return index * each + min(index, more), each + (index < more)
 

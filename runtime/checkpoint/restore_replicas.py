@@ -31,7 +31,10 @@ def restore_exchanges(opened: Opened, model: nn.Module, ranks: Ranks) -> None:
     """Restores what exchanges depend on, of the whole checkpoint ``opened``. Warns where it is left out."""
     averaging = model.autopar_averaging if isinstance(model, ReplicaModule) else None
     saved = opened.state.get("averaging")
-    if averaging is None or saved is None:
+    if averaging is None:
+        return
+    averaging.forget()
+    if saved is None:
         return
     with reading_state(opened):
         if _as_saved(opened, model, ranks):

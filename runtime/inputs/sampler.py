@@ -66,6 +66,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self._size, self._rank, self._ranks, self._join = size, rank, ranks, join
         self._part = part
+        if len(self):  # The last batch may be too small for a part of it: an error now rather than after an epoch.
+            part(self._count(len(self) - 1))
         self._used = 0
         self._begin = 0
 

@@ -156,6 +156,9 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         # Axis names are derived from the placements. They are not a setting of their own.
         if first != second and not (name == "axis_names" and before.mesh == after.mesh):
             yield Change(name, "setting", _setting(name, first), _setting(name, second))
+    exchanges = ["every-step" if p.sync is None else f"{p.sync.replicas} x {p.sync.method}" for p in (before, after)]
+    if exchanges[0] != exchanges[1]:
+        yield Change("sync", "setting", *exchanges)
     yield from _pipeline_settings(before.pipeline, after.pipeline)
     for pattern in dict.fromkeys([*before.pinned, *after.pinned]):
         first, second = before.pinned.get(pattern, ABSENT), after.pinned.get(pattern, ABSENT)

@@ -56,7 +56,7 @@ class Answer(Generic[AnyPlan]):
     @property
     def seconds(self) -> float | None:
         """Predicted seconds of a step; None where there is no plan."""
-        return None if self.plan is None else self.plan.predicted.step_seconds
+        return None if self.plan is None else step_seconds(self.plan)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class WhatIf(Generic[AnyPlan]):
     def data(self) -> dict[str, Any]:
         """Everything as plain numbers: seconds and bytes. An answer without a plan has its ``error`` instead."""
         return {
-            "step_seconds": self.plan.predicted.step_seconds,
+            "step_seconds": step_seconds(self.plan),
             "peak_bytes": self.plan.predicted.peak_bytes,
             "answers": [_plain(answer) for answer in self.answers],
         }
@@ -104,7 +104,7 @@ class WhatIf(Generic[AnyPlan]):
         predicted = self.plan.predicted
         yield f"What if  {self.plan.model}"
         yield (
-            f"this plan: step {duration(predicted.step_seconds)}, peak {size(predicted.peak_bytes)} of "
+            f"this plan: step {duration(step_seconds(self.plan))}, peak {size(predicted.peak_bytes)} of "
             f"{size(self.plan.memory_limit)}, {mesh_text(self.plan)}"
         )
         for sweep in self.sweeps:
@@ -128,18 +128,29 @@ def _cells(asked: PlanRecord, answer: Answer[PlanRecord]) -> tuple[str, ...]:
     if plan is None:
         return (answer.label, "", *[""] * len(FIGURES), "no plan")
     predicted = plan.predicted
-    seconds = predicted.step_seconds
+    seconds, before = step_seconds(plan), step_seconds(asked)
     return (
         answer.label,
         _shape(plan),
         duration(seconds),
-        f"{seconds / asked.predicted.step_seconds - 1:+.1%}" if asked.predicted.step_seconds else "",
-        f"{plan.batch / seconds:,.3g}" if seconds else "",
+        f"{seconds / before - 1:+.1%}" if before else "",
+        f"{_samples(plan) / seconds:,.3g}" if seconds else "",
         size(predicted.peak_bytes),
         size(plan.memory_limit),
         f"{predicted.mfu:.1%}",
         _remark(plan),
     )
+
+
+def step_seconds(plan: PlanRecord) -> float:
+    """Seconds of a step, with a step's share of what replicas exchange after it."""
+    exchanging = 0.0 if plan.sync is None or plan.sync.hidden else plan.sync.seconds_per_step
+    return plan.predicted.step_seconds + exchanging
+
+
+def _samples(plan: PlanRecord) -> int:
+    """Those of a global batch: each replica has a plan's."""
+    return plan.batch * (1 if plan.sync is None else plan.sync.replicas)
 
 
 def _shape(plan: PlanRecord) -> str:
@@ -168,7 +179,7 @@ def _plain(answer: Answer[PlanRecord]) -> dict[str, Any]:
         "mesh": list(plan.mesh),
         "stages": plan.stages,
         "microbatches": plan.microbatches,
-        "step_seconds": plan.predicted.step_seconds,
+        "step_seconds": step_seconds(plan),
         "peak_bytes": plan.predicted.peak_bytes,
         "memory_limit": plan.memory_limit,
         "status": plan.status,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -95,12 +96,17 @@ def trained(
     kind: Callable[[], nn.Module] = Tied,
     *,
     own_optimizer: bool = False,
+    meanwhile: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> list[Weights]:
     """The whole weights and buffers of each replica, trained by autopar on local processes. ``own_optimizer``: made by
-    the user, over the DTensors."""
+    the user, over the DTensors; ``meanwhile``: open on every rank."""
 
     def work(rank: int, world: int) -> Weights:
+        with meanwhile():
+            return train(rank)
+
+    def train(rank: int) -> Weights:
         model = made(kind)
         if rank:  # The first rank's weights are taken.
             with torch.no_grad():
