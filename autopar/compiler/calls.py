@@ -28,7 +28,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import coordinate_of
 from autopar.ir.program import Program
-from autopar.layouts.proposals import proposed_layouts
 from autopar.options import Options, without_stages
 from autopar.passes.annotate.annotate import annotate, needs_finding
 from autopar.passes.lower.lower import Lowering, lower
@@ -54,6 +53,7 @@ from autopar.trace.lengths import Lengths
 
 from .agreed_plan import plan_identity
 from .first_call import evaluated_first
+from .late_search import proposed_layouts
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks

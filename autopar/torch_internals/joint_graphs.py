@@ -20,7 +20,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 # Traces a function as a graph of operators: `torch.fx.experimental.proxy_tensor.make_fx` (2.11).
@@ -62,6 +61,9 @@ def export_joint(
 ) -> torch.fx.GraphModule:
     """Traces forward and backward of ``module`` on fake ``inputs`` of ``mode`` as one graph, with a descriptor on each
     input and output. Relies on ``aot_export_joint_with_descriptors`` under a ``TracingContext`` (2.11)."""
+    # Here, since it imports much of Inductor, which a trace from the cache does without.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         return aot_export_joint_with_descriptors(
