@@ -161,9 +161,10 @@ def pin_instance(instance: Instance, pins: Mapping[str, str], options: Sequence[
             contradicted = _contradicted(start, (pattern, text), earlier, options)
             if not contradicted:
                 raise
+            together = "both" if len(contradicted) == 1 else "all"
             raise OptionsError(
-                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(contradicted)}: no placement satisfies both; "
-                "leave one of them out"
+                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(contradicted)}: no placement satisfies "
+                f"{together}; leave one of them out"
             ) from error
     return instance
 

@@ -44,6 +44,7 @@ __all__ = [
     "described_outputs",
     "descriptor_of",
     "export_joint",
+    "load_tracer",
     "make_fx",
     "notes",
     "notes_of",
@@ -51,6 +52,13 @@ __all__ = [
     "set_notes",
     "value_of",
 ]
+
+
+def load_tracer() -> None:
+    """Imports what torch traces with: AOTAutograd, which brings much of Inductor, and ``torch.export``, which names its
+    own files (2.11). A trace from the cache does without."""
+    import torch._functorch.aot_autograd
+    import torch.export._trace  # noqa: F401
 
 
 def export_joint(
@@ -61,7 +69,6 @@ def export_joint(
 ) -> torch.fx.GraphModule:
     """Traces forward and backward of ``module`` on fake ``inputs`` of ``mode`` as one graph, with a descriptor on each
     input and output. Relies on ``aot_export_joint_with_descriptors`` under a ``TracingContext`` (2.11)."""
-    # Here, since it imports much of Inductor, which a trace from the cache does without.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with ExitStack() as stack:

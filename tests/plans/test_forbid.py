@@ -73,28 +73,3 @@ def test_a_pin_that_forbids_does_not_count_as_the_users_choice() -> None:
     plan = _planned(pins={"embed.weight": "not R,R"})
     assert plan.why("embed.weight").provenance == "price"
     assert short(plan.parameters["embed.weight"].weight) != "R,R"
-
-
-def test_pins_that_contradict_only_together_are_named_together() -> None:
-    name = "blocks.0.norm.weight"
-    places = [short(place) for place in _all_places(name)]
-    pins = {name[:-length] + "?" * length: f"not {place}" for length, place in enumerate(places)}
-    pins = {"embed.weight": "R,R", **pins}
-    with pytest.raises(OptionsError) as error:
-        _planned(pins=pins)
-    said = str(error.value)
-    assert all(repr(pattern) in said for pattern in pins if pattern != "embed.weight")
-    assert "'embed.weight'" not in said and "satisfies all" in said
-
-
-def _all_places(name: str) -> list[tuple[object, ...]]:
-    """Every placement that a weight may have, found by forbidding one after the other."""
-    found: list[str] = []
-    pins: dict[str, str] = {}
-    while True:
-        try:
-            plan = _planned(pins=pins)
-        except OptionsError:
-            return [_asked().parameters[name].weight] * 0 + [_Text(text) for text in found]  # type: ignore[list-item]
-        found.append(short(plan.parameters[name].weight))
-        pins[name[: -len(pins)] + "?" * len(pins) if pins else name] = f"not {found[-1]}"
