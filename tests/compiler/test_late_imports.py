@@ -38,6 +38,12 @@ def _run(folder: Path) -> list[list[str]]:
     return found
 
 
+def test_autopar_itself_loads_none() -> None:
+    program = f"import sys, autopar; assert not [name for name in {HEAVY!r} if name in sys.modules]"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.slow
 def test_a_cached_plan_loads_neither_solvers_nor_tracers(tmp_path: Path) -> None:
     imported, planned = _run(tmp_path)
     assert imported == []
