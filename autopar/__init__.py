@@ -8,6 +8,9 @@ with one process. :func:`price` and :func:`plan_layouts` price and search layout
 """
 
 # ruff: noqa: E402 - the imports below may fail on a torch that is not supported: warn first.
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .supported import installed_version, warn_of_other_torch
 
 warn_of_other_torch()
@@ -16,17 +19,11 @@ __version__ = installed_version()
 from autopar.cluster.description import Cluster
 from autopar.compiler.plan_ahead import PlansAhead, plan_ahead
 from autopar.ir.graph import Graph
-from autopar.layouts.model import price
-from autopar.layouts.price import Priced
-from autopar.layouts.report import LayoutReport, plan_layouts
 from autopar.plans.plan import Plan
 from autopar.plans.views.step_timeline import step_timeline
 from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.faults.stopping import stopping
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.search.reprice import reprice
-from autopar.verification.report import Report
-from autopar.verification.verify import verify
 
 from .api import parallelize, plan
 from .errors import (
@@ -46,6 +43,14 @@ from .errors import (
 from .layout import Layout
 from .options import Options
 from .sync import DiLoCo, Gossip, LocalSGD, PowerSGD, TopK
+
+if TYPE_CHECKING:
+    from autopar.layouts.model import price
+    from autopar.layouts.price import Priced
+    from autopar.layouts.report import LayoutReport, plan_layouts
+    from autopar.search.reprice import reprice
+    from autopar.verification.report import Report
+    from autopar.verification.verify import verify
 
 __all__ = [
     "AutoparError",
@@ -86,6 +91,28 @@ __all__ = [
     "stopping",
     "verify",
 ]
+
+
+# Where the names are that a training does not need: loaded when one is first asked for, since solvers and the libraries
+# that they bring take more than a second of a processor to import on each rank.
+_LATER = {
+    "LayoutReport": "autopar.layouts.report",
+    "Priced": "autopar.layouts.price",
+    "Report": "autopar.verification.report",
+    "plan_layouts": "autopar.layouts.report",
+    "price": "autopar.layouts.model",
+    "reprice": "autopar.search.reprice",
+    "verify": "autopar.verification.verify",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A name of ``_LATER``, imported now. Raises ``AttributeError`` for any other."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    value = getattr(import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

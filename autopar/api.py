@@ -19,10 +19,10 @@ from autopar.cluster.description import Cluster
 from autopar.compiler.agreed_arguments import check_same_arguments
 from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
+from autopar.compiler.late_search import proposed_layouts
 from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
 from autopar.compiler.replica_plan import finished_by
-from autopar.layouts.proposals import proposed_layouts
 from autopar.planner.options_of_plan import options_under
 from autopar.planner.prepare import Prepared, batch_size, make_request, prepare
 from autopar.planner.timings import Timings

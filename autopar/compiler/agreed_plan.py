@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from typing import Any
 
 import torch.distributed as dist
 
 from autopar.errors import PlanMismatchError
+from autopar.ir.program import Program
 from autopar.plans.json import plan_to_dict
 from autopar.plans.plan import Plan
 from autopar.runtime.comm.groups import AxisGroup
@@ -75,3 +77,10 @@ def _check(everyone: list[tuple[tuple[str, ...], str] | None]) -> None:
                 f"rank {rank} passes a plan with {different[0]} {passed[0][where]}, rank 0 one with {first[0][where]}: "
                 "plan the same model for the same mesh and batch on every rank, or pass plan= on rank 0 alone"
             )
+
+
+def messages_of(program: Program) -> list[tuple[str, Any]]:
+    """The collectives of a program in order. All ranks must agree on it, or they wait for each other for ever."""
+    sections = (program.refresh, program.forward, program.backward)
+    everything = (instruction for section in sections for instruction in section.instructions)
+    return [(i.op, dict(i.kwargs)["axes"]) for i in everything if "axes" in dict(i.kwargs)]

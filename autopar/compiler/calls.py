@@ -28,7 +28,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import coordinate_of
 from autopar.ir.program import Program
-from autopar.layouts.proposals import proposed_layouts
 from autopar.options import Options, without_stages
 from autopar.passes.annotate.annotate import annotate, needs_finding
 from autopar.passes.lower.lower import Lowering, lower
@@ -48,12 +47,14 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
+from autopar.progress import shown
 from autopar.runtime.calls.compiled import Compiled, Request
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.lengths import Lengths
 
-from .agreed_plan import plan_identity
+from .agreed_plan import messages_of, plan_identity
 from .first_call import evaluated_first
+from .late_search import proposed_layouts
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
@@ -134,6 +135,7 @@ class Compiler:
         asked = _without_stages(plan_request) if called else plan_request
         self.planned_from = replace(asked, propose=None)  # Otherwise the batch would be held.
 
+        @shown(f"planning for {math.prod(self.mesh)} devices")
         def make_plan() -> Plan:
             try:
                 return cached_plan(asked, timings)
@@ -205,6 +207,7 @@ class Compiler:
         """A model that is called, not stepped, does not run ``loss_fn``: its own outputs are differentiated."""
         return self.loss_fn if request.outputs == "loss" else None
 
+    @shown("tracing the model")
     def _trace(self, request: Request, grad: bool, timings: Timings | None, lengths: Lengths = ()) -> Prepared:
         prepared = prepare(
             self.model,
@@ -234,6 +237,7 @@ class Compiler:
             (n.op, n.is_placeholder and n.op == "param" and n.target) for n in other.nodes
         ]
 
+    @shown("lowering the step")
     def _training_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
         """The planned step, or the same with other sizes of inputs. Raises :class:`_Indivisible` if the plan's choices
         do not apply to these and the options ask for another program instead of an error. What was planned runs as
@@ -267,6 +271,7 @@ class Compiler:
         graph = SaveActivations()(symbolic.without_dead().at(**sizes))
         return self._lowered(graph, assignment, other, base, batch, planned=same)
 
+    @shown("lowering a program")
     def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
         """A program of another kind: solved anew with the placements of parameters fixed."""
         assert self.plan is not None
@@ -332,7 +337,7 @@ class Compiler:
         planned: bool = False,
     ) -> Compiled:
         assert self.plan is not None
-        order = program.schedule if isinstance(program, PipelineProgram) else _messages(program)
+        order = program.schedule if isinstance(program, PipelineProgram) else messages_of(program)
         text = f"{plan_identity(self.plan)}{graph.to_text()}{order}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
         padding = None
@@ -378,13 +383,6 @@ class Compiler:
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))
         return self._as_compiled(program, assignment.resting(graph), graph, base, batch, planned=planned)
-
-
-def _messages(program: Program) -> list[tuple[str, Any]]:
-    """The collectives of a program in order. All ranks must agree on it, or they wait for each other for ever."""
-    sections = (program.refresh, program.forward, program.backward)
-    everything = (instruction for section in sections for instruction in section.instructions)
-    return [(i.op, dict(i.kwargs)["axes"]) for i in everything if "axes" in dict(i.kwargs)]
 
 
 def _loss_outputs(base: Prepared) -> tuple[Any, ...]:

@@ -30,7 +30,8 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.rare_collections import collecting_rarely
 from autopar.search.attempts import proposes
-from autopar.search.best_plan import best_plan
+
+from .late_search import best_plan
 
 KIND = "plans"
 # The plans of this process.

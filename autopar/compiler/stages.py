@@ -35,7 +35,6 @@ from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule, loop_placement
 from autopar.search.chunks import place_chunks
-from autopar.search.pipeline import scheduled
 from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
 from .pipeline import pipeline_program
@@ -169,6 +168,8 @@ class StageCompiler:
         name, each = planned.name, planned.chunks // planned.stages
         if name not in SCHEDULES:
             name = "gpipe" if planned.placement == loop_placement(planned.stages, each) else "zb-v"
+        from autopar.search.pipeline import scheduled  # Here, since it loads the solvers.
+
         schedule = scheduled((name, each), planned.stages, pieces.count, staged)
         if not any(output.kind == "gradient" for chunk in staged.chunks for output in chunk.outputs):
             return forward_only(schedule)

@@ -41,15 +41,15 @@ def file_of(value: Any) -> str:
 @lru_cache(maxsize=1 << 12)
 def is_library(file: str) -> bool:
     """Whether ``file`` belongs to Python, to an installed distribution or to autopar."""
-    path = Path(file)
-    installed = not _INSTALLED.isdisjoint(path.parts)
-    return bool(file) and (installed or any(path.is_relative_to(folder) for folder in _folders()))
+    # As text: paths are ten times slower, and every file of every loaded module is asked about at each start.
+    return not _INSTALLED.isdisjoint(file.split(os.sep)) or file.startswith(_folders())
 
 
 @lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *_known_folders())
+    python = (os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return (*python, *_known_folders())
 
 
 @lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import sys
 import types
 from collections import deque
@@ -33,9 +34,11 @@ def package_digest(top: str) -> str:
 @lru_cache(maxsize=256)
 def _files(top: str) -> tuple[Path, ...]:
     module = sys.modules.get(top)
-    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    folders = list(getattr(module, "__path__", ()))
     if folders:
-        return tuple(sorted(file for folder in folders for file in folder.rglob("*.py")))
+        walked = (found for folder in folders for found in os.walk(folder))
+        files = (os.path.join(folder, name) for folder, _, names in walked for name in names if name.endswith(".py"))
+        return tuple(map(Path, sorted(files)))
     file = str(getattr(module, "__file__", None) or "")
     return (Path(file),) if file.endswith(".py") else ()
 

@@ -112,6 +112,10 @@ def parse_placement(text: str) -> Placement:
     return Partial(match[5] or "sum")
 
 
+# Before placements in a pin: all but these.
+NOT = "not "
+
+
 def parse_placements(text: str) -> Placements:
     """Placements from ``"(S(0),R)"`` or ``"S(0),R"``, one per mesh axis."""
     parts = re.findall(r"R|S\([\d/]+\)|P\(\w+\)|P|[^\s,()]+", text)

@@ -15,7 +15,7 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
-from autopar.ir.placements import Placements, is_shard, parse_placements, short
+from autopar.ir.placements import NOT, Placements, is_shard, parse_placements, short
 from autopar.solver.problem import Transfer
 
 from .axis_names import weight_values
@@ -161,9 +161,10 @@ def pin_instance(instance: Instance, pins: Mapping[str, str], options: Sequence[
             contradicted = _contradicted(start, (pattern, text), earlier, options)
             if not contradicted:
                 raise
+            together = "both" if len(contradicted) == 1 else "all"
             raise OptionsError(
-                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(contradicted)}: no placement satisfies both; "
-                "leave one of them out"
+                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(contradicted)}: no placement satisfies "
+                f"{together}; leave one of them out"
             ) from error
     return instance
 
@@ -178,8 +179,17 @@ def _contradicted(
         return []
     if not possible[-1]:
         return [names[possible.index(False) - 1]]
-    free = before[0]
-    return [f"the pin {name!r}: {text!r}" for name, text in earlier if not _is_possible(free, [(name, text), pin])]
+    return [f"the pin {name!r}: {text!r}" for name, text in _needed(before[0], pin, earlier)]
+
+
+def _needed(free: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The pins of ``earlier`` that contradict ``pin`` together, and of which none can be left out."""
+    needed = list(earlier)
+    for one in earlier:
+        others = [other for other in needed if other != one]
+        if not _is_possible(free, [*others, pin]):
+            needed = others
+    return needed
 
 
 def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
@@ -194,6 +204,7 @@ def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
 def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     """The instance restricted by one pin."""
     pinned = _parsed(pattern, text)
+    excluded = text.lstrip().startswith(NOT)
     mesh = instance.prices.mesh
     if len(pinned) != len(mesh):
         raise OptionsError(
@@ -207,14 +218,14 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     groups = {instance.graph.classes.get(name, name) for name in names}
     return with_choices(
         instance,
-        lambda node, choice: node.name not in groups or _place(choice) == pinned,
+        lambda node, choice: node.name not in groups or (_place(choice) == pinned) is not excluded,
         strict=f"the pin {pattern!r}: {text!r} cannot be met",
     )
 
 
 def _parsed(pattern: str, text: str) -> Placements:
     try:
-        return parse_placements(text)
+        return parse_placements(text.lstrip().removeprefix(NOT))
     except OptionsError as error:
         raise OptionsError(
             f"the pin {pattern!r}: {text!r}: {error}, or 'stage 1' for the pipeline stage of a module"
@@ -239,7 +250,11 @@ def pinned_apart(graph: Graph, pins: Mapping[str, str]) -> dict[str, tuple[str, 
 
 
 def _pinned_nodes(graph: Graph, pattern: str) -> Iterator[str]:
-    """The parameters that a pattern matches; if none, the nodes that compute the outputs of the modules it matches."""
+    """The parameters that a pattern matches; if none, the nodes that compute the outputs of the modules it matches.
+    ``%name`` is the node of that name."""
+    if pattern.startswith("%"):
+        yield from (node.name for node in graph.nodes if fnmatch.fnmatchcase(node.name, pattern[1:]))
+        return
     parameters = [n.name for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern)]
     if parameters:
         yield from parameters

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from autopar.options import Options
 from autopar.solver.problem import Ints, Problem, Solution
-from autopar.solver.solve import solve
 
 from .timings import Timings
 
@@ -17,6 +16,8 @@ def solve_in_time(
     """Solves in at most half of the remaining time, so that a hard program leaves time for those after it. A program
     that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
     that is larger."""
+    from autopar.solver.solve import solve  # Here, since it loads ortools, which a cached plan does without.
+
     solution = solve(
         problem,
         time_limit=timings.left(options.time_limit) / 2,

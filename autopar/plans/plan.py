@@ -26,6 +26,7 @@ from autopar.plans.views.tree import PlanTree
 from autopar.plans.views.what_if import WhatIf
 from autopar.plans.views.why import Explanation, explain
 
+from .forbid import with_forbidden
 from .json import fields_from_json, plan_to_json
 from .text import fields_from_lines, plan_to_lines
 from .validate import validate
@@ -49,14 +50,20 @@ class Plan(PlanRecord):
     def __str__(self) -> str:
         return plan_text(self)
 
-    def why(self, name: str) -> Explanation:
-        """Explains why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the
-        choice, who made it, what it costs, and what the alternatives would cost.
+    def why(self, name: str, *, solve: bool = False) -> Explanation:
+        """Explains why ``name`` (the path of a parameter or module, or a node of the graph, an activation) is placed as
+        it is: the choice, who made it, what it costs, and what the alternatives would cost.
+
+        Args:
+            solve: whether the plan is also solved again with the choice forbidden, all others free to follow it: what
+                the choice is worth. Takes as long as making the plan.
 
         Raises:
-            OptionsError: the plan has no such name; the message suggests similar ones.
+            OptionsError: the plan has no such name; the message suggests similar ones. With ``solve``, also if this
+                plan was not returned by :func:`autopar.plan` in this process.
         """
-        return explain(self, name)
+        explanation = explain(self, name)
+        return with_forbidden(self, explanation) if solve else explanation
 
     def diff(self, other: Plan) -> Difference:
         """What ``other`` does differently, and how its predictions differ from this plan's."""

@@ -20,7 +20,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 # Traces a function as a graph of operators: `torch.fx.experimental.proxy_tensor.make_fx` (2.11).
@@ -45,6 +44,7 @@ __all__ = [
     "described_outputs",
     "descriptor_of",
     "export_joint",
+    "load_tracer",
     "make_fx",
     "notes",
     "notes_of",
@@ -52,6 +52,13 @@ __all__ = [
     "set_notes",
     "value_of",
 ]
+
+
+def load_tracer() -> None:
+    """Imports what torch traces with: AOTAutograd, which brings much of Inductor, and ``torch.export``, which names its
+    own files (2.11). A trace from the cache does without."""
+    import torch._functorch.aot_autograd
+    import torch.export._trace  # noqa: F401
 
 
 def export_joint(
@@ -62,6 +69,8 @@ def export_joint(
 ) -> torch.fx.GraphModule:
     """Traces forward and backward of ``module`` on fake ``inputs`` of ``mode`` as one graph, with a descriptor on each
     input and output. Relies on ``aot_export_joint_with_descriptors`` under a ``TracingContext`` (2.11)."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         return aot_export_joint_with_descriptors(

@@ -21,11 +21,11 @@ To add an operation: a module with its ``REWRITES``, listed in :data:`MODULES`.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
-
-import networkx as nx
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
@@ -100,11 +100,17 @@ def _rewritten(graph: Graph, replacements: Sequence[Replacement]) -> Graph | Non
 def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...] | None:
     """``nodes`` each after those it uses, else as they were; None if they use each other in a circle."""
     position = {node.name: index for index, node in enumerate(nodes)}
-    uses = nx.DiGraph()
-    uses.add_nodes_from(position)
-    uses.add_edges_from((value.node, node.name) for node in nodes for value in node.operands)
+    sorter = TopologicalSorter({node.name: {value.node for value in node.operands} for node in nodes})
     try:
-        order = list(nx.lexicographical_topological_sort(uses, key=position.__getitem__))
-    except nx.NetworkXUnfeasible:
+        sorter.prepare()
+    except CycleError:
         return None
-    return tuple(nodes[position[name]] for name in order)
+    # Of all nodes whose operands are there, the first of the old order follows.
+    ready: list[int] = []
+    ordered: list[Node] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, position[name])
+        ordered.append(nodes[heapq.heappop(ready)])
+        sorter.done(ordered[-1].name)
+    return tuple(ordered)

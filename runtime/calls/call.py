@@ -13,6 +13,7 @@ from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.placements import PARTIAL_SUM, REPLICATE, local_shape, take_local
 from autopar.ir.program import Program, Section, TensorSlot
 from autopar.ops.index_range import take_out_of_range
+from autopar.progress import shown
 from autopar.runtime.comm.collectives import Collectives, Handle
 from autopar.runtime.execute.convolution_layout import as_traced
 from autopar.runtime.execute.executor import Executable
@@ -43,6 +44,7 @@ class Past:
 class Call(CompiledCall):
     """See the module docstring."""
 
+    @shown("compiling the program")
     def _bind_program(self, program: Program) -> None:
         self.program = program
         self.executable = Executable(program, self.groups.mesh, self.compilation)

@@ -14,6 +14,7 @@ from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, Staged
 from autopar.ir.placements import PARTIAL_SUM, take_local
 from autopar.ir.program import Section
 from autopar.ops.index_range import take_out_of_range
+from autopar.progress import shown
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
@@ -51,6 +52,7 @@ class Stepped:
 class PipelineCall(CompiledCall):
     """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage)."""
 
+    @shown("compiling the program")
     def _bind_program(self, program: PipelineProgram) -> None:
         self.program = program
         self.stages = stage_meshes(self.groups)

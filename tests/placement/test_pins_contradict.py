@@ -10,6 +10,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import OptionsError
+from autopar.ir.placements import short
+from autopar.plans.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,20 @@ def test_a_layout_that_a_pin_contradicts_is_named(layout: autopar.Layout, said: 
     asked = autopar.Options(pins={"0.weight": "R"}, layout=layout)
     with pytest.raises(OptionsError, match=re.escape(said)):
         autopar.plan(model, (4,), torch.randn(8, 16), options=asked, loss_fn=lambda y: y.sum())
+
+
+def test_pins_that_contradict_only_together_are_named_together() -> None:
+    """Each forbids one of the three ways to place a matrix on one axis, and any two leave the third."""
+    forbidden = {"0.weight": "not R", "0.weigh?": "not S(0)", "0.weig*": "not S(1)"}
+    two_left_out = {**forbidden, "0.weig*": "not R"}
+
+    def planned(pins: dict[str, str]) -> Plan:
+        model, options = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), autopar.Options(pins=pins)
+        return autopar.plan(model, (2,), torch.randn(8, 16), options=options, loss_fn=lambda y: y.sum())
+
+    plan = planned({"2.weight": "R", **two_left_out})
+    assert short(plan.parameters["0.weight"].weight) == "(S(1))"
+    with pytest.raises(OptionsError, match="no placement satisfies all; leave one of them out") as error:
+        planned({"2.weight": "R", **forbidden})
+    assert all(f"{pattern!r}: {text!r}" in str(error.value) for pattern, text in forbidden.items())
+    assert "'2.weight'" not in str(error.value)

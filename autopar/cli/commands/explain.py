@@ -1,15 +1,17 @@
-"""Why a tensor is placed so; when each rank does what."""
+"""Why a tensor is placed so; when each rank does what; the graph after a pass."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 
-from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning
+from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning, load_target
 from autopar.cli.output import Output
-from autopar.cli.plans import make_plan
+from autopar.cli.plans import describe, make_plan
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
 from autopar.files import exists, is_url
+from autopar.pass_graphs import PASSES, after_pass
 from autopar.plans.plan import Plan
 from autopar.plans.views.step_timeline import step_timeline
 
@@ -17,7 +19,13 @@ from autopar.plans.views.step_timeline import step_timeline
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("target", help=f"a plan written by `autopar plan --output` (path or URL), or {TARGET_HELP}")
-    parser.add_argument("name", nargs="?", help="parameter or module path, such as model.layers.0.mlp.up_proj.weight")
+    parser.add_argument("name", nargs="?", help="a parameter or module, such as model.layers.0.mlp.up_proj, or %%node")
+    parser.add_argument(
+        "--solve", action="store_true", help="also solve again with the choice forbidden: what it is worth"
+    )
+    parser.add_argument(
+        "--after", metavar="PASS", help=f"print the graph after a pass instead: {', '.join(PASSES)} (rank 0's program)"
+    )
     parser.add_argument(
         "--timeline", metavar="STEP.json", help="write when each rank does what, for chrome://tracing or Perfetto"
     )
@@ -28,19 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
-    if ":" not in arguments.target or is_url(arguments.target) or exists(arguments.target):
+    is_file = ":" not in arguments.target or is_url(arguments.target) or exists(arguments.target)
+    if is_file and (arguments.after or arguments.solve):
+        what = "--after" if arguments.after else "--solve"
+        raise OptionsError(f"{what} needs the model, which a plan file does not have: name model.py:make, with --mesh")
+    if is_file:
         plan = Plan.load(arguments.target)
     elif arguments.mesh is None:
         raise OptionsError("to plan the model first, give --mesh (or name a plan written by `autopar plan --output`)")
     else:
         plan = make_plan(arguments, output)
+    if arguments.after:
+        return _print_after(arguments, plan, output)
     if arguments.timeline:
         step_timeline(plan).save_chrome_trace(arguments.timeline)
     if arguments.name is None:
         if not arguments.timeline:
-            raise OptionsError("name a parameter or module to explain, or a file for --timeline")
+            raise OptionsError("name a parameter or module to explain, a file for --timeline, or a pass for --after")
         output.result(f"timeline written to {arguments.timeline}", {"timeline": arguments.timeline})
         return OK
-    reason = plan.why(arguments.name)
+    solving = output.progress(f"solving again without this choice of {arguments.name}")
+    with solving if arguments.solve else nullcontext():
+        reason = plan.why(arguments.name, solve=arguments.solve)
     output.result(reason, {"name": arguments.name, "why": reason, "text": str(reason)})
+    return OK
+
+
+def _print_after(arguments: argparse.Namespace, plan: Plan, output: Output) -> int:
+    """Prints the graph after a pass."""
+    model, batch = load_target(arguments.target, meta=arguments.meta)
+    with output.progress(f"the graph of {describe(model)} after {arguments.after}"):
+        text = after_pass(model, batch, arguments.after, plan=plan, cluster=arguments.cluster)
+    output.result(text, {"pass": arguments.after, "text": text})
     return OK

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import networkx as nx
-
 from autopar.cost import family_of
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node, Value
@@ -120,6 +118,8 @@ def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernel
 
 def _in_order(graph: Graph, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     """Orders kernels after those whose results they read, and otherwise by their last operations."""
+    import networkx as nx
+
     place = {node.name: i for i, node in enumerate(graph.nodes)}
     writer = {node.name: i for i, kernel in enumerate(kernels) for node in kernel.nodes}
     order: nx.DiGraph[int] = nx.DiGraph()
@@ -207,6 +207,8 @@ def _depths(graph: Graph, joins: Moves) -> dict[str, int]:
 
 def _connected(graph: Graph, level: Sequence[Node], joins: Moves) -> Iterator[list[Node]]:
     """Splits operations of one depth, given in order, into connected sets."""
+    import networkx as nx
+
     place = {node.name: i for i, node in enumerate(level)}
     links: nx.Graph[str] = nx.Graph()
     links.add_nodes_from(place)

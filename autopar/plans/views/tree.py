@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.text import Text
-from rich.tree import Tree
+from typing import Any
 
 from autopar.ir.plan_record import PlanRecord
 
-from .module_tree import ModuleRow, Move, module_rows, numbers
-from .page_width import page_width
-from .quantities import duration, share, size
-from .stages import mesh_text
-
-# Columns where no terminal says how many. Chosen: a tree indents, so it takes more than a table.
-WIDTH = 120
+from .module_tree import ModuleRow, module_rows
 
 
 @dataclass(frozen=True)
@@ -33,46 +23,11 @@ class PlanTree:
         return module_rows(self.plan)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=page_width(WIDTH), color_system=None, legacy_windows=False)
-        console.print(self.__rich__())
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        from .drawn_tree import tree_text
 
-    def __rich__(self) -> Tree:
-        stages = f"   shares of the time of all {self.plan.stages} stages" if self.plan.stages > 1 else ""
-        about = f"{self.plan.model}   mesh ({mesh_text(self.plan)}){stages}"
-        tree = Tree(Text(about, no_wrap=True, overflow="ellipsis"))
-        for row in self.rows:
-            self._add(tree, row, 1)
-        return tree
+        return tree_text(self.plan)
 
-    def _add(self, tree: Tree, row: ModuleRow, times: int) -> None:
-        branch = tree.add(self._label(row, times * row.count))
-        for move in row.moves:
-            branch.add(_move_label(move))
-        for child in row.children:
-            self._add(branch, child, times * row.count)
+    def __rich__(self) -> Any:
+        from .drawn_tree import drawn_tree
 
-    def _label(self, row: ModuleRow, times: int) -> Text:
-        label = Text(no_wrap=True, overflow="ellipsis")
-        label.append(row.label, style="bold")
-        if row.count > 1:
-            label.append(f" x{row.count}, each")
-        for name, place in (("weight", row.weight), ("output", row.output)):
-            if place:
-                label.append(f"  {name} ", style="dim")
-                label.append(place, style="cyan")
-        if row.seconds:
-            part = share(row.seconds * times, self.plan.predicted.step_seconds * self.plan.stages)
-            label.append(f"  {duration(row.seconds)} ({part}{' in all' if times > 1 else ''})", style="green")
-        if row.stages and self.plan.stages > 1:
-            named = numbers([str(stage) for stage in row.stages])
-            label.append(f"  stage{'s' if len(row.stages) > 1 else ''} {named}", style="blue")
-        if row.held:
-            label.append(f"  {size(row.held)}", style="magenta")
-        return label
-
-
-def _move_label(move: Move) -> Text:
-    amount = f"{size(move.bytes)} x{move.count:.3g}" if move.bytes else f"local x{move.count:.3g}"
-    return Text(f"↳ {move.what}  {move.way}  {amount}  {duration(move.seconds)}", style="yellow", no_wrap=True)
+        return drawn_tree(self.plan)

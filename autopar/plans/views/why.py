@@ -14,28 +14,18 @@ from typing import Literal
 from autopar.errors import OptionsError
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION
-from autopar.ir.placements import short
+from autopar.ir.placements import NOT, short
 from autopar.ir.plan_record import Alternatives, PlanLine, PlanRecord
 
 from .columns import columns
-from .module_tree import move, numbers, optimizer_text
+from .forbidden import Forbidden
+from .module_tree import numbers, optimizer_text
 from .page_width import page_width
 from .quantities import clip, duration, signed_duration, signed_size, size
+from .why_costs import Cost, held_bytes, line_costs
 from .why_stage import is_stage_pin, sent_reasons, stage_reason
 
 Provenance = Literal["user", "tied", "price", "only"]
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One cost of a choice in a step: ``seconds`` (summed over everything it covers) or resting ``bytes`` on a device,
-    never both.
-    """
-
-    what: str
-    detail: str
-    seconds: float = 0.0
-    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,8 @@ class Explanation:
     ``provenance`` says who chose: "user", by a pin; "price"; "tied", price for all layers that share one choice;
     "only", nobody, because there is only one possibility. ``reason`` says it in words. ``alternatives`` are None where
     there is no choice; they change ``together`` nodes. ``costs`` are those of the choice. With pipeline stages,
-    ``stage`` says which stage it is on and why, and ``sent`` how its value is sent to other stages.
+    ``stage`` says which stage it is on and why, and ``sent`` how its value is sent to other stages. ``forbidden`` is
+    the plan solved again without the choice, where that was asked for.
     """
 
     name: str
@@ -64,6 +55,7 @@ class Explanation:
     parameters: Mapping[str, str] = field(default_factory=dict)
     stage: str = ""
     sent: tuple[str, ...] = ()
+    forbidden: Forbidden | None = None
 
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for line in self._lines())
@@ -84,6 +76,8 @@ class Explanation:
             yield f"  {'holds' if path == next(iter(self.parameters)) else '':<11}{clip(path, room):<{room}} {place}"
         yield from (f"  {line}" for line in self._cost_lines())
         yield from (f"  {line}" for line in self._alternative_lines())
+        if self.forbidden is not None:
+            yield from (f"  {line}" for line in self.forbidden.lines(self.step_seconds))
 
     def _cost_lines(self) -> Iterator[str]:
         if not self.costs:
@@ -186,7 +180,7 @@ def _explain_parameter(plan: PlanRecord, path: str) -> Explanation:
         choice=choice,
         provenance=provenance,
         reason=reason,
-        costs=(*_line_costs(plan, list(_parameter_lines(plan, path, node))), *_held(plan, {node})),
+        costs=(*line_costs(plan, list(_parameter_lines(plan, path, node))), *held_bytes(plan, {node})),
         alternatives=plan.alternatives.get(_first(plan, node)),
         together=len(_alike(plan, node)),
         step_seconds=plan.predicted.step_seconds,
@@ -248,7 +242,7 @@ def _explain_node(plan: PlanRecord, name: str) -> Explanation:
         choice=choice,
         provenance=provenance,
         reason=reason,
-        costs=(*_line_costs(plan, list(_node_lines(plan, name))), *_held(plan, _saved(plan, name))),
+        costs=(*line_costs(plan, list(_node_lines(plan, name))), *held_bytes(plan, _saved(plan, name))),
         alternatives=plan.alternatives.get(_first(plan, name)),
         together=len(_alike(plan, name)),
         step_seconds=plan.predicted.step_seconds,
@@ -288,7 +282,7 @@ def _explain_module(plan: PlanRecord, path: str) -> Explanation:
         choice={"output": short(plan.outputs[path])} if path in plan.outputs else {},
         provenance=provenance,
         reason=reason,
-        costs=(*_line_costs(plan, lines), *_held(plan, inside)),
+        costs=(*line_costs(plan, lines), *held_bytes(plan, inside)),
         alternatives=plan.alternatives.get(_first(plan, node)),
         together=len(_alike(plan, node)),
         step_seconds=plan.predicted.step_seconds,
@@ -314,7 +308,7 @@ def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str
     """Who chose for ``node``, and the reason in words. ``path`` names it for people."""
     first, alike = _first(plan, node), _alike(plan, node)
     for pattern, text in plan.pinned.items():
-        for name in () if is_stage_pin(text) else alike:
+        for name in () if is_stage_pin(text) or text.lstrip().startswith(NOT) else alike:
             pinned = next((p for p in _paths(plan, name) if fnmatch.fnmatchcase(p, pattern)), None)
             if pinned is not None:
                 also = "" if name == node else f", which fixes {pinned} and so all {len(alike)} of its kind"
@@ -348,48 +342,3 @@ def _layers(path: str, plan: PlanRecord, alike: list[str]) -> str:
     if not layers or not all(layer.isdigit() for layer in layers):
         return path
     return ".".join([*places[0][:depth], numbers(layers), *path.split(".")[depth + 1 :]])
-
-
-_WHAT = {
-    "optimizer": "update",
-    "offload": "optimizer state to the device and back",
-    "swap": "saved for backward in host memory: there and back",
-}
-
-
-def _line_costs(plan: PlanRecord, lines: list[PlanLine]) -> Iterator[Cost]:
-    """The total of computation, then each kind of reshard, the most expensive first."""
-    for kind in ("compute", *_WHAT):
-        of_kind = [line for line in lines if line.kind == kind]
-        seconds = sum(line.seconds for line in of_kind)
-        if seconds:
-            phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else _WHAT[kind]
-            yield Cost(kind, f"{len(of_kind)} operations, {phases}" if len(of_kind) > 1 else phases, seconds)
-    labels = {
-        "exchange": "exchange of rows",
-        "reshard": "reshard",
-        "weight": "gather",
-        "gradient": "grad sync",
-        "refresh": "refresh",
-    }
-    moves: dict[tuple[str, str, str], list[PlanLine]] = {}
-    for line in lines:
-        if line.kind in labels and line.steps:
-            reshard = move(plan, line)
-            moves.setdefault((labels[line.kind], reshard.what, reshard.way), []).append(line)
-    by_price = sorted(moves.items(), key=lambda item: -sum(line.seconds for line in item[1]))
-    for (label, what, changed), group in by_price[:8]:
-        count = sum(step.bytes * line.times for line in group for step in line.steps)
-        often = sum(line.times for line in group)
-        detail = f"{what}  {changed}  {size(count) if count else 'local'}" + (f" in {often}" if often > 1 else "")
-        yield Cost(label, detail, sum(line.seconds for line in group))
-    others = [line for _, group in by_price[8:] for line in group]
-    if others:
-        yield Cost("more", f"{len(others)} other reshards", sum(line.seconds for line in others))
-
-
-def _held(plan: PlanRecord, names: set[str]) -> Iterator[Cost]:
-    for kind in ("weight", "gradient", "optimizer", "activation", "input"):
-        count = sum(h.bytes for name in names for h in plan.holdings_by_name.get(name, ()) if h.kind == kind)
-        if count:
-            yield Cost("memory", f"{kind}{'s' if kind == 'activation' else ''}, on each device", bytes=count)

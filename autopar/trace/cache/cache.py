@@ -18,6 +18,7 @@ from autopar.content.disk_cache import read, write
 from autopar.content.files_read import files_read
 from autopar.errors import AutoparError, TraceError
 from autopar.runtime.comm.groups import AxisGroup
+from autopar.torch_internals.joint_graphs import load_tracer
 from autopar.trace.capture import Request
 from autopar.trace.counters import warn_of_counters
 from autopar.trace.lengths import BATCH, real_lengths
@@ -98,6 +99,7 @@ def _remember(key: str, entry: Entry) -> None:
 
 
 def _make(key: str | None, request: Request) -> Traced:
+    load_tracer()  # Before files are watched, of which imports open some.
     with files_read() as read_files:
         traced = traced_request(request)
     if key is None:
