@@ -77,8 +77,8 @@ class PipelineRequest:
     """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``limits``: bytes for each
     device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
-    ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``solve`` solves the placement program of a graph, with
-    nodes for saved activations, within limits of the device's and the host's bytes."""
+    ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``solve`` solves the placement program of
+    a graph, with nodes for saved activations, within limits of the device's and the host's bytes."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
