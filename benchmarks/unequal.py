@@ -8,8 +8,8 @@ device of ``local``, times the share. All plans live in one run and take turns; 
 as long as on the slowest process. The same plans are priced, so predictions stand beside measurements.
 
 *Equal*: what the planner finds if it is told that all devices are alike, equally many layers on each, and data
-parallelism. *By hand*: the layers of each rank, the number of microbatches and the schedule are fixed; the rest is the
-planner's.
+parallelism. *By hand*: the layers of each rank, or of each pair of ranks, the number of microbatches and the schedule
+are fixed; the rest is the planner's.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ EQUAL: Mapping[str, Options] = {
 
 
 def _cut(layers: Sequence[int], ranks: Sequence[int], schedule: str, microbatches: int) -> Options:
-    """``layers[i]`` layers, in the order of the model, on the rank ``ranks[i]``."""
+    """``layers[i]`` layers, in the order of the model, on the stage ``ranks[i]``."""
     places = [rank for rank, count in zip(ranks, layers, strict=True) for _ in range(count)]
     pins = {f"transformer.h.{layer}": f"stage {rank}" for layer, rank in enumerate(places)}
-    return Options(stages=len(SHARES), schedule=schedule, microbatches=microbatches, pins=pins)
+    return Options(stages=len(set(ranks)), schedule=schedule, microbatches=microbatches, pins=pins)
 
 
 _INORDER, _SLOW_FIRST = (0, 1, 2, 3), (2, 3, 0, 1)
@@ -60,13 +60,13 @@ BY_HAND: Mapping[str, Options] = {
     "3 3 1 1, 1f1b, 4 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 4),
     "3 3 1 1, 1f1b, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 8),
     "3 3 1 1, 1f1b, 16 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 16),
-    "3 3 1 1, gpipe, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "gpipe", 8),
     "3 3 1 1, zb-h1, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "zb-h1", 8),
     "4 2 1 1, 1f1b, 8 microbatches": _cut((4, 2, 1, 1), _INORDER, "1f1b", 8),
-    "2 4 1 1, 1f1b, 8 microbatches": _cut((2, 4, 1, 1), _INORDER, "1f1b", 8),
-    "3 2 2 1, 1f1b, 8 microbatches": _cut((3, 2, 2, 1), _INORDER, "1f1b", 8),
     "slow first: 1 1 3 3, 1f1b, 8 microbatches": _cut((1, 1, 3, 3), _SLOW_FIRST, "1f1b", 8),
-    "slow first: 1 1 3 3, gpipe, 8 microbatches": _cut((1, 1, 3, 3), _SLOW_FIRST, "gpipe", 8),
+    "pairs: 6 2, 1f1b, 4 microbatches": _cut((6, 2), (0, 1), "1f1b", 4),
+    "pairs: 6 2, 1f1b, 8 microbatches": _cut((6, 2), (0, 1), "1f1b", 8),
+    "pairs, slow first: 2 6, 1f1b, 8 microbatches": _cut((2, 6), (1, 0), "1f1b", 8),
+    "pairs: 3 1 1 3, zb-v, 4 microbatches": _cut((3, 1, 1, 3), (0, 1, 1, 0), "zb-v", 4),
 }
 
 

@@ -74,7 +74,7 @@ def test_training_and_evaluation_where_stages_lie_in_another_order() -> None:
     for _ in range(2):
         optimizer.zero_grad()
         loss = model(**batch).loss
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         loss.backward()
         optimizer.step()
     model.eval()
