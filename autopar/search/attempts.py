@@ -104,8 +104,10 @@ def _promising(
         ranked = sorted(zip(bounds, counts, strict=True))
         promising += [(bound, rank, layout, n) for rank, (bound, n) in enumerate(ranked) if bound < best]
     promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
-    # If nothing fits without stages, a pipeline is needed, so more are tried.
-    most = max(4 if math.isinf(best) else 1, EFFORT // len(graph))
+    # If nothing fits without stages, a pipeline is needed, and where devices differ only stages use the quick ones, so
+    # more are tried.
+    is_likely = math.isinf(best) or bool(request.cluster.groups)
+    most = max(4 if is_likely else 1, EFFORT // len(graph))
     yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
 
 
