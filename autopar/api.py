@@ -139,7 +139,7 @@ def plan(
     if settings.pad_to is not None:
         args, kwargs = padded_batch(model, settings.pad_to, args, kwargs)
     shape, names, rows = mesh_shape(mesh), _axis_names(mesh), batch_size(args, kwargs)
-    hardware = Cluster.get(cluster or "local")
+    hardware = _of_devices(Cluster.get(cluster or "local"), math.prod(shape), settings)
     finish = finished_by(settings.sync, hardware, shape)
     if settings.sync != EVERY_STEP:
         args, kwargs = own_rows(args, kwargs, 0, shape[0], plans=True)
@@ -244,7 +244,7 @@ def _parallel_module(
     check_same_arguments(model, settings, groups.mesh.mesh.flatten().tolist(), ranks)
     plan = agreed_plan(plan, ranks)
     settings = _settled(settings, plan, devices, groups)
-    hardware = _cluster(cluster, devices, ranks)
+    hardware = _of_devices(_cluster(cluster, devices, ranks), ranks.size, settings)
     replicas = None if settings.sync == EVERY_STEP else Replicas.of(groups)
     own = groups if replicas is None else replicas.own
     compiler = Compiler(
@@ -301,6 +301,17 @@ def _cluster(named: str | Cluster | None, devices: DeviceMesh, ranks: AxisGroup)
         # GPUs are queried, or even measured, and ranks may get different results.
         named = on_first_rank(ranks, lambda: default_cluster(devices.device_type, devices.size()))
     return Cluster.get(named or "local")
+
+
+def _of_devices(cluster: Cluster, devices: int, options: Options) -> Cluster:
+    """``cluster`` as far as ``devices`` devices make it up. Raises :class:`OptionsError` for replicas on several kinds
+    of device, which one plan would have to fit."""
+    if cluster.groups and options.sync != EVERY_STEP:
+        raise OptionsError(
+            f"sync={options.sync}: replicas run one plan, but cluster {cluster.name!r} has groups of different "
+            "devices; leave sync out, or plan for what all can do: cluster.at(0, cluster.size)"
+        )
+    return cluster.among(devices)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -1,14 +1,16 @@
-"""Description of the hardware that a plan is priced for: one kind of device, and the links between devices.
+"""Description of the hardware that a plan is priced for: its devices, of one kind or of several, and the links between
+them.
 
 A cluster is a table of numbers with a source, written as TOML (:meth:`Cluster.to_toml`) or chosen by name
 (:meth:`Cluster.get`). To add hardware, add a table: :mod:`autopar.cluster.presets` holds the same text that a user
 would write.
 
 Devices are numbered so that neighbours are close: ranks ``0 .. size-1`` share the first (innermost) link, and so on
-outward. The devices of a mesh are numbered row-major, so its last axis uses the fastest links.
+outward. The devices of a mesh are numbered row-major, so its last axis uses the fastest links. Of devices of several
+kinds (:class:`Group`), each group has the ranks after those of the group before.
 
 Invariants (checked on construction, :class:`~autopar.errors.OptionsError`): every rate is positive; link sizes grow,
-each a multiple of the one before; only the outermost link may have no size.
+each a multiple of the one before; only the outermost link may have no size; groups have as many devices as it joins.
 """
 
 from __future__ import annotations
@@ -27,24 +29,29 @@ from autopar.files import exists, is_url, read_text
 from autopar.keywords import suggests_fields
 
 from .device import Device
+from .groups import Group, devices_of, least_device, part_of
 from .links import ALGORITHMS, Link, Rate, is_amount, require
 from .presets import PRESETS
 from .toml import dump, read, table_of
 from .units import check_units
 
-__all__ = ["Cluster", "Device", "Link", "Rate", "local_file", "machine_memory"]
+__all__ = ["Cluster", "Device", "Group", "Link", "Rate", "local_file", "machine_memory"]
 
 
 BACKENDS = ("nccl", "gloo")
+# Stands for a device that was left out.
+_NO_DEVICE = Device("not given", {"f32": 1.0}, 1, 1.0, 0.0)
 
 
 @suggests_fields
 @dataclass(frozen=True)
 class Cluster:
-    """One kind of device, and the links between devices.
+    """Devices, and the links between them.
 
     Args:
         source: where the numbers come from; printed with every plan.
+        device: the one kind of device. Of ``groups`` it is left out, and is then what they can do in step: the rates
+            of the slowest, the memory of the smallest (:func:`~autopar.cluster.groups.least_device`).
         links: innermost first.
         collective_seconds: seconds to start any collective.
         measurement: facts of a calibration (processes, threads, fit errors).
@@ -57,12 +64,13 @@ class Cluster:
         sharing, cores: ``sharing`` consecutive devices share the processors of a host, which can serve ``cores``
             devices at full speed at once. The rates of ``device`` are those with all devices at work.
         backend: the library that sends messages; its buffers count as memory.
+        groups: the devices in the order of their ranks, if there are several kinds.
     """
 
     name: str
     source: str
-    device: Device
-    links: tuple[Link, ...]
+    device: Device = _NO_DEVICE
+    links: tuple[Link, ...] = ()
     collective_seconds: float = 0.0
     measurement: Mapping[str, float] = field(default_factory=dict)
     synchronisation_seconds: float = 0.0
@@ -71,8 +79,10 @@ class Cluster:
     sharing: int = 1
     cores: float = 1.0
     backend: str = "nccl"
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_groups()
         require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
         for name in ("collective_seconds", "synchronisation_seconds"):
             value = getattr(self, name)
@@ -100,6 +110,30 @@ class Cluster:
 
         self._check_toruses()
 
+    def _check_groups(self) -> None:
+        """Checks that there is a device, or sets that of the groups."""
+        if not self.groups:
+            given = self.device is not _NO_DEVICE
+            require(given, f"cluster {self.name!r} has no device; give one, or groups of devices of several kinds")
+            return
+        least = least_device(devices_of(self.groups, 0, self._grouped))
+        require(
+            self.device in (_NO_DEVICE, least),
+            f"cluster {self.name!r} has groups, whose devices in step make its device: leave device out, and use "
+            "with_groups(...) for other groups",
+        )
+        object.__setattr__(self, "device", least)
+        for link in self.links[-1:]:
+            require(
+                link.size in (None, self._grouped),
+                f"cluster {self.name!r}: its groups have {self._grouped} devices, and link {link.name!r} joins "
+                f"{link.size}; give that link the size {self._grouped}, or none",
+            )
+
+    @property
+    def _grouped(self) -> int:
+        return sum(group.count for group in self.groups)
+
     def _check_toruses(self) -> None:
         """Checks that each torus has as many places as its level joins blocks."""
         below = 1
@@ -124,7 +158,44 @@ class Cluster:
     @property
     def size(self) -> int | None:
         """The number of devices; None if any number is possible."""
-        return self.links[-1].size
+        return self._grouped if self.groups else self.links[-1].size
+
+    def at(self, first: int, count: int) -> Cluster:
+        """The cluster as ``count`` devices from rank ``first`` on, working in step, have it: of one kind, that of the
+        slowest and the smallest of them.
+
+        >>> fast, slow = (Cluster.get(name).device for name in ("dgx-h100", "dgx-a100-80gb"))
+        >>> mixed = Cluster.get("dgx-h100").with_groups(Group(8, fast), Group(8, slow))
+        >>> [mixed.at(first, 8).device.name for first in (0, 8)] + [mixed.at(4, 8).device.name]
+        ['H100-SXM5-80GB', 'A100-SXM4-80GB', 'H100-SXM5-80GB and A100-SXM4-80GB']
+        """
+        if not self.groups:
+            return self
+        known = self._parts.get((first, count))
+        if known is None:
+            device = least_device(devices_of(self.groups, first, count))
+            known = self._parts[first, count] = replace(self, device=device, groups=())
+        return known
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Cluster]:
+        return {}
+
+    def among(self, devices: int) -> Cluster:
+        """The first ``devices`` devices where there are several kinds, so that none counts that is not used. Raises
+        :class:`OptionsError` if there are fewer."""
+        if not self.groups or devices == self.size:
+            return self
+        require(devices < self._grouped, f"cluster {self.name!r} has {self._grouped} devices, not {devices}")
+        links = (*self.links[:-1], replace(self.links[-1], size=None, torus=()))
+        return replace(self, device=_NO_DEVICE, links=links, groups=part_of(self.groups, devices))
+
+    def with_groups(self, *groups: Group) -> Cluster:
+        """The same links between other devices. The outermost link joins all of them."""
+        outer = self.links[-1]
+        size = None if outer.size is None else sum(group.count for group in groups)
+        links = (*self.links[:-1], replace(outer, size=size))
+        return replace(self, device=_NO_DEVICE, groups=groups, links=links)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.source})"
@@ -155,7 +226,10 @@ class Cluster:
         inner: list[Link] = []
         for link in self.links:
             if link.size is None or link.size >= devices:
-                return replace(self, links=(*inner, replace(link, size=devices, torus=_part(link, inner, devices))))
+                links = (*inner, replace(link, size=devices, torus=_part(link, inner, devices)))
+                if self.groups:
+                    return replace(self, device=_NO_DEVICE, links=links, groups=part_of(self.groups, devices))
+                return replace(self, links=links)
             inner.append(link)
         raise AssertionError("the outermost link joins all devices")
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from autopar.errors import OptionsError
 
 from .device import Device
+from .groups import Group
 from .links import Link, Rate, require
 
 _T = TypeVar("_T")
@@ -22,6 +23,8 @@ def table_of(value: Any) -> Any:
         values = {item.name: getattr(value, item.name) for item in fields(value)}
         omits_defaults = isinstance(value, Rate)
         defaults = {item.name: item.default for item in fields(value) if omits_defaults or item.default == math.inf}
+        if values.get("groups"):  # The device of groups follows from them.
+            del values["device"]
         return {
             k: table_of(v) for k, v in values.items() if v is not None and v not in ({}, ()) and v != defaults.get(k)
         }
@@ -47,7 +50,7 @@ def _key(name: str) -> str:
 def dump(table: dict[str, Any], path: str = "") -> str:
     """``table`` as TOML: plain values first, then tables, then arrays of tables."""
     tables = {k: v for k, v in table.items() if isinstance(v, dict)}
-    arrays = {k: v for k, v in table.items() if k == "links"}
+    arrays = {k: v for k, v in table.items() if k in ("links", "groups")}
     text = "".join(f"{_key(k)} = {_inline(v)}\n" for k, v in table.items() if k not in tables and k not in arrays)
     for name, inner in tables.items():
         text += f"\n[{path}{_key(name)}]\n" + dump(inner, f"{path}{_key(name)}.")
@@ -109,10 +112,24 @@ def _read_links(value: Any, where: str) -> tuple[Link, ...]:
     return tuple(read(Link, table, f"{where}[{index}]") for index, table in enumerate(tables))
 
 
+def _read_groups(value: Any, where: str) -> tuple[Group, ...]:
+    require(isinstance(value, list), f"{where} is not an array of tables; write [[groups]], the first ranks first")
+    return tuple(read(Group, table, f"{where}[{index}]") for index, table in enumerate(value))
+
+
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(("name", "source", "algorithm", "backend"), _text),
     **dict.fromkeys(
-        ("memory_bytes", "reserve_bytes", "host_memory_bytes", "nvme_bytes", "processors", "adapters", "sharing"),
+        (
+            "memory_bytes",
+            "reserve_bytes",
+            "host_memory_bytes",
+            "nvme_bytes",
+            "processors",
+            "adapters",
+            "sharing",
+            "count",
+        ),
         _whole,
     ),
     **dict.fromkeys(("peak_flops", "measurement", "dtype_efficiency"), _numbers),
@@ -122,6 +139,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "size": lambda value, where: value if value is None else _whole(value, where),
     "rates": _read_rates,
     "links": _read_links,
+    "groups": _read_groups,
     "device": lambda value, where: read(Device, value, where),
 }
 

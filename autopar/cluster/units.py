@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from .device import Device
+from .groups import Group
 from .links import Link, require
 
 # No hardware has less (of memory, rates), or takes longer (a step of a message, starting an operation).
@@ -24,6 +25,8 @@ class Described(Protocol):
     def device(self) -> Device: ...
     @property
     def links(self) -> tuple[Link, ...]: ...
+    @property
+    def groups(self) -> tuple[Group, ...]: ...
 
 
 def check_units(cluster: Described, where: str) -> None:
@@ -34,22 +37,30 @@ def check_units(cluster: Described, where: str) -> None:
         require(value == 0 or value >= least, message)
     for key, value in _seconds(cluster):
         require(value <= MOST_SECONDS, f"{where}: {key} is {value!r} seconds; write 5e-6 for 5 microseconds")
-    device = cluster.device
-    require(
-        device.reserve_bytes < device.memory_bytes,
-        f"{where}: device: reserve_bytes is {device.reserve_bytes} of {device.memory_bytes} bytes of memory, which "
-        "leaves nothing",
-    )
+    for key, device in _devices(cluster):
+        require(
+            device.reserve_bytes < device.memory_bytes,
+            f"{where}: {key}: reserve_bytes is {device.reserve_bytes} of {device.memory_bytes} bytes of memory, which "
+            "leaves nothing",
+        )
+
+
+def _devices(cluster: Described) -> Iterator[tuple[str, Device]]:
+    """The devices that a file gives, with their keys."""
+    if not cluster.groups:
+        yield "device", cluster.device
+    for index, group in enumerate(cluster.groups):
+        yield f"groups[{index}].device", group.device
 
 
 def _amounts(cluster: Described) -> Iterator[tuple[str, float, float, str]]:
-    device = cluster.device
-    for name in ("memory_bytes", "host_memory_bytes"):
-        yield f"device: {name}", getattr(device, name), LEAST_BYTES, "bytes"
-    for name in _RATES:
-        yield f"device: {name}", getattr(device, name), LEAST_RATE, "bytes per second"
-    for dtype, rate in device.peak_flops.items():
-        yield f"device: peak_flops.{dtype}", rate, LEAST_RATE, "FLOP per second"
+    for key, device in _devices(cluster):
+        for name in ("memory_bytes", "host_memory_bytes"):
+            yield f"{key}: {name}", getattr(device, name), LEAST_BYTES, "bytes"
+        for name in _RATES:
+            yield f"{key}: {name}", getattr(device, name), LEAST_RATE, "bytes per second"
+        for dtype, rate in device.peak_flops.items():
+            yield f"{key}: peak_flops.{dtype}", rate, LEAST_RATE, "FLOP per second"
     for link in cluster.links:
         for name in ("bandwidth", "pair_bandwidth"):
             yield f"link {link.name!r}: {name}", getattr(link, name), LEAST_BANDWIDTH, "bytes per second"
@@ -62,8 +73,9 @@ def _amounts(cluster: Described) -> Iterator[tuple[str, float, float, str]]:
 def _seconds(cluster: Described) -> Iterator[tuple[str, float]]:
     for name in _OF_CLUSTER:
         yield name, getattr(cluster, name)
-    for name in _OF_DEVICE:
-        yield f"device: {name}", getattr(cluster.device, name)
+    for key, device in _devices(cluster):
+        for name in _OF_DEVICE:
+            yield f"{key}: {name}", getattr(device, name)
     for link in cluster.links:
         yield f"link {link.name!r}: latency", link.latency
         for kind, lines in link.rates.items():

@@ -33,7 +33,7 @@ from autopar.planner.step_graphs import graph_alone
 from autopar.plans.plan import Plan
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
-from autopar.schedule.schedule import Schedule, loop_placement
+from autopar.schedule.schedule import Schedule
 from autopar.search.chunks import place_chunks
 from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
@@ -156,8 +156,10 @@ class StageCompiler:
         links = wire_prices(self.cluster, schedule.placement, devices, pairs)
         chunks, wires = place_chunks(staged, assignment, prices, links, self.pipeline.wires)
         if checked:
-            peak = max(price_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
-            check_memory(self.plan, peak, pieces.graph, "microbatches of ")
+            peaks = price_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks
+            limits = self.pipeline.limits or (self.plan.memory_limit,) * len(peaks)
+            for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
+                check_memory(self.plan, peak, limit, pieces.graph)
         coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
         program = pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
         return CompiledStages(program, assignment.resting(annotated))
@@ -167,14 +169,21 @@ class StageCompiler:
         planned = self.pipeline.schedule
         name, each = planned.name, planned.chunks // planned.stages
         if name not in SCHEDULES:
-            name = "gpipe" if planned.placement == loop_placement(planned.stages, each) else "zb-v"
+            name = "gpipe" if planned.placement == planned.placement[: planned.stages] * each else "zb-v"
         from autopar.search.pipeline import scheduled  # Here, since it loads the solvers.
 
         schedule = scheduled((name, each), planned.stages, pieces.count, staged)
+        schedule = schedule.reordered(_order(schedule, planned))
         if not any(output.kind == "gradient" for chunk in staged.chunks for output in chunk.outputs):
             return forward_only(schedule)
         same = schedule.edges == planned.edges and schedule.microbatches == planned.microbatches
         return planned if same else schedule
+
+
+def _order(schedule: Schedule, planned: Schedule) -> tuple[int, ...]:
+    """For each rank of ``schedule``, the rank of the ``planned`` one that holds the same chunks."""
+    ranks = dict(zip(schedule.placement, planned.placement, strict=True))
+    return tuple(ranks[rank] for rank in range(schedule.stages))
 
 
 def _batch(graph: Graph, symbolic: Graph) -> int:
@@ -192,14 +201,14 @@ def _batch(graph: Graph, symbolic: Graph) -> int:
     )
 
 
-def check_memory(plan: Plan, peak: int, graph: Graph, what: str = "") -> None:
-    """Refuses a batch that the plan can run but the device cannot hold: ``peak`` bytes for ``graph``, which computes
-    ``what`` of it. Raises :class:`InfeasibleError`."""
-    if peak > plan.memory_limit:
+def check_memory(plan: Plan, peak: int, limit: int, graph: Graph) -> None:
+    """Refuses a batch that the plan can run but a device cannot hold: ``peak`` bytes for microbatches of ``graph``, of
+    ``limit``. Raises :class:`InfeasibleError`."""
+    if peak > limit:
         shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
         raise InfeasibleError(
-            f"the plan made for batch {plan.batch} needs {peak} bytes per device for {what}({shapes}), more than its "
-            f"limit of {plan.memory_limit}; use a smaller batch, or make a plan for this one"
+            f"the plan made for batch {plan.batch} needs {peak} bytes per device for microbatches of ({shapes}), more "
+            f"than its limit of {limit}; use a smaller batch, or make a plan for this one"
         )
 
 

@@ -239,6 +239,12 @@ class PlanRecord:
     def placements(self) -> Mapping[str, Placements]:
         return {**self.outputs, **{path: place.weight for path, place in self.parameters.items()}}
 
+    @property
+    def least_limit(self) -> int:
+        """Bytes that a plan without stages may hold on every device: those of the smallest, where they differ."""
+        limits = self.pipeline.limits if self.pipeline is not None else ()
+        return min(limits, default=self.memory_limit)
+
     @cached_property
     def parameter_nodes(self) -> Mapping[str, str]:
         """The node of each parameter path."""

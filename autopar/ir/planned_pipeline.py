@@ -66,6 +66,8 @@ class PlannedPipeline:
         update_seconds: of optimizer and weight refresh, after all reductions.
         hides: whether reductions are sent while their rank computes.
         own_statistics: whether every microbatch is a batch of its own (``Options(batch_statistics="microbatch")``).
+        limits: bytes that the devices of each pipeline rank may hold, where devices are of several kinds.
+        devices: what each pipeline rank's devices are called, where they are of several kinds.
         hosts, speeds: where pipeline ranks share processors, the host of each, and how fast each is while 1, 2, ... of
             a host compute.
     """
@@ -82,6 +84,8 @@ class PlannedPipeline:
     hosts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
     own_statistics: bool = False
+    limits: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -141,6 +141,7 @@ class Prices:
     exchanged: int
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
+    _blocks: dict[int, Prices] = field(default_factory=dict)
 
     @staticmethod
     def of(cluster: Cluster, mesh: tuple[int, ...], graph: Graph) -> Prices:
@@ -150,6 +151,16 @@ class Prices:
     @property
     def devices(self) -> int:
         return math.prod(self.mesh)
+
+    def on_block(self, block: int) -> Prices:
+        """The prices on the ``block``-th block of as many consecutive devices, where the cluster has several kinds.
+        Reshards keep their paths and seconds, since all blocks run one program."""
+        if not self.cluster.groups:
+            return self
+        if block not in self._blocks:
+            own = self.cluster.at(block * self.devices, self.devices)
+            self._blocks[block] = replace(self, cluster=own, _nodes={}, _blocks={})
+        return self._blocks[block]
 
     def node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
         """Seconds of one run of ``node`` under ``strategy`` on the device with the largest shards."""

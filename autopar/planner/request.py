@@ -60,8 +60,24 @@ def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
 
 
 def memory_limit_of(request: PlanRequest) -> int:
-    """Bytes that a device may use: the requested limit, or the device's memory less its reserve."""
+    """Bytes that a device may use: the requested limit, or the device's memory less its reserve. Of devices of several
+    kinds that is the smallest, and a request for more than a device has means all that it has."""
+    if request.memory_limit is None and request.cluster.groups:
+        return _within(request, request.cluster.at(0, math.prod(request.mesh)))
     return int(request.memory_limit or request.options.memory_limit or usable_bytes(request.cluster))
+
+
+def stage_limits(request: PlanRequest, stages: int, devices: int) -> tuple[int, ...]:
+    """:func:`memory_limit_of` for each of ``stages`` blocks of as many consecutive ``devices``."""
+    cluster = request.cluster
+    if not cluster.groups:
+        return (memory_limit_of(request),) * stages
+    return tuple(_within(request, cluster.at(stage * devices, devices)) for stage in range(stages))
+
+
+def _within(request: PlanRequest, cluster: Cluster) -> int:
+    usable = usable_bytes(cluster)
+    return int(min(request.memory_limit or request.options.memory_limit or usable, usable))
 
 
 def host_limit_of(request: PlanRequest) -> float:

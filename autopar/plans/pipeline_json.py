@@ -19,6 +19,8 @@ def pipeline_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
         [e.source, e.target, e.name, short(place), pipeline.wire_bytes.get(e, 0)]
         for e, place in sorted(pipeline.wires.items())
     ]
+    # Earlier versions of autopar do not know these.
+    unequal = {"limits": list(pipeline.limits), "devices": list(pipeline.devices)} if pipeline.devices else {}
     return {
         "cuts": list(pipeline.cuts),
         "schedule": pipeline.schedule.to_json(),
@@ -31,6 +33,7 @@ def pipeline_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
         "hosts": list(pipeline.hosts),
         "speeds": list(pipeline.speeds),
         "own_statistics": pipeline.own_statistics,
+        **unequal,
     }
 
 
@@ -57,4 +60,6 @@ def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> Planne
         hosts=tuple(map(int, data.get("hosts", ()))),
         speeds=tuple(map(float, data.get("speeds", ()))),
         own_statistics=bool(data.get("own_statistics", False)),
+        limits=tuple(map(int, data.get("limits", ()))),
+        devices=tuple(map(str, data.get("devices", ()))),
     )

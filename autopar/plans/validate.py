@@ -284,5 +284,7 @@ def _pipeline(plan: PlanRecord) -> Iterator[str]:
         if edge.source == edge.target or not all(0 <= c < chunks for c in (edge.source, edge.target)):
             yield f"pipeline.wires from {edge.source} to {edge.target} of {chunks} chunks"
         yield from _impossible(plan, f"pipeline.wires of {edge.name!r}", place, None)
+    if any(each and len(each) != plan.stages for each in (pipeline.limits, pipeline.devices)):
+        yield f"pipeline.limits {pipeline.limits} and devices {pipeline.devices} are not those of {plan.stages} stages"
     if pipeline.hosts and (len(pipeline.hosts) != plan.stages or not pipeline.speeds):
         yield f"pipeline.hosts are {pipeline.hosts} for {plan.stages} stages"

@@ -12,7 +12,7 @@ back with the gradient. An edge within a rank needs no action.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,19 @@ class Schedule:
     def held(self) -> tuple[tuple[int, ...], ...]:
         """The chunks of each rank, ascending."""
         return held_chunks(self.placement, self.stages)
+
+    def reordered(self, order: tuple[int, ...]) -> Schedule:
+        """The same schedule with what rank s did on rank ``order[s]``: devices differ, and need not follow each other
+        in the order of the model."""
+        if order == tuple(range(self.stages)):
+            return self
+        back = sorted(range(self.stages), key=order.__getitem__)
+        return replace(
+            self,
+            placement=tuple(order[rank] for rank in self.placement),
+            ranks=tuple(self.ranks[rank] for rank in back),
+            in_flight=tuple(self.in_flight[rank] for rank in back),
+        )
 
     def weight_gradients(self, chunk: int) -> tuple[Kind, ...]:
         """The kinds of the actions that compute the weight gradients of a chunk, one for each microbatch in order:

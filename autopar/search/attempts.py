@@ -9,7 +9,9 @@ part of the bound is a heuristic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from autopar.cluster.description import Cluster
@@ -21,6 +23,7 @@ from autopar.placement.prices import Prices
 from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction
 
+from .stage_devices import kinds_of_blocks
 from .stage_meshes import StageLayout, layouts, microbatch_counts
 
 # How many placement programs, times operations of the graph, may be solved to see whether stages pay; at least one
@@ -93,21 +96,31 @@ def _promising(
 ) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
     """Of all possible attempts those that could win, as many as the effort allows. The attempts with the least bound of
     each layout come first."""
-    devices = math.prod(request.mesh)
-    compute, launches = single_device_seconds(request, graph)
+    least = _least_seconds(request, graph)
     idle = partial(_idle_share, request.cluster)
     promising: list[tuple[float, int, StageLayout, int]] = []
     for layout, counts in possible:
-        bounds = [
-            (compute + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(request, layout)
-            for n in counts
-        ]
+        bounds = [least(n) * (1.0 + idle(layout.stages, n)) + _hops(request, layout) for n in counts]
         ranked = sorted(zip(bounds, counts, strict=True))
         promising += [(bound, rank, layout, n) for rank, (bound, n) in enumerate(ranked) if bound < best]
     promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
-    # If nothing fits without stages, a pipeline is needed, so more are tried.
-    most = max(4 if math.isinf(best) else 1, EFFORT // len(graph))
+    # If nothing fits without stages, a pipeline is needed, and where devices differ only stages use the quick ones, so
+    # more are tried.
+    is_likely = math.isinf(best) or bool(request.cluster.groups)
+    most = max(4 if is_likely else 1, EFFORT // len(graph))
     yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
+
+
+def _least_seconds(request: PlanRequest, graph: Graph) -> Callable[[int], float]:
+    """A function of the number of microbatches: seconds of a step that all devices share as well as their speeds
+    allow."""
+    devices, cluster = math.prod(request.mesh), request.cluster
+    kinds = Counter(kinds_of_blocks(cluster, devices, 1)) if cluster.groups else {0: devices}
+    alone = [
+        (count, single_device_seconds(replace(request, cluster=cluster.at(first, 1)), graph))
+        for first, count in kinds.items()
+    ]
+    return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
 
 
 def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:

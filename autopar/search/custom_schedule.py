@@ -28,10 +28,10 @@ MOST_SECONDS = 5.0
 @dataclass(frozen=True)
 class ScheduleSearch:
     """How to search for a schedule. ``requested``: the options ask for it; then any gain is taken, and a note says so
-    if there is none."""
+    if there is none. ``limits``: bytes for each device, by pipeline rank."""
 
     requested: bool
-    memory_limit: float
+    limits: tuple[float, ...]
     time_limit: float
     seed: int
 
@@ -51,13 +51,13 @@ def with_solved_schedule(solution: PipelineSolution, search: ScheduleSearch) -> 
     breakdown = _price_under(solution, solved.schedule)
     if (
         breakdown.seconds < least
-        and max(breakdown.peaks) <= search.memory_limit
+        and all(peak <= limit for peak, limit in zip(breakdown.peaks, search.limits, strict=True))
         and solved.schedule.name not in SCHEDULES
     ):
         before = solution.pipeline
         pipeline = planned_pipeline(before.cuts, breakdown, before.wires, solution.uncut.prices, before.own_statistics)
         better = replace(solution, breakdown=breakdown, pipeline=pipeline)
-        if held_beyond(better, search.memory_limit) <= 0:
+        if held_beyond(better, search.limits) <= 0:
             return better, ""
     reason = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
     return solution, _kept(solution, reason) if search.requested else ""
@@ -68,7 +68,8 @@ def _solve(solution: PipelineSolution, search: ScheduleSearch) -> SolvedSchedule
     limits."""
     breakdown, schedule = solution.breakdown, solution.pipeline.schedule
     limits = tuple(
-        search.memory_limit - max(breakdown.breakdowns[c].memory.temporary for c in held) for held in schedule.held
+        limit - max(breakdown.breakdowns[c].memory.temporary for c in held)
+        for limit, held in zip(search.limits, schedule.held, strict=True)
     )
     seconds = min(search.time_limit, MOST_SECONDS)
     return solve_schedule(

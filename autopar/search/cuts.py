@@ -4,11 +4,13 @@ Between adjacent candidates (:func:`autopar.passes.pipeline.cut_candidates`) lie
 segments. It takes the sum of their seconds, or the seconds that its input takes on the wire if these are more. It holds
 their parameters and, for each microbatch in flight, their saved activations. Among all ways to cut n segments into K
 chunks that fit into memory, dynamic programming over (chunk, end) finds the one whose slowest chunk takes least, in
-O(K n^2) (as in PipeDream, Narayanan et al. 2019, section 3.1).
+O(K n^2) (as in PipeDream, Narayanan et al. 2019, section 3.1). Where devices differ, each chunk has the seconds and the
+memory of its own, so slow and small ones get fewer segments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,21 +37,29 @@ class Segments:
 
 
 def best_cuts(
-    segments: Segments, in_flight: tuple[int, ...], limit: float, ranks: Ints | None = None, allowed: Ints | None = None
+    segments: Sequence[Segments],
+    in_flight: tuple[int, ...],
+    limits: Sequence[float],
+    ranks: Ints | None = None,
+    allowed: Ints | None = None,
 ) -> tuple[str, ...] | None:
-    """The nodes at which chunks 1, 2, ... begin, or None if no cut into ``len(in_flight)`` chunks of at most ``limit``
-    bytes exists.
+    """The nodes at which chunks 1, 2, ... begin, or None if no cut into as many chunks exists that fit.
 
-    ``ranks``: the pipeline rank of each chunk; ``allowed``: for each segment, the rank that must hold it (-1: any).
+    Args:
+        segments: by chunk, the segments as priced on its devices.
+        in_flight: by chunk, the microbatches that it holds.
+        limits: by chunk, the bytes that it may hold.
+        ranks: the pipeline rank of each chunk.
+        allowed: for each segment, the rank that must hold it (-1: any).
     """
-    chunks, count = len(in_flight), segments.count
+    chunks, count = len(in_flight), segments[0].count
     if chunks > count:
         return None
     best = np.full((chunks + 1, count + 1), np.inf)
     best[0, 0] = -np.inf
     came = np.zeros((chunks + 1, count + 1), dtype=np.int64)
     for chunk in range(1, chunks + 1):
-        cost = _chunk_costs(segments, in_flight[chunk - 1], limit)
+        cost = _chunk_costs(segments[chunk - 1], in_flight[chunk - 1], limits[chunk - 1])
         if ranks is not None and allowed is not None:
             cost = np.where(_misplaced(allowed, int(ranks[chunk - 1])), np.inf, cost)
         slowest = np.maximum(best[chunk - 1][:, None], cost)
@@ -61,7 +71,7 @@ def best_cuts(
     for chunk in range(chunks, 1, -1):
         end = int(came[chunk, end])
         ends.append(end)
-    return tuple(segments.starts[end - 1] for end in reversed(ends))
+    return tuple(segments[0].starts[end - 1] for end in reversed(ends))
 
 
 def _chunk_costs(segments: Segments, in_flight: int, limit: float) -> Floats:

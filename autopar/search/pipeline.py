@@ -6,12 +6,15 @@ every node. From these prices come the cuts (:mod:`.cuts`) and, for each schedul
 
 The memory of the uncut graph is taken as that of all stages together. If a stage turns out too full, the program is
 solved again with less memory, a few times.
+
+Where devices are of several kinds (:mod:`.stage_devices`), each stage is priced and limited by its own, and the order
+in which stages lie on them is tried like a schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,6 +44,7 @@ from .cuts import Segments, best_cuts
 from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks, price_stages, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
+from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders
 from .stage_meshes import StageLayout
 
 # How often the program is solved: as if stages held the average, then as if all held what the fullest does, then with
@@ -71,10 +75,10 @@ class PipelineSolution:
 @dataclass(frozen=True)
 class PipelineRequest:
     """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
-    how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``memory_limit`` and
-    ``host_limit`` are bytes for each device. ``chunks``: of each stage, None searches. ``alone``: as for
-    :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``solve`` solves the placement program of a graph, with
-    nodes for saved activations, within limits of the device's and the host's bytes."""
+    how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``limits``: bytes for each
+    device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
+    ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``solve`` solves the placement program of
+    a graph, with nodes for saved activations, within limits of the device's and the host's bytes."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -82,7 +86,7 @@ class PipelineRequest:
     microbatches: int
     schedule: str | None
     pins: dict[str, str]
-    memory_limit: float
+    limits: tuple[float, ...]
     solve: Callable[[Graph, Repeats, float, float], MeshSolution]
     host_limit: float = math.inf
     chunks: int | None = None
@@ -113,8 +117,8 @@ def search(request: PipelineRequest) -> PipelineSolution:
     pieces = microbatch(request.graph, request.microbatches, request.inputs, request.alone)
     candidates, segment_of = _candidates(request, pieces.graph)
     _kinds_within(request, len(candidates) + 1)
-    stages, worst = request.layout.stages, math.inf
-    limit, host = request.memory_limit * stages, request.host_limit * stages
+    stages, worst = request.layout.stages, _Overfull()
+    limit, host = sum(request.limits), request.host_limit * stages
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
         uncut = request.solve(SaveActivations()(pieces.graph), repeats, limit, host)
@@ -132,17 +136,32 @@ def search(request: PipelineRequest) -> PipelineSolution:
             # 5% less than what would just fit: chosen, so that few rounds are needed.
             host *= 0.95 * request.host_limit / host_bytes
             continue
-        worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in solutions)])
+        worst = min([worst, *(_Overfull.of(request, solution) for solution in solutions)])
         if repeats != fullest:
             continue  # Memory binds: the first stage, which has most in flight, decides.
         # As above; a fifth less where nothing could be cut at all.
-        limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
+        limit *= 0.95 * min(1.0, 1.0 / worst.share) if math.isfinite(worst.share) else 0.8
     check_host(uncut.prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
 
 
+@dataclass(frozen=True, order=True)
+class _Overfull:
+    """The rank that exceeds its limit most: ``bytes`` for each of its devices are ``share`` of the ``limit``."""
+
+    share: float = math.inf
+    bytes: int = 0
+    limit: float = math.inf
+
+    @staticmethod
+    def of(request: PipelineRequest, solution: PipelineSolution) -> _Overfull:
+        ranks = zip(solution.breakdown.peaks, request.limits, strict=True)
+        return max(_Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
+
+
 def _fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
-    return max(solution.breakdown.peaks) <= request.memory_limit and solution.breakdown.host_bytes <= request.host_limit
+    within = all(peak <= limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
+    return within and solution.breakdown.host_bytes <= request.host_limit
 
 
 def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
@@ -174,11 +193,14 @@ def inner_repeats(microbatches: int, stages: int, fullest: bool = False) -> Repe
     return Repeats(microbatches, in_flight, accumulates=True, stages=stages)
 
 
-def _too_full(request: PipelineRequest, worst: float) -> InfeasibleError:
-    fullest = f"; the fullest stage of the best cut needs {worst:.0f}" if math.isfinite(worst) else ""
+def _too_full(request: PipelineRequest, worst: _Overfull) -> InfeasibleError:
+    known, alike = math.isfinite(worst.share), len(set(request.limits)) == 1
+    within = "" if alike or not known else f", where it may hold {worst.limit:.0f}"
+    fullest = f"; the fullest stage of the best cut needs {worst.bytes}{within}" if known else ""
+    limits = f"{request.limits[0]:.0f}" if alike else ", ".join(f"{limit:.0f}" for limit in request.limits)
     return InfeasibleError(
         f"{request.layout.stages} stages on meshes {request.layout.mesh} with {request.microbatches} microbatches do "
-        f"not fit into {request.memory_limit:.0f} bytes per device{fullest}. More stages or microbatches hold less each"
+        f"not fit into {limits} bytes per device{fullest}. More stages or microbatches hold less each"
     )
 
 
@@ -218,57 +240,93 @@ def _scheduled(
     uncut: MeshSolution,
 ) -> Iterator[PipelineSolution]:
     """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates."""
-    stages = request.layout.stages
-    links = wire_prices(uncut.prices.cluster, tuple(range(stages)), math.prod(request.layout.mesh), _ring(stages))
+    stages, devices = request.layout.stages, math.prod(request.layout.mesh)
+    links = wire_prices(uncut.prices.cluster, tuple(range(stages)), devices, _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
-    segments = price_segments(pieces.graph, candidates, segment_of, uncut, slowest)
-    pinned = pinned_ranks(pieces.graph, segment_of, len(candidates) + 1, request.pins, stages)
-    kinds = _kinds_within(request, segments.count)
-    if request.pins and not any(_cuts_at(segments, kind, request, pinned, math.inf) for kind in kinds):
+    priced = breakdowns_on_blocks(uncut, stages)
+    on_blocks = tuple(
+        price_segments(pieces.graph, candidates, segment_of, uncut, breakdown, slowest) for breakdown in priced
+    )
+    count = on_blocks[0].count
+    pinned = pinned_ranks(pieces.graph, segment_of, count, request.pins, stages)
+    kinds = _kinds_within(request, count)
+    alike = kinds_of_blocks(uncut.prices.cluster, stages, devices)
+    placed = [
+        _Arranged(kind, order, request.microbatches)
+        for kind in kinds
+        for order in orders(alike, [breakdown.seconds for breakdown in priced], request.limits)
+    ]
+    unlimited = (math.inf,) * stages
+    if request.pins and not any(_cuts_at(on_blocks, arranged, pinned, unlimited) for arranged in placed):
         raise OptionsError(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
     shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
 
-    def estimate(chosen: tuple[tuple[str, int], tuple[str, ...]]) -> float:
-        (name, chunks), cuts = chosen
-        schedule = make_schedule(name, stages, request.microbatches, chunks)
-        return simulate(schedule, _estimated(segments, cuts, schedule, slowest, shared)).seconds
+    def estimate(chosen: tuple[_Arranged, tuple[str, ...]]) -> float:
+        arranged, cuts = chosen
+        schedule = arranged.schedule
+        return simulate(schedule, _estimated(on_blocks, cuts, schedule, slowest, shared)).seconds
 
-    found = [(kind, cuts) for kind in kinds for cuts in _cuts_of(segments, kind, request, pinned)]
-    for kind, cuts in sorted(found, key=estimate) if len(found) > 1 else found:
-        yield cut_and_price(request.layout, pieces, cuts, kind, uncut)
+    found = [(arranged, cuts) for arranged in placed for cuts in _cuts_of(on_blocks, arranged, request, pinned)]
+    for arranged, cuts in sorted(found, key=estimate) if len(found) > 1 else found:
+        yield cut_and_price(request.layout, pieces, cuts, arranged, uncut)
+
+
+@dataclass(frozen=True)
+class _Arranged:
+    """A schedule ``kind`` (name, chunks of each stage) whose stages lie on the blocks of devices in ``order``."""
+
+    kind: tuple[str, int]
+    order: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """Over a chain of chunks."""
+        name, chunks = self.kind
+        return make_schedule(name, len(self.order), self.microbatches, chunks).reordered(self.order)
 
 
 def _cuts_of(
-    segments: Segments, kind: tuple[str, int], request: PipelineRequest, pinned: Ints
+    on_blocks: Sequence[Segments], arranged: _Arranged, request: PipelineRequest, pinned: Ints
 ) -> tuple[tuple[str, ...], ...]:
     """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit. Where ranks have
     several chunks, also the best cuts of all: the first chunks have more microbatches in flight, so equal shares cut
     unevenly, or not at all, though together the chunks of a rank may fit."""
-    shares = [request.memory_limit / kind[1], *([math.inf] if kind[1] > 1 else [])]
-    found = [_cuts_at(segments, kind, request, pinned, share) for share in shares]
+    each = arranged.kind[1]
+    shares = [tuple(limit / each for limit in request.limits)]
+    shares += [(math.inf,) * len(request.limits)] if each > 1 else []
+    found = [_cuts_at(on_blocks, arranged, pinned, share) for share in shares]
     return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
 
 def _cuts_at(
-    segments: Segments, kind: tuple[str, int], request: PipelineRequest, pinned: Ints, limit: float
+    on_blocks: Sequence[Segments], arranged: _Arranged, pinned: Ints, limits: tuple[float, ...]
 ) -> tuple[str, ...] | None:
-    """The best cuts for a schedule with at most ``limit`` bytes a chunk, None if there are none."""
-    schedule = make_schedule(kind[0], request.layout.stages, request.microbatches, kind[1])
-    return best_cuts(segments, in_flight_of_chunks(schedule), limit, np.array(schedule.placement), pinned)
+    """The best cuts for a schedule with at most ``limits`` bytes a chunk, by pipeline rank; None if there are none."""
+    schedule = arranged.schedule
+    ranks = schedule.placement
+    segments, most = [on_blocks[rank] for rank in ranks], [limits[rank] for rank in ranks]
+    return best_cuts(segments, in_flight_of_chunks(schedule), most, np.array(ranks), pinned)
 
 
 def _estimated(
-    segments: Segments, cuts: tuple[str, ...], schedule: Schedule, link: WirePrice, shared: SharedProcessors | None
+    on_blocks: Sequence[Segments],
+    cuts: tuple[str, ...],
+    schedule: Schedule,
+    link: WirePrice,
+    shared: SharedProcessors | None,
 ) -> PipelinePrices:
-    """Prices of a chain of chunks, estimated from the segments: forward, input gradient and weight gradient take a
-    third of the seconds each."""
-    starts = [0, *(segments.starts.index(name) + 1 for name in cuts), segments.count]
-    seconds = [float(segments.seconds[a:b].sum()) / 3.0 for a, b in pairwise(starts)]
+    """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
+    gradient take a third of the seconds each."""
+    any_block = on_blocks[0]
+    starts = [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
+    spans = zip(schedule.placement, pairwise(starts), strict=True)
+    seconds = [float(on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
     edges = {
-        (c, c + 1): EdgePrice(latency=float(segments.wire[start]))
+        (c, c + 1): EdgePrice(latency=float(any_block.wire[start]))
         for c, start in enumerate(starts[1:-1])
         if schedule.placement[c] != schedule.placement[c + 1]
     }
@@ -280,11 +338,11 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_and_price(
-    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], uncut: MeshSolution
+    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], arranged: _Arranged, uncut: MeshSolution
 ) -> PipelineSolution:
-    """Cuts the graph at ``cuts``, places it, and prices it under the schedule ``kind`` (name, chunks per stage)."""
+    """Cuts the graph at ``cuts``, places it, and prices it as ``arranged``."""
     staged = cut(pieces, cuts)
-    schedule = scheduled(kind, layout.stages, pieces.count, staged)
+    schedule = scheduled(arranged.kind, layout.stages, pieces.count, staged).reordered(arranged.order)
     return price_schedule(layout, staged, cuts, schedule, uncut)
 
 

@@ -122,14 +122,15 @@ def _breakdowns(
     shares: Sequence[HiddenShares],
     sections: Sequence[SectionOf],
 ) -> Iterator[CostBreakdown]:
-    """The cost breakdown of each chunk. The first chunk of each rank includes the agreement on overflow, which every
-    device makes once a step."""
+    """The cost breakdown of each chunk on its rank's devices. The first chunk of each rank includes the agreement on
+    overflow, which every device makes once a step."""
     most, first = in_flight_at_peak(chunks, schedule, prices, optimizer), {held[0] for held in schedule.held}
     agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
     shared = shared_parameters(chunks, schedule.placement, prices)
     for chunk, lent, share, section_of in zip(chunks, shared, shares, sections, strict=True):
         repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
-        step = PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, lent)
+        own = prices.on_block(schedule.placement[chunk.index])
+        step = PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, lent)
         windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
         yield cost_breakdown(step, agreement if chunk.index in first else 0.0, windows, section_of)
 

@@ -34,8 +34,8 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
     prices = solution.uncut.prices
     graph = solution.uncut.instance.graph
     dtype = working_dtype(graph)
-    devices = solution.layout.stages * prices.devices
-    possible = devices * prices.cluster.device.flops(dtype) * seconds
+    stages = range(solution.layout.stages)
+    possible = sum(prices.devices * prices.on_block(s).cluster.device.flops(dtype) for s in stages) * seconds
     return Predicted(
         step_seconds=seconds,
         compute_seconds=compute,

@@ -40,7 +40,14 @@ def planned_pipeline(
         hosts=shared.hosts if shared else (),
         speeds=shared.speeds if shared else (),
         own_statistics=own_statistics,
+        devices=_device_names(prices, breakdown.schedule.stages),
     )
+
+
+def _device_names(prices: Prices, stages: int) -> tuple[str, ...]:
+    if not prices.cluster.groups:
+        return ()
+    return tuple(prices.on_block(stage).cluster.device.name for stage in range(stages))
 
 
 def _chunk_figures(price: ChunkPrice) -> ChunkFigures:

@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.pipeline.microbatch import split_inputs
-from autopar.planner.request import PlanRequest, memory_limit_of
+from autopar.planner.request import PlanRequest, memory_limit_of, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
@@ -101,6 +101,11 @@ def _of_layout(
     return candidates, make_error
 
 
+def _limits(request: PlanRequest, layout: StageLayout) -> tuple[float, ...]:
+    """Bytes for each device, by pipeline rank."""
+    return tuple(map(float, stage_limits(request, layout.stages, math.prod(layout.mesh))))
+
+
 def _itself(error: Exception) -> Exception:
     return error
 
@@ -131,7 +136,7 @@ class _Pipeline:
             schedule=request.options.schedule,
             chunks=Restriction.of(request.options.layout).interleave,
             pins=dict(self.pinned),
-            memory_limit=float(memory_limit_of(request)),
+            limits=_limits(request, layout),
             solve=StagePrograms(inside, best, timings).solve,
             host_limit=usable_host_bytes(request.cluster),
             alone=self._alone(),
@@ -191,7 +196,7 @@ class _Solved:
         options = self.request.options
         if options.schedule not in (None, SOLVED):
             return self.candidate()
-        limit = float(memory_limit_of(self.request))
-        search = ScheduleSearch(options.schedule == SOLVED, limit, options.time_limit, options.solver_seed)
+        limits = _limits(self.request, self.solution.layout)
+        search = ScheduleSearch(options.schedule == SOLVED, limits, options.time_limit, options.solver_seed)
         better, warning = with_solved_schedule(self.solution, search)
         return replace(self, solution=better).candidate(warning)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -52,24 +53,28 @@ def exact_stages(solution: PipelineSolution) -> ExactStages:
 
 
 def search_within(request: PipelineRequest) -> PipelineSolution:
-    """The quickest pipeline whose rehearsed steps are within the limit. Cost breakdowns may be too low where a few
+    """The quickest pipeline whose rehearsed steps are within the limits. Cost breakdowns may be too low where a few
     large operations hold most memory. Raises what :func:`~.pipeline.search` raises."""
-    limit, allowed = request.memory_limit, request.memory_limit
+    limits, less = request.limits, 0.0
     for _ in range(ROUNDS):
-        solution = search(replace(request, memory_limit=allowed))
-        over = held_beyond(solution, limit)
+        solution = search(replace(request, limits=tuple(limit - less for limit in limits)))
+        over = held_beyond(solution, limits)
         if over <= 0:
             return solution
-        # The new limit excludes this pipeline, even if its cost breakdown is far below the old one.
+        # The new limits exclude this pipeline, even if its cost breakdown is far below the old ones.
         # 2% more than what is too much: chosen, so that few rounds are needed.
-        allowed = min(allowed - 1.02 * over, max(solution.breakdown.peaks) - 1.0)
-    raise InfeasibleError(f"no pipeline was found whose steps hold at most {limit:.0f} bytes")
+        spare = min(limit - held for limit, held in zip(limits, solution.breakdown.peaks, strict=True))
+        less = max(less + 1.02 * over, spare + 1.0)
+    most = ", ".join(f"{limit:.0f}" for limit in dict.fromkeys(limits))
+    raise InfeasibleError(f"no pipeline was found whose steps hold at most {most} bytes")
 
 
-def held_beyond(solution: PipelineSolution, limit: float) -> float:
-    """The bytes by which a step exceeds ``limit``. It is rehearsed only if its cost breakdown comes near the limit."""
-    exact = None if max(solution.breakdown.peaks) < NEAR * limit else exact_stages(solution).ranks
-    return 0.0 if exact is None else peak(exact[fullest(exact)]) - limit
+def held_beyond(solution: PipelineSolution, limits: Sequence[float]) -> float:
+    """The bytes by which a step exceeds the ``limits`` of its ranks. It is rehearsed only if its cost breakdown comes
+    near them."""
+    ranks = zip(solution.breakdown.peaks, limits, strict=True)
+    exact = exact_stages(solution).ranks if any(peak >= NEAR * limit for peak, limit in ranks) else None
+    return 0.0 if exact is None else max(peak(stage) - limit for stage, limit in zip(exact, limits, strict=True))
 
 
 def fullest(stages: tuple[ExactMemory, ...]) -> int:

@@ -71,7 +71,7 @@ def reprice(
         loss=prepared.loss,
         batch=batch,
         mesh=plan.mesh,
-        cluster=Cluster.get(cluster or plan.cluster),
+        cluster=Cluster.get(cluster or plan.cluster).among(plan.stages * math.prod(plan.mesh)),
         options=settings,
         model=plan.model,
         axis_names=plan.axis_names,

@@ -14,6 +14,7 @@ from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
+from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
 from autopar.placement.item_prices import parameter_bytes
 from autopar.placement.overlap_windows import hidden_gathers
@@ -49,13 +50,14 @@ def price_segments(
     candidates: tuple[CutCandidate, ...],
     segment_of: Mapping[str, int],
     uncut: MeshSolution,
+    breakdown: CostBreakdown,
     link: WirePrice,
 ) -> Segments:
     """The segments of ``graph`` between ``candidates``. ``uncut``: the solution for the graph with nodes for saved
-    activations; ``segment_of``: the result of :func:`segment_of_nodes`; ``link``: the slowest wire between stages.
-    Values that cross at a candidate are assumed to be sharded over the whole inner mesh, which is the least they can
-    take."""
-    instance, assignment, breakdown = uncut.instance, uncut.assignment, uncut.breakdown
+    activations, and its ``breakdown`` on the devices in question; ``segment_of``: the result of
+    :func:`segment_of_nodes`; ``link``: the slowest wire between stages. Values that cross at a candidate are assumed to
+    be sharded over the whole inner mesh, which is the least they can take."""
+    instance, assignment = uncut.instance, uncut.assignment
     count = len(candidates) + 1
     seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
     exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}

@@ -13,6 +13,8 @@ from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 
+from .stage_devices import blocks_worth
+
 # A stage may take less than its share of the program's bound, by up to this factor: the program overlaps messages with
 # the computation of all stages, a cost breakdown with that of one (4% apart in seven of eight plans, 11% in the other).
 SAFETY_FACTOR = 1.15
@@ -33,8 +35,8 @@ class StagePrograms:
         hosts.
 
         All stages share the work of a step, so at least one of them takes its share of the seconds without a memory
-        limit; a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if an earlier
-        solution shows that no pipeline can beat ``best``."""
+        limit (a quicker one, a larger share); a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if
+        nothing fits, or if an earlier solution shows that no pipeline can beat ``best``."""
         if self._least > SAFETY_FACTOR * self.best:
             raise InfeasibleError(
                 f"{repeats.stages} stages take at least {self._least:.3g} s: not searched with less memory"
@@ -43,5 +45,5 @@ class StagePrograms:
         solved = [
             solve_only(replace(limited, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.request)
         ]
-        self._least = min(solution.unlimited for solution in solved) / repeats.stages
+        self._least = min(solution.unlimited / blocks_worth(solution, repeats.stages) for solution in solved)
         return min(solved, key=lambda solution: solution.breakdown.seconds)

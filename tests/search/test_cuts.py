@@ -44,7 +44,7 @@ def test_no_cut_is_better(data: st.DataObject) -> None:
     chunks = data.draw(st.integers(1, 4))
     in_flight = tuple(range(chunks, 0, -1))
     limit = float(data.draw(st.integers(5, 60)))
-    found = best_cuts(segments, in_flight, limit)
+    found = best_cuts([segments] * chunks, in_flight, [limit] * chunks)
     ways = combinations(segments.starts, chunks - 1)
     least = min((slowest(segments, way, in_flight, limit) for way in ways), default=np.inf)
     if found is None:
@@ -54,20 +54,20 @@ def test_no_cut_is_better(data: st.DataObject) -> None:
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
-    assert best_cuts(make([1, 1, 1, 1, 4]), (1, 1), np.inf) == ("n4",)
+    assert best_cuts([make([1, 1, 1, 1, 4])] * 2, (1, 1), [np.inf] * 2) == ("n4",)
 
 
 def test_a_slow_wire_moves_the_cut() -> None:
     segments = make([1, 1, 1, 1])
     segments.wire[2] = 9.0
-    assert best_cuts(segments, (1, 1), np.inf) in (("n1",), ("n3",))
+    assert best_cuts([segments] * 2, (1, 1), [np.inf] * 2) in (("n1",), ("n3",))
 
 
 def test_more_chunks_than_segments_is_no_cut() -> None:
-    assert best_cuts(make([1, 1]), (1, 1, 1), np.inf) is None
+    assert best_cuts([make([1, 1])] * 3, (1, 1, 1), [np.inf] * 3) is None
 
 
 @pytest.mark.parametrize(("rank", "cut"), [(0, "n3"), (1, "n1")])
 def test_a_pinned_segment_lies_on_its_rank(rank: int, cut: str) -> None:
     allowed = np.array([-1, 0 if rank == 0 else 1, 0 if rank == 0 else 1, -1])
-    assert best_cuts(make([1, 1, 1, 1]), (1, 1), np.inf, np.array([0, 1]), allowed) == (cut,)
+    assert best_cuts([make([1, 1, 1, 1])] * 2, (1, 1), [np.inf] * 2, np.array([0, 1]), allowed) == (cut,)

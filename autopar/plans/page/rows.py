@@ -46,7 +46,7 @@ def baseline_rows(plan: PlanRecord) -> list[tuple[str, ...]]:
             rows.append((name, "not possible", "", ""))
             continue
         longer = f"{other.step_seconds / step - 1:+.0%}".replace("-0%", "+0%") if step else ""
-        fits = "" if other.peak_bytes <= plan.memory_limit else ", does not fit"
+        fits = "" if other.peak_bytes <= plan.least_limit else ", does not fit"
         rows.append((name, duration(other.step_seconds), longer, f"{size(other.peak_bytes)}{fits}"))
     return rows
 

@@ -33,7 +33,8 @@ def schedule_line(plan: PlanRecord) -> str:
 def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
     """The table of stages in at most ``budget`` lines (at least 4). If there are too few lines, messages of backward
     are left out first, then all messages, then stages."""
-    head = [schedule_line(plan), _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")]
+    columns = _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")
+    head = [schedule_line(plan), *_device_lines(plan), columns]
     groups = stage_groups(plan)
     for phases in (("forward", "backward"), ("forward",), ()):
         body = [line for group in groups for line in _group_lines(group, plan.microbatches, phases)]
@@ -44,6 +45,17 @@ def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
     busy = sorted(row.busy for row in hidden)
     more = f'… {len(hidden)} more stages, busy {duration(busy[0])} to {duration(busy[-1])}: plan.table(by="stage")'
     return head + body[:shown] + [more]
+
+
+def _device_lines(plan: PlanRecord) -> Iterator[str]:
+    """The line that says on which devices the stages lie, where there are several kinds."""
+    if plan.pipeline is None or not plan.pipeline.devices:
+        return
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for stage, kind in enumerate(zip(plan.pipeline.devices, plan.pipeline.limits, strict=True)):
+        kinds.setdefault(kind, []).append(str(stage))
+    parts = (f"{numbers(stages)} on {name} (at most {size(limit)})" for (name, limit), stages in kinds.items())
+    yield clip(f"stages {' · '.join(parts)}", page_width())
 
 
 def stage_groups(plan: PlanRecord) -> list[list[StageRow]]:

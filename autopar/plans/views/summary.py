@@ -377,6 +377,6 @@ def compared(plan: PlanRecord, other: Predicted | None) -> str:
     if other is None:
         return f"{'not possible':>21}"
     longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
-    fits = other.peak_bytes <= plan.memory_limit
+    fits = other.peak_bytes <= plan.least_limit
     note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")
     return f"{duration(other.step_seconds):>9} {longer:>+7.0%}   {note}"

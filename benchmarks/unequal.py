@@ -1,0 +1,203 @@
+"""Processes of unequal speed: the plan that is found beside the equal division, and beside plans cut by hand.
+
+    sudo python -m benchmarks.unequal [--rounds 3] [--steps 2] [--json] [--output FILE]
+
+Four local processes stand for machines: each is held to a share of a core by a quota of its control group
+(:mod:`.throttle`) while steps are timed, not while they are planned and compiled. The cluster says what was done: the
+device of ``local``, times the share. All plans live in one run and take turns; a step is forward, backward and AdamW,
+as long as on the slowest process. The same plans are priced, so predictions stand beside measurements.
+
+*Equal*: what the planner finds if it is told that all devices are alike, equally many layers on each, and data
+parallelism. *By hand*: the layers of each rank, or of each pair of ranks, the number of microbatches and the schedule
+are fixed; the rest is the planner's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar import Options
+from autopar.cluster.description import Cluster, Device, Group
+from autopar.plans.views.stages import modules_of_chunks
+
+from .local_ranks import run_as_ranks
+from .pipeline_plans import BATCH, SEQUENCE, make_batch, make_model, make_step
+from .report import describe_machine, emit, make_table
+from .step_time import measure
+from .throttle import throttled
+
+# Shares of a core. Their sum leaves a fifth of two cores to other programs, so that quotas bind, not the machine.
+SHARES = (0.6, 0.6, 0.2, 0.2)
+LAYERS = 8
+FOUND = "found"
+LOSS_TOLERANCE = 1e-4
+EQUAL: Mapping[str, Options] = {
+    "equal: told that all are alike": Options(),
+    "equal: data parallelism": Options(stages=1, zero=0),
+    "equal: 2 layers each, 1f1b, 8 microbatches": Options(),
+}
+
+
+def _cut(layers: Sequence[int], ranks: Sequence[int], schedule: str, microbatches: int) -> Options:
+    """``layers[i]`` layers, in the order of the model, on the stage ``ranks[i]``."""
+    places = [rank for rank, count in zip(ranks, layers, strict=True) for _ in range(count)]
+    pins = {f"transformer.h.{layer}": f"stage {rank}" for layer, rank in enumerate(places)}
+    return Options(stages=len(set(ranks)), schedule=schedule, microbatches=microbatches, pins=pins)
+
+
+_INORDER, _SLOW_FIRST = (0, 1, 2, 3), (2, 3, 0, 1)
+BY_HAND: Mapping[str, Options] = {
+    "3 3 1 1, 1f1b, 4 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 4),
+    "3 3 1 1, 1f1b, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 8),
+    "3 3 1 1, 1f1b, 16 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 16),
+    "3 3 1 1, zb-h1, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "zb-h1", 8),
+    "4 2 1 1, 1f1b, 8 microbatches": _cut((4, 2, 1, 1), _INORDER, "1f1b", 8),
+    "slow first: 1 1 3 3, 1f1b, 8 microbatches": _cut((1, 1, 3, 3), _SLOW_FIRST, "1f1b", 8),
+    "pairs: 6 2, 1f1b, 4 microbatches": _cut((6, 2), (0, 1), "1f1b", 4),
+    "pairs: 6 2, 1f1b, 8 microbatches": _cut((6, 2), (0, 1), "1f1b", 8),
+    "pairs, slow first: 2 6, 1f1b, 8 microbatches": _cut((2, 6), (1, 0), "1f1b", 8),
+    "pairs: 3 1 1 3, zb-v, 4 microbatches": _cut((3, 1, 1, 3), (0, 1, 1, 0), "zb-v", 4),
+}
+
+
+def slower(device: Device, factor: float) -> Device:
+    """``device`` at ``factor`` times its speed."""
+    return replace(
+        device,
+        name=f"{device.name} x {factor:.2g}",
+        peak_flops={name: rate * factor for name, rate in device.peak_flops.items()},
+        memory_bandwidth=device.memory_bandwidth * factor,
+        update_bandwidth=device.update_bandwidth * factor,
+        launch_seconds=device.launch_seconds / factor,
+        view_seconds=device.view_seconds / factor,
+        function_seconds=device.function_seconds / factor,
+    )
+
+
+def clusters() -> tuple[Cluster, Cluster]:
+    """The cluster of these processes, and one whose devices are alike, with the same sum of speeds."""
+    local = Cluster.get("local")
+    # The rates are those of processes that share cores; with a quota, none shares.
+    alone = local.sharing / local.cores
+    source = f"{local.source}; processes held to {', '.join(map(str, SHARES))} of a core"
+    alike = replace(
+        local, name="alike", sharing=1, cores=1.0, source=source,
+        device=slower(local.device, alone * sum(SHARES) / len(SHARES)),
+    )  # fmt: skip
+    groups = (Group(1, slower(local.device, alone * share)) for share in SHARES)
+    return replace(alike.with_groups(*groups), name="unequal"), alike
+
+
+def asked() -> Mapping[str, tuple[Options, Cluster]]:
+    """Every plan's options, and the cluster that it is planned for."""
+    unequal, alike = clusters()
+    equal = {**EQUAL, [*EQUAL][-1]: _cut((2, 2, 2, 2), _INORDER, "1f1b", 8)}
+    return {
+        FOUND: (Options(), unequal),
+        **{name: (options, alike) for name, options in equal.items()},
+        **{name: (options, unequal) for name, options in BY_HAND.items()},
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What each process does."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh, batch = init_device_mesh("cpu", (len(SHARES),)), make_batch()
+    models, steps, losses = {}, {}, {}
+    for name, (options, cluster) in asked().items():
+        if arguments.only and name not in arguments.only:
+            continue
+        model = models[name] = autopar.parallelize(make_model(), mesh, options=options, cluster=cluster)
+        steps[name] = make_step(model, model.optimizer(torch.optim.AdamW, lr=1e-4, foreach=False), batch)
+        losses[name] = [float(steps[name]()) for _ in range(2)]
+    expected = next(iter(losses.values()))
+    for name, found in losses.items():
+        error = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+        if error > LOSS_TOLERANCE:
+            raise RuntimeError(f"{name} trains otherwise: losses differ by {error:.1e} (relative)")
+    with throttled(SHARES[dist.get_rank()]):
+        seconds = measure(steps, arguments.rounds, arguments.steps, "cpu")
+    if dist.get_rank() == 0:
+        report(models, {name: statistics.median(found) for name, found in seconds.items()}, arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def layers_of(plan: autopar.Plan) -> str:
+    """The layers of each rank: ``3 3 1 1``; a rank's chunks are joined by ``+``."""
+    if plan.pipeline is None or plan.stages == 1:
+        return "all"
+    modules = modules_of_chunks(plan)
+    held = plan.pipeline.schedule.held
+    counts = [[sum(m.startswith("transformer.h.") for m in modules.get(c, ())) for c in chunks] for chunks in held]
+    return " ".join("+".join(map(str, each)) for each in counts)
+
+
+def _row(name: str, seconds: float, plan: autopar.Plan, found: float) -> tuple[str, ...]:
+    times = f"{seconds * 1e3:.0f}", f"{plan.predicted.step_seconds * 1e3:.0f}", f"{seconds / found:.2f}"
+    return name, *times, layers_of(plan), f"{plan.schedule} x {plan.microbatches}"
+
+
+def report(models: Mapping[str, Any], measured: Mapping[str, float], arguments: argparse.Namespace) -> None:
+    """Prints and writes the figures."""
+    plans = {name: model.plan for name, model in models.items()}
+    unequal, _ = clusters()
+    found, hands = measured[FOUND], [seconds for name, seconds in measured.items() if name in BY_HAND]
+    equals = [seconds for name, seconds in measured.items() if name in EQUAL]
+    figures = {
+        "benchmark": "unequal",
+        "model": f"GPT-2, {LAYERS} layers, width 256, batch {BATCH} x {SEQUENCE}, fp32, AdamW, {len(SHARES)} processes",
+        "shares_of_a_core": list(SHARES),
+        "throttled_by": "quotas of control groups",
+        "cluster": f"{unequal.name}: {unequal.source}",
+        "machine": describe_machine(),
+        "found_over_best_by_hand": found / min(hands, default=found),
+        "best_equal_over_found": min(equals, default=found) / found,
+        "plans": {
+            name: {
+                "measured_seconds": measured[name],
+                "predicted_seconds": plan.predicted.step_seconds,
+                "stages": plan.stages,
+                "layers": layers_of(plan),
+                "schedule": plan.schedule,
+                "microbatches": plan.microbatches,
+            }
+            for name, plan in plans.items()
+        },
+    }
+    names = sorted(measured, key=measured.__getitem__)
+    rows = [_row(name, measured[name], plans[name], found) for name in names]
+    caption = (
+        f"Found: {figures['found_over_best_by_hand']:.2f} times the best by hand; the best equal division takes "
+        f"{figures['best_equal_over_found']:.2f} times the found one"
+    )
+    columns = ("plan", "ms", "predicted", "/ found", "layers", "schedule")
+    emit(figures, make_table("unequal processes", columns, rows, caption), arguments.json, arguments.output)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    words = sys.argv[1:] if words is None else words
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each plan (default: 3)")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps of a turn (default: 2)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these plans")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON to FILE")
+    arguments = parser.parse_args(words)
+    return run_as_ranks("benchmarks.unequal", words, len(SHARES), lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
