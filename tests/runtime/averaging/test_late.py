@@ -27,12 +27,12 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
 def test_a_late_replica_delays_no_other_until_it_is_later_than_allowed(tmp_path: Path) -> None:
     data = batches(EVERY + STALENESS)
 
-    def work(rank: int, world: int) -> tuple[Weights, list[bool]]:
+    def work(rank: int, world: int) -> tuple[Weights, Weights, list[bool]]:
         model = autopar.parallelize(
             made(), (2,), data[0], options=Options(sync=LocalSGD(every=EVERY, staleness=STALENESS, mix=0.0))
         )
         optimizer: Any = model.optimizer(torch.optim.AdamW, lr=0.01)
-        began = []
+        began, sent = [], Weights()
         for step, batch in enumerate(data, 1):
             if rank == 1 and step == EVERY:
                 # Comes to the exchange only when the other is three steps ahead of it, which therefore has not waited.
@@ -42,11 +42,13 @@ def test_a_late_replica_delays_no_other_until_it_is_later_than_allowed(tmp_path:
             if rank == 1 and step == EVERY:
                 (tmp_path / "began").touch()
             optimizer.step()
+            if step == EVERY:
+                sent = whole(model)
             (tmp_path / f"step {step} of {rank}").touch()
             began.append((tmp_path / "began").exists())
-        return whole(model), began
+        return sent, whole(model), began
 
-    (first, began), (second, _) = run_local(work, 2, timeout=120.0, backend="gloo")
-    # The first replica went ahead, and after its last step has waited for the other to begin.
+    (first, ended, began), (second, _, _) = run_local(work, 2, timeout=120.0, backend="gloo")
+    # The first replica went ahead, and after its last step has waited for the other, to take the mean.
     assert not any(began[: EVERY + STALENESS - 2]) and began[-1]
-    assert_same([first], [second], 0.0)
+    assert_same([ended], [{name: (first[name] + second[name]) / 2 for name in first}])
