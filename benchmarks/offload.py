@@ -5,7 +5,7 @@
 First the machine is measured, as ``autopar calibrate`` and ``autopar calibrate --disk`` do, and the rate at which
 processes copy memory, which host memory is to them. Then one decoder trains under several plans in the same processes,
 taking turns: with everything on the device, with optimizer state in host memory, with optimizer state on the disk of
-``$AUTOPAR_OFFLOAD``, and with saved activations in host memory. Medians of rounds are compared with what the
+``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory. Medians of rounds are compared with what the
 plans say: of the step, and of the part that a tier changes, the update or the rest of the step.
 """
 
@@ -41,6 +41,7 @@ WAYS: Mapping[str, tuple[Any, str]] = {
     "optimizer state in host memory": ({"optimizer": "host", "activations": "device"}, "update"),
     "optimizer state on the disk": ({"optimizer": "nvme", "activations": "device"}, "update"),
     "activations in host memory": ({"optimizer": "device", "activations": "host"}, "rest"),
+    "weights in host memory": ({"optimizer": "device", "activations": "device", "weights": "host"}, "rest"),
 }
 # As long as states of the model's matrices are.
 COPIED_ELEMENTS = 1 << 20
@@ -81,7 +82,7 @@ def predicted(plan: Any) -> dict[str, float]:
 def work(rank: int, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """By way, predicted seconds, and those of each round; and whether losses are those of nothing offloaded."""
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    made = {}
+    made: dict[str, tuple[Any, torch.optim.Optimizer]] = {}
     for name, (offload, _) in WAYS.items():
         torch.manual_seed(0)
         model = Decoder(WIDTH, 8, LAYERS, VOCABULARY)

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from autopar.errors import OptionsError
 from autopar.offload import NVME_PIECE
-from autopar.runtime.state.disk import Buffer, offload_folder
+from autopar.runtime.state.disk import Buffer, DiskState, offload_folder
 from autopar.runtime.state.disk_visits import DiskVisits, Visitor
 from autopar.runtime.state.optimizer import make_optimizer
 
@@ -71,8 +71,8 @@ def measure_disk(seconds: float, meet: Callable[[], object]) -> DiskSample:
     tasks: list[tuple[Callable[[], object], int]] = [
         (lambda: visits.step(large), LARGE_COUNT),
         (_small_updates(), SMALL_COUNT),
-        (lambda: [each.read(buffer, piece) for each in files], LARGE_COUNT),
-        (lambda: [each.write(buffer, piece) for each in files], LARGE_COUNT),
+        (lambda: _each(files, lambda file: file.read(buffer, piece)), LARGE_COUNT),
+        (lambda: _each(files, lambda file: file.write(buffer, piece)), LARGE_COUNT),
     ]
     taken: list[list[float]] = [[] for _ in tasks]
     end, goes_on = time.perf_counter() + seconds, True
@@ -83,7 +83,13 @@ def measure_disk(seconds: float, meet: Callable[[], object]) -> DiskSample:
             task()
             times.append((time.perf_counter() - begin) / count)
         goes_on = _all_agree(len(taken[0]) < LEAST_ROUNDS or time.perf_counter() < end)
-    return DiskSample(*map(lower_quartile, taken), free=free)
+    whole, update, read, write = map(lower_quartile, taken)
+    return DiskSample(whole, update, read, write, free)
+
+
+def _each(files: Sequence[DiskState], move: Callable[[DiskState], None]) -> None:
+    for file in files:
+        move(file)
 
 
 def _all_agree(goes_on: bool) -> bool:

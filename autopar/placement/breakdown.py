@@ -160,7 +160,8 @@ def _swap_lines(step: PlacedStep) -> Iterator[CostLine]:
             place = step.assignment.parameters[node.name]
             seconds = weight_swap_seconds(step.prices, node, place, step.repeats, phases)
             module = node.target.rpartition(".")[0]
-            for phase in ("forward", "backward")[:phases]:
+            both: tuple[Phase, ...] = ("forward", "backward")
+            for phase in both[:phases]:
                 yield CostLine("swap", node.name, module, phase, seconds / phases, (), step.repeats.microbatches)
 
 

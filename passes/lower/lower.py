@@ -337,7 +337,7 @@ def refresh_section(job: Lowering) -> Section:
             value = emitter.emit(f"{node.name}_cast", CAST, (value,), (("dtype", node.type.dtype),))
         path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
         buckets.add(node.name, value, node.type, path)
-    done = buckets.finish()
+    done = dict(buckets.finish())
     for node in nodes:
         if node.name in job.assignment.offloaded:
             # A working copy goes there; the stored weight is there.

@@ -230,8 +230,8 @@ def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
     owned = [p for p in program.parameters if program.stage_of(p.owner) == program.stage]
     stored: dict[str, Any] = {}
     for parameter in owned:
-        chunk, slot = program.chunks[parameter.owner], parameter.slot
-        (stored[slot.target],) = _stored(chunk, [slot], lambda each: _empty(each, groups))
+        owner, slot = program.chunks[parameter.owner], parameter.slot
+        (stored[slot.target],) = _stored(owner, [slot], lambda each: _empty(each, groups))
     with torch.no_grad(), StorageMeter() as meter:
         record = _Record(meter, list(stored.values()))
         working: dict[int, dict[str, torch.Tensor]] = {}
