@@ -41,7 +41,7 @@ class ReshardStep:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer, offload (optimizer state to the device and back), swap (a saved activation to host memory and
+    refresh, optimizer, offload (optimizer state to the device and back), swap (a saved activation or a weight to host memory and
     back), or hidden: minus the communication that computation overlaps. ``name`` is the node
     computed, the value moved, or where communication is overlapped; it happens ``times`` a step (once for each
     microbatch, or once), on the devices of pipeline stage ``stage``.

@@ -353,7 +353,7 @@ def _layers(path: str, plan: PlanRecord, alike: list[str]) -> str:
 _WHAT = {
     "optimizer": "update",
     "offload": "optimizer state to the device and back",
-    "swap": "saved for backward in host memory: there and back",
+    "swap": "rests in host memory: there and back",
 }
 
 
