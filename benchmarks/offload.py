@@ -47,7 +47,7 @@ WAYS: Mapping[str, tuple[Any, str]] = {
 COPIED_ELEMENTS = 1 << 20
 
 
-def copy_bandwidth(rank: int, rounds: int) -> float:
+def copy_bandwidth(rank: int, world: int, rounds: int) -> float:
     """Bytes per second at which a process copies to new memory and back, while all do."""
     source, seconds = torch.ones(COPIED_ELEMENTS), list[float]()
     for _ in range(10 * rounds):
@@ -62,7 +62,7 @@ def measured_cluster(processes: int) -> Cluster:
     """This machine, with its disk."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "local.toml")
-        return calibrate_disk(calibrate(processes, 40.0, path), processes, 10.0, path)
+        return calibrate_disk(calibrate(processes, 25.0, path), processes, 6.0, path)
 
 
 def with_host_memory(cluster: Cluster, processes: int, rounds: int) -> Cluster:
@@ -79,7 +79,7 @@ def predicted(plan: Any) -> dict[str, float]:
     return {"step": plan.predicted.step_seconds, "update": update, "rest": plan.predicted.step_seconds - update}
 
 
-def work(rank: int, cluster: Cluster, rounds: int) -> dict[str, Any]:
+def work(rank: int, world: int, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """By way, predicted seconds, and those of each round; and whether losses are those of nothing offloaded."""
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
     made: dict[str, tuple[Any, torch.optim.Optimizer]] = {}
@@ -89,7 +89,7 @@ def work(rank: int, cluster: Cluster, rounds: int) -> dict[str, Any]:
         options = autopar.Options(
             offload=offload, stages=1, mesh_search=False, microbatches=1, zero=1, recompute="none", check_inputs="never"
         )
-        parallel = autopar.parallelize(model, (dist.get_world_size(),), (ids,), options=options, cluster=cluster)
+        parallel = autopar.parallelize(model, (world,), (ids,), options=options, cluster=cluster)
         made[name] = parallel, parallel.optimizer(torch.optim.AdamW, lr=1e-3)
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in made}
     losses: dict[str, list[float]] = {name: [] for name in made}
