@@ -12,6 +12,7 @@ plans say: of the step, and of the part that a tier changes, the update or the r
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -142,6 +143,7 @@ def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, A
         "parameters": sum(p.numel() for p in Decoder(WIDTH, 8, LAYERS, VOCABULARY).parameters()),
         "ways": rows,
         "seconds": time.perf_counter() - begin,
+        "load_average": os.getloadavg()[0],  # Of the last minute: above the processes, others were at work too.
     }
 
 
