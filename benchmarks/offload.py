@@ -5,8 +5,9 @@
 First the machine is measured, as ``autopar calibrate`` and ``autopar calibrate --disk`` do, and the rate at which
 processes copy memory, which host memory is to them. Then one decoder trains under several plans in the same processes,
 taking turns: with everything on the device, with optimizer state in host memory, with optimizer state on the disk of
-``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory. Medians of rounds are compared with what the
-plans say: of the step, and of the part that a tier changes, the update or the rest of the step.
+``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory. The disk is measured again between the
+steps, and priced so. Medians of rounds are compared with what the plans say: of the step, and of the part that a tier
+changes, the update or the rest of the step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import torch.distributed as dist
 from rich.table import Table
 
 import autopar
-from autopar.calibration.disk import calibrate_disk
+from autopar.calibration.disk import calibrate_disk, with_disk
 from autopar.calibration.machine import calibrate
+from autopar.calibration.measure_disk import DiskRounds, DiskSample
 from autopar.cluster.description import Cluster, machine_memory
 from autopar.runtime.launch import run_local
 
@@ -80,21 +82,33 @@ def predicted(plan: Any) -> dict[str, float]:
     return {"step": plan.predicted.step_seconds, "update": update, "rest": plan.predicted.step_seconds - update}
 
 
-def work(rank: int, world: int, cluster: Cluster, rounds: int) -> dict[str, Any]:
-    """By way, predicted seconds, and those of each round; and whether losses are those of nothing offloaded."""
-    ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+def token_ids() -> torch.Tensor:
+    """The batch."""
+    return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def options_of(offload: Any) -> autopar.Options:
+    """Of all ways; only ``offload`` differs."""
+    return autopar.Options(
+        offload=offload, stages=1, mesh_search=False, microbatches=1, zero=1, recompute="none", check_inputs="never"
+    )
+
+
+def work(rank: int, world: int, cluster: Cluster, rounds: int) -> tuple[dict[str, Any], DiskSample]:
+    """By way, seconds of each round, and whether losses are those of nothing offloaded; and the disk, measured between
+    the steps."""
+    ids = token_ids()
     made: dict[str, tuple[Any, torch.optim.Optimizer]] = {}
     for name, (offload, _) in WAYS.items():
         torch.manual_seed(0)
         model = Decoder(WIDTH, 8, LAYERS, VOCABULARY)
-        options = autopar.Options(
-            offload=offload, stages=1, mesh_search=False, microbatches=1, zero=1, recompute="none", check_inputs="never"
-        )
-        parallel = autopar.parallelize(model, (world,), (ids,), options=options, cluster=cluster)
+        parallel = autopar.parallelize(model, (world,), (ids,), options=options_of(offload), cluster=cluster)
         made[name] = parallel, parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+    disk = DiskRounds(dist.barrier)
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in made}
     losses: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(rounds + 2):
+        disk.once()
         for name, (model, optimizer) in made.items():
             dist.barrier()
             begin = time.perf_counter()
@@ -107,30 +121,27 @@ def work(rank: int, world: int, cluster: Cluster, rounds: int) -> dict[str, Any]
             optimizer.zero_grad()
             if turn > 1:  # The first steps make state and files.
                 seconds[name].append({"step": end - begin, "update": end - middle, "rest": middle - begin})
-    return {
-        name: {
-            "predicted": predicted(model.plan),
-            "rounds": seconds[name],
-            "same_losses": losses[name] == losses["nothing"],
-            "peak_bytes": model.plan.predicted.peak_bytes,
-        }
-        for name, (model, _) in made.items()
-    }
+    ways = {name: {"rounds": seconds[name], "same_losses": losses[name] == losses["nothing"]} for name in made}
+    return ways, disk.sample(statistics.median)
 
 
 def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, Any]:
     """All figures of a run."""
     begin = time.perf_counter()
     whole = with_host_memory(measured_cluster(processes, cluster), processes, rounds)
-    found = run_local(work, processes, timeout=900, args=(whole, rounds))[0]
+    ranks = run_local(work, processes, timeout=900, args=(whole, rounds))
+    # On a machine with other work the disk is as slow as it was between these steps.
+    whole = replace(whole, device=with_disk(whole.device, [sample for _, sample in ranks]))
     rows = []
-    for name, (_, part) in WAYS.items():
-        each = found[name]
+    for name, (offload, part) in WAYS.items():
+        each, model = ranks[0][0][name], Decoder(WIDTH, 8, LAYERS, VOCABULARY)
+        plan = autopar.plan(model, (processes,), (token_ids(),), cluster=whole, options=options_of(offload))
+        said = predicted(plan)
         measured = {k: statistics.median(r[k] for r in each["rounds"]) for k in ("step", "update", "rest")}
         rows.append({
-            "offloaded": name, "part": part, "predicted": each["predicted"], "measured": measured,
-            "error": {k: each["predicted"][k] / measured[k] - 1 for k in measured},
-            "same_losses": each["same_losses"], "peak_bytes": each["peak_bytes"], "rounds": each["rounds"],
+            "offloaded": name, "part": part, "predicted": said, "measured": measured,
+            "error": {k: said[k] / measured[k] - 1 for k in measured},
+            "same_losses": each["same_losses"], "peak_bytes": plan.predicted.peak_bytes, "rounds": each["rounds"],
         })  # fmt: skip
     device = whole.device
     names = ("nvme_read_bandwidth", "nvme_write_bandwidth", "nvme_latency", "host_bandwidth")

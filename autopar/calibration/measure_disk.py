@@ -57,34 +57,52 @@ class DiskSample:
         return DiskSample(**json.loads(text))
 
 
-def measure_disk(seconds: float, meet: Callable[[], object]) -> DiskSample:
-    """Measures for about ``seconds``; all processes call this at once, and ``meet`` waits for all. Raises
-    :class:`OptionsError` if the folder's disk has too little room."""
-    # Before anything is written: the same on all processes.
-    free = shutil.disk_usage(offload_folder()).free
-    needed = 4 * 4 * MOMENTS * (LARGE_COUNT * LARGE + SMALL_COUNT * SMALL)
-    if free < needed:
-        raise OptionsError(f"{offload_folder()} has {free} bytes free; measuring its disk takes {needed} per process")
-    visits, buffer = DiskVisits(), Buffer()
-    large = _resting(visits)
-    files, piece = [v.files for v in large if v.files is not None], large[0].pieces[0]
-    tasks: list[tuple[Callable[[], object], int]] = [
-        (lambda: visits.step(large), LARGE_COUNT),
-        (_small_updates(), SMALL_COUNT),
-        (lambda: _each(files, lambda file: file.read(buffer, piece)), LARGE_COUNT),
-        (lambda: _each(files, lambda file: file.write(buffer, piece)), LARGE_COUNT),
-    ]
-    taken: list[list[float]] = [[] for _ in tasks]
-    end, goes_on = time.perf_counter() + seconds, True
-    while goes_on:
-        for (task, count), times in zip(tasks, taken, strict=True):
-            meet()
+class DiskRounds:
+    """What is measured of the disk, round by round; all processes call everything at once, and ``meet`` waits for all.
+    Raises :class:`OptionsError` if the folder's disk has too little room."""
+
+    def __init__(self, meet: Callable[[], object]) -> None:
+        # Before anything is written: the same on all processes.
+        self.meet, self.free = meet, shutil.disk_usage(offload_folder()).free
+        needed = 4 * 4 * MOMENTS * (LARGE_COUNT * LARGE + SMALL_COUNT * SMALL)
+        if self.free < needed:
+            raise OptionsError(
+                f"{offload_folder()} has {self.free} bytes free; measuring its disk takes {needed} per process"
+            )
+        visits, buffer = DiskVisits(), Buffer()
+        large = _resting(visits)
+        files, piece = [v.files for v in large if v.files is not None], large[0].pieces[0]
+        self._tasks: list[tuple[Callable[[], object], int]] = [
+            (lambda: visits.step(large), LARGE_COUNT),
+            (_small_updates(), SMALL_COUNT),
+            (lambda: _each(files, lambda file: file.read(buffer, piece)), LARGE_COUNT),
+            (lambda: _each(files, lambda file: file.write(buffer, piece)), LARGE_COUNT),
+        ]
+        self.taken: list[list[float]] = [[] for _ in self._tasks]
+        meet()
+
+    def once(self) -> None:
+        """Another round."""
+        for (task, count), times in zip(self._tasks, self.taken, strict=True):
+            self.meet()
             begin = time.perf_counter()
             task()
             times.append((time.perf_counter() - begin) / count)
-        goes_on = _all_agree(len(taken[0]) < LEAST_ROUNDS or time.perf_counter() < end)
-    whole, update, read, write = map(lower_quartile, taken)
-    return DiskSample(whole, update, read, write, free)
+
+    def sample(self, typical: Callable[[Sequence[float]], float] = lower_quartile) -> DiskSample:
+        """All rounds in one."""
+        whole, update, read, write = map(typical, self.taken)
+        return DiskSample(whole, update, read, write, self.free)
+
+
+def measure_disk(seconds: float, meet: Callable[[], object]) -> DiskSample:
+    """Measures for about ``seconds``; see :class:`DiskRounds`."""
+    rounds = DiskRounds(meet)
+    end, goes_on = time.perf_counter() + seconds, True
+    while goes_on:
+        rounds.once()
+        goes_on = _all_agree(len(rounds.taken[0]) < LEAST_ROUNDS or time.perf_counter() < end)
+    return rounds.sample()
 
 
 def _each(files: Sequence[DiskState], move: Callable[[DiskState], None]) -> None:
