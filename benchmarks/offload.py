@@ -61,11 +61,11 @@ def copy_bandwidth(rank: int, world: int, rounds: int) -> float:
     return 2 * 4 * COPIED_ELEMENTS / statistics.median(seconds)
 
 
-def measured_cluster(processes: int, known: Cluster | None) -> Cluster:
-    """This machine, with its disk as it is now. ``known``: all but the disk; None: it is measured."""
+def measured_cluster(processes: int) -> Cluster:
+    """This machine, with its disk."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "local.toml")
-        return calibrate_disk(known or calibrate(processes, 25.0, path), processes, 6.0, path)
+        return calibrate_disk(calibrate(processes, 25.0, path), processes, 6.0, path)
 
 
 def with_host_memory(cluster: Cluster, processes: int, rounds: int) -> Cluster:
@@ -128,7 +128,7 @@ def work(rank: int, world: int, cluster: Cluster, rounds: int) -> tuple[dict[str
 def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, Any]:
     """All figures of a run."""
     begin = time.perf_counter()
-    whole = with_host_memory(measured_cluster(processes, cluster), processes, rounds)
+    whole = with_host_memory(cluster or measured_cluster(processes), processes, rounds)
     ranks = run_local(work, processes, timeout=900, args=(whole, rounds))
     # On a machine with other work the disk is as slow as it was between these steps.
     whole = replace(whole, device=with_disk(whole.device, [sample for _, sample in ranks]))
@@ -174,7 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--cluster", help="a description of this machine, of which only the disk is measured then")
+    parser.add_argument(
+        "--cluster", help="a description of this machine, with a disk, of which only the disk is measured then"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", help="also write the JSON to this file")
     given = parser.parse_args(arguments)
