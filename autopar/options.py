@@ -82,8 +82,9 @@ class Options:
             modules). None: whatever makes the step fit into memory at least cost, nothing if it fits without.
         offload: what rests outside of the device's memory. ``"optimizer"`` state, in host memory or on a local disk
             (``"nvme"``, in a folder of ``$AUTOPAR_OFFLOAD``), is on the device only for its update; saved
-            ``"activations"``, in host memory, only in the forward and backward that compute with them. A dict fixes the
-            tier of each kind, ``{"optimizer": "nvme", "activations": "device"}``; so does text, ``"optimizer=nvme"``.
+            ``"activations"``, in host memory, only in the forward and backward that compute with them; ``"weights"``,
+            in host memory of processes without accelerators, for each use. A dict fixes the tier of each kind,
+            ``{"optimizer": "nvme", "activations": "device"}``; so does text, ``"optimizer=nvme"``.
             What it does not name is searched. True: the state of every parameter in host memory; False: nothing; None:
             whatever makes the step fit into memory at least cost, nothing if it fits without.
             ``model.optimizer(...)`` implements it for the state.

@@ -95,9 +95,9 @@ def summary(rows: Mapping[str, Row]) -> str:
     traced = [row for row in rows.values() if "failed" not in row]
     count = Counter(key for row in traced for key in ("as_it_is", "own_statistics", "stages") if row[key] == ACCEPTED)
     return (
-        f"{len(rows)} models, {len(rows) - len(traced)} that cannot be traced; {count['as_it_is']} of {len(traced)} "
-        f'are divided into microbatches as they are, {count["own_statistics"]} under batch_statistics="microbatch", '
-        f"and {count['stages']} are cut into two stages"
+        f"{len(rows)} of the {len(ZOO)} models of the zoo, {len(rows) - len(traced)} that cannot be traced; "
+        f"{count['as_it_is']} of {len(traced)} are divided into microbatches as they are, {count['own_statistics']} "
+        f'under batch_statistics="microbatch", and {count["stages"]} are cut into two stages'
     )
 
 

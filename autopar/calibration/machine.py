@@ -37,15 +37,16 @@ _WORKER = (
 )
 
 
-def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:
-    """Starts the processes, waits at most three times ``seconds`` and a minute, and ends them in any case."""
+def run_processes(worker: str, processes: int, seconds: float, threads: int, folder: Path) -> tuple[str, ...]:
+    """Starts processes that run the code ``worker``, waits at most three times ``seconds`` and a minute, and ends them
+    in any case. Returns what each wrote to ``folder/<rank>.json``. Raises :class:`WorkerError`."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     running = []
     try:
         for rank in range(processes):
-            command = [sys.executable, "-c", _WORKER, str(folder), str(rank), str(processes), str(seconds)]
+            command = [sys.executable, "-c", worker, str(folder), str(rank), str(processes), str(seconds)]
             with open(folder / f"{rank}.log", "w") as log:
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         _wait(running, time.monotonic() + STARTUP_SECONDS + 3 * seconds + 60, folder)
@@ -53,7 +54,7 @@ def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -
         for process in running:
             process.kill()
             process.wait()
-    return tuple(Samples.from_json((folder / f"{rank}.json").read_text()) for rank in range(processes))
+    return tuple((folder / f"{rank}.json").read_text() for rank in range(processes))
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: Path) -> None:
@@ -85,8 +86,8 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: FileName | None =
     threads = max(1, available_cores() // processes)
     with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
         work = max(1.0, seconds - STARTUP_SECONDS)
-        samples = _run_processes(processes, work, threads, Path(folder))
-    cluster = fit_cluster(samples, threads)
+        texts = run_processes(_WORKER, processes, work, threads, Path(folder))
+    cluster = fit_cluster(tuple(map(Samples.from_json, texts)), threads)
     target = path if path is not None else local_file()
     write_cluster(target, cluster)
     if torch.cuda.is_available():

@@ -54,13 +54,22 @@ class ParameterPlacement:
     offload: Tier | Literal[""] = ""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightInHost(ParameterPlacement):
+    """The placements of a parameter whose stored weight rests in host memory and visits the device for each use."""
+
+    @property
+    def plain(self) -> ParameterPlacement:
+        return ParameterPlacement(self.weight, self.gradient, self.optimizer, self.offload)
+
+
 @dataclass(frozen=True)
 class Assignment:
     """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node
     name. ``sends[name]``: the placements in which the value ``name`` is sent to other pipeline stages. ``recomputed``:
     the forward nodes that backward runs again (:func:`autopar.passes.recompute.recompute.recomputed` carries it
-    out). ``offloaded``: the saved activations that rest in host memory (:mod:`autopar.passes.lower.lower` carries it
-    out)."""
+    out). ``offloaded``: the saved activations and the parameters that rest in host memory
+    (:mod:`autopar.passes.lower.lower` carries it out)."""
 
     mesh: tuple[int, ...]
     strategies: Mapping[str, Strategy]

@@ -41,9 +41,9 @@ class ReshardStep:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer, offload (optimizer state to the device and back), swap (a saved activation to host memory and
-    back), or hidden: minus the communication that computation overlaps. ``name`` is the node
-    computed, the value moved, or where communication is overlapped; it happens ``times`` a step (once for each
+    refresh, optimizer, offload (optimizer state to the device and back), swap (a saved activation or a weight to host
+    memory and back), or hidden: minus the communication that computation overlaps. ``name`` is the node computed,
+    the value moved, or where communication is overlapped; it happens ``times`` a step (once for each
     microbatch, or once), on the devices of pipeline stage ``stage``.
     """
 
@@ -188,7 +188,8 @@ class PlanRecord:
         rules: where the sharding rules of an operation come from: written, DTensor, registered, probed, or fallback and
             why there are none.
         recomputed: the forward nodes that backward runs again because memory is short; their copies are nodes too.
-        offloaded: the saved activations that rest in host memory from forward to backward.
+        offloaded: the saved activations that rest in host memory from forward to backward, and the parameters whose
+            stored weights do between their uses.
         precision: the policy (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
         layout: the fields of the layout that restricted the search, as ``Layout.parse`` reads them; "" if none did.
         tied: other names of tied parameters: the name under which ``parameters`` has them.

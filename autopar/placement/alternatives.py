@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.assignment import Assignment, ParameterPlacement, WeightInHost
 from autopar.ir.graph import Graph
 from autopar.ir.node import DTYPE_NAMES, SAVED_ACTIVATION, Node
 from autopar.ir.placements import short
@@ -161,6 +161,7 @@ def choice_text(choice: Choice) -> str:
         return str(choice)
     weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))
     host = f" in {TIER_NAMES[choice.offload]}" if choice.offload else ""
+    away = f" in {TIER_NAMES['host']}" if isinstance(choice, WeightInHost) else ""
     if weight == gradient == optimizer:
-        return weight + (", optimizer state" + host if host else "")
-    return f"weight {weight}, gradient {gradient}, optimizer {optimizer}{host}"
+        return weight + (f", weight{away}" if away else "") + (", optimizer state" + host if host else "")
+    return f"weight {weight}{away}, gradient {gradient}, optimizer {optimizer}{host}"

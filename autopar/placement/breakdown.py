@@ -22,10 +22,11 @@ from .item_prices import (
     offload_seconds,
     optimizer_seconds,
     swap_seconds,
+    weight_swap_seconds,
 )
 from .memory_bound import Memory, memory
 from .overlap_windows import OverlapWindow, Priced, seconds_of_sections, windows_of
-from .placed_step import PlacedStep, trained
+from .placed_step import PlacedStep, phases_of, trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,15 @@ def _swap_lines(step: PlacedStep) -> Iterator[CostLine]:
             # Both ways are paid in equal parts: out in forward, and back in backward.
             for phase in ("forward", "backward"):
                 yield CostLine("swap", node.name, node.module, phase, seconds / 2, (), step.repeats.microbatches)
+    phases = phases_of(step.graph)
+    for node in step.graph.placeholders("param"):
+        if node.name in step.assignment.offloaded:
+            place = step.assignment.parameters[node.name]
+            seconds = weight_swap_seconds(step.prices, node, place, step.repeats, phases)
+            module = node.target.rpartition(".")[0]
+            both: tuple[Phase, ...] = ("forward", "backward")
+            for phase in both[:phases]:
+                yield CostLine("swap", node.name, module, phase, seconds / phases, (), step.repeats.microbatches)
 
 
 def _shared_parameter_lines(step: PlacedStep) -> Iterator[CostLine]:

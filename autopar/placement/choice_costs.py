@@ -10,9 +10,10 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost import usable_nvme_bytes
-from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed
+from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Strategy
+from autopar.offload import NVME_BUFFERS
 from autopar.optimizers import optimizer_bytes
 from autopar.passes.recompute.recomputable import live_shares
 from autopar.solver.problem import Group, Transfer
@@ -27,10 +28,13 @@ from .item_prices import (
     offloaded_bytes,
     optimizer_seconds,
     parameter_bytes,
+    piece_bytes,
     swap_seconds,
     temporary_bytes,
+    weight_bytes,
+    weight_swap_seconds,
 )
-from .memory_bound import NVME_BUFFERS
+from .placed_step import phases_of
 from .prices import local_bytes
 
 
@@ -89,20 +93,25 @@ class ChoiceCosts:
 
     def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
         prices, optimizer = self.choice_sets.prices, self.choice_sets.optimizer
-        parts = parameter_bytes(prices, node, place, optimizer)
-        casting = casting_seconds(prices, node, place)
+        weight, gradient, state = parameter_bytes(prices, node, place, optimizer)
+        seconds = casting_seconds(prices, node, place)
+        fetched = 0
+        if isinstance(place, WeightInHost):
+            repeats, phases = self.choice_sets.repeats, phases_of(self.choice_sets.graph)
+            seconds += weight_swap_seconds(prices, node, place, repeats, phases)
+            weight, fetched = 0, local_bytes(node.type, place.weight, prices.mesh)
         if node.target not in self.choice_sets.trained:
-            return casting, float(parts[0]), 0.0
-        seconds = casting + optimizer_seconds(prices, node, place, optimizer)
+            return seconds, float(weight), float(fetched)
+        seconds += optimizer_seconds(prices, node, place, optimizer)
         seconds += offload_seconds(prices, node, place, optimizer)
         if place.weight != place.optimizer:
             seconds += prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
-        visiting = offloaded_bytes(prices, node, place, optimizer)
+        visiting = piece_bytes(prices, node, place, optimizer)
         if place.offload == "nvme" and not prices.cluster.device.has_host:
             visiting *= NVME_BUFFERS
         if place.offload == "nvme" and not self._fits_on_disk(node, place):
             seconds = math.inf
-        return seconds, float(sum(parts)), float(visiting)
+        return seconds, float(weight + gradient + state), float(max(visiting, fetched))
 
     def _fits_on_disk(self, node: Node, place: ParameterPlacement) -> bool:
         """Whether the disk has room for this share of every parameter's state. The disk is far larger than memory, so
@@ -131,10 +140,12 @@ class ChoiceCosts:
         if isinstance(choice, Offloaded):
             held = local_bytes(node.type, choice.outputs[0], choice_sets.prices.mesh)
             return held * choice_sets.repeats.in_flight
-        if not isinstance(choice, ParameterPlacement) or node.target not in choice_sets.trained:
+        if not isinstance(choice, ParameterPlacement):
             return 0
-        is_here = choice.offload == "host"
-        return offloaded_bytes(choice_sets.prices, node, choice, choice_sets.optimizer) if is_here else 0
+        weight = weight_bytes(choice_sets.prices, node, choice) if isinstance(choice, WeightInHost) else 0
+        has_state = choice.offload == "host" and node.target in choice_sets.trained
+        state = offloaded_bytes(choice_sets.prices, node, choice, choice_sets.optimizer) if has_state else 0
+        return weight + state
 
     def _run_seconds(self, node: Node, choice: Strategy) -> float:
         """Seconds of one node in all microbatches."""

@@ -16,7 +16,7 @@ from autopar.offload import TIERS, Destination
 from autopar.optimizers import optimizer_bytes
 from autopar.passes.recompute.recomputable import Recomputable
 
-from .parameter_choices import parameter_choices, with_state_in
+from .parameter_choices import parameter_choices, with_state_in, with_weight_in_host
 from .placed_step import trained
 from .prices import Prices
 
@@ -97,7 +97,8 @@ class ChoiceSets:
         places = parameter_choices(strategies, is_trained)
         has_state = is_trained and optimizer_bytes(self.optimizer, node.stored)
         tiers = [tier for tier in TIERS["optimizer"] if ("optimizer", tier) in self.offload and has_state]
-        return (*places, *(place for tier in tiers for place in with_state_in(tier, places)))
+        places = (*places, *(place for tier in tiers for place in with_state_in(tier, places)))
+        return (*places, *(with_weight_in_host(places) if ("weights", "host") in self.offload else ()))
 
 
 def recomputed_strategy(strategy: Strategy) -> Recomputed:

@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import Assignment, Offloaded, ParameterPlacement, Recomputed
+from autopar.ir.assignment import Assignment, Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import Strategy
@@ -35,6 +35,7 @@ from .choices import Choice, ChoiceSets, offloaded_strategy, recomputed_strategy
 from .edge_costs import Transfers
 from .edges import TensorEdge, find_edges
 from .formulation_windows import instance_windows
+from .parameter_choices import with_weight_in_host
 from .prices import Prices
 
 
@@ -77,7 +78,10 @@ class Instance:
         for node in self.graph.nodes:
             group = self.group_of(node.name)
             choice = self.choices[group][int(chosen[group])]
-            if isinstance(choice, ParameterPlacement):
+            if isinstance(choice, WeightInHost):
+                parameters[node.name] = choice.plain
+                offloaded.add(node.name)
+            elif isinstance(choice, ParameterPlacement):
                 parameters[node.name] = choice
             elif isinstance(choice, Recomputed):
                 strategies[node.name] = choice.plain
@@ -104,6 +108,8 @@ class Instance:
                 choice = recomputed_strategy(choice)
             if name in assignment.offloaded and isinstance(choice, Strategy):
                 choice = offloaded_strategy(choice)
+            if name in assignment.offloaded and isinstance(choice, ParameterPlacement):
+                (choice,) = with_weight_in_host((choice,))
             picked.append(choices.index(choice) if choice is not None else 0)
         return np.array(picked, dtype=np.int64)
 

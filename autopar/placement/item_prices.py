@@ -15,6 +15,7 @@ from autopar.ir.microbatching import Repeats
 from autopar.ir.node import CAST, SAVED_ACTIVATION, VIEWS, Node, TensorType, Value
 from autopar.ir.placements import Placements, Strategy
 from autopar.layout import MASTER_BYTES
+from autopar.offload import NVME_PIECE
 from autopar.ops.write_rows import WRITE_ROWS
 from autopar.optimizers import optimizer_bytes
 
@@ -49,14 +50,29 @@ def casting_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> fl
 
 
 def parameter_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
-    """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working copy in another
-    placement or dtype, in addition to the stored shard, counts as weight. State in another tier does not count."""
+    """Bytes (weights, gradients, optimizer state) of one trained parameter: of the last two on a device, of weights
+    wherever they rest. State in another tier does not count."""
     shard = local_type(node.stored, place.optimizer, prices.mesh)
-    has_working_copy = place.weight != place.optimizer or node.stored != node.type
-    working = local_bytes(node.type, place.weight, prices.mesh) if has_working_copy else 0
     gradient = local_bytes(node.stored, place.gradient, prices.mesh)
     state = 0 if place.offload else int(optimizer_bytes(optimizer, shard))
-    return int(shard.bytes) + working, gradient, state
+    return weight_bytes(prices, node, place), gradient, state
+
+
+def weight_bytes(prices: Prices, node: Node, place: ParameterPlacement) -> int:
+    """Bytes of the stored shard of a parameter, and of its working copy if that has other placements or another
+    dtype."""
+    has_working_copy = place.weight != place.optimizer or node.stored != node.type
+    working = local_bytes(node.type, place.weight, prices.mesh) if has_working_copy else 0
+    return local_bytes(node.stored, place.optimizer, prices.mesh) + working
+
+
+def weight_swap_seconds(prices: Prices, node: Node, place: ParameterPlacement, repeats: Repeats, phases: int) -> float:
+    """Seconds in a step to bring a weight that rests in host memory to the device, once in each of ``phases`` (forward,
+    backward) of every microbatch. It is read ahead, but none of that is counted as hidden; backward is counted for all,
+    though it does not read tables and biases. A working copy is written there once a step."""
+    device, count = prices.cluster.device, local_bytes(node.type, place.weight, prices.mesh)
+    has_working_copy = place.weight != place.optimizer or node.stored != node.type
+    return device.host_transfer(count) * (phases * repeats.microbatches + has_working_copy)
 
 
 def offloaded_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> int:
@@ -66,15 +82,33 @@ def offloaded_bytes(prices: Prices, node: Node, place: ParameterPlacement, optim
     )
 
 
+def disk_pieces(prices: Prices, node: Node, place: ParameterPlacement) -> int:
+    """The pieces in which state on a disk is read, updated and written (:data:`autopar.offload.NVME_PIECE`)."""
+    return max(1, -(-int(local_type(node.stored, place.optimizer, prices.mesh).numel) // NVME_PIECE))
+
+
+def piece_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> int:
+    """The most bytes of a parameter's state in another tier that are on the device at once while it is updated: all of
+    that in host memory, a piece of that on a disk."""
+    count = offloaded_bytes(prices, node, place, optimizer)
+    if place.offload != "nvme":
+        return count
+    elements = int(local_type(node.stored, place.optimizer, prices.mesh).numel)
+    return -(-count * min(NVME_PIECE, elements) // max(elements, 1))
+
+
 def offload_seconds(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> float:
     """Seconds to move the state of a parameter to the device and then back. From host memory nothing of it is hidden,
-    since the update itself is negligible in comparison. The disk reads and writes other states while one is updated and
+    since the update itself is negligible in comparison. The disk reads and writes other pieces while one is updated and
     moves between host and device, so of the two only what takes longer counts."""
     count, device = offloaded_bytes(prices, node, place, optimizer), prices.cluster.device
-    moving = 2 * device.host_transfer(count) if count and device.has_host else 0.0
-    if not count or place.offload != "nvme":
+    if not count:
+        return 0.0
+    visits = disk_pieces(prices, node, place) if place.offload == "nvme" else 1
+    moving = 2 * visits * device.host_transfer(count / visits) if device.has_host else 0.0
+    if place.offload != "nvme":
         return moving
-    disk = device.nvme_read(count) + device.nvme_write(count)
+    disk = visits * (device.nvme_read(count / visits) + device.nvme_write(count / visits))
     return max(disk - optimizer_seconds(prices, node, place, optimizer), moving)
 
 

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import SAVED_ACTIVATION, Node
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
+from autopar.offload import NVME_BUFFERS
 
-from .item_prices import accumulator_bytes, offloaded_bytes, parameter_bytes, temporary_bytes
+from .item_prices import (
+    accumulator_bytes,
+    offloaded_bytes,
+    parameter_bytes,
+    piece_bytes,
+    temporary_bytes,
+    weight_bytes,
+)
 from .placed_step import PlacedStep, trained
 from .prices import local_bytes
-
-# The buffers through which state of a disk passes: one is read into, one is updated, one is written from.
-# As many as :mod:`autopar.runtime.state.disk` keeps.
-NVME_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,17 @@ def offloaded_activation_bytes(step: PlacedStep) -> int:
     )
 
 
+def offloaded_weight_bytes(step: PlacedStep) -> int:
+    """Bytes of the weights in host memory. One that another chunk on the same devices stores counts there."""
+    shared, assignment = step.shared_parameters, step.assignment
+    nodes = [node for node in step.graph.placeholders("param") if node.name in assignment.offloaded]
+    return sum(
+        weight_bytes(step.prices, node, assignment.parameters[node.name])
+        for node in nodes
+        if node.target not in shared or shared[node.target].is_remote
+    )
+
+
 def _held_parameters(step: PlacedStep) -> Iterator[tuple[int, int, int]]:
     """Bytes of (weights, gradients, optimizer state) of each parameter."""
     for node in step.graph.placeholders("param"):
@@ -106,10 +121,15 @@ def host_memory(step: PlacedStep) -> HostMemory:
     places = {node.name: step.assignment.parameters[node.name] for node in nodes}
     counts = {node.name: offloaded_bytes(step.prices, node, places[node.name], step.optimizer) for node in nodes}
     in_host, on_disk = ([n for name, n in counts.items() if places[name].offload == t] for t in ("host", "nvme"))
-    buffers, has_host = NVME_BUFFERS * max(on_disk, default=0), step.prices.cluster.device.has_host
+    away = (node for node in nodes if places[node.name].offload == "nvme")
+    piece = max((piece_bytes(step.prices, node, places[node.name], step.optimizer) for node in away), default=0)
+    buffers, has_host = NVME_BUFFERS * piece, step.prices.cluster.device.has_host
     return HostMemory(
-        bytes=sum(in_host) + offloaded_activation_bytes(step) + (buffers if has_host else 0),
-        visiting=max(*in_host, *(on_disk if has_host else (buffers,)), 0, 0),
+        bytes=sum(in_host)
+        + offloaded_activation_bytes(step)
+        + offloaded_weight_bytes(step)
+        + (buffers if has_host else 0),
+        visiting=max(*in_host, piece if has_host else buffers, 0),
         nvme=sum(on_disk),
     )
 
@@ -120,9 +140,11 @@ def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
     owner is on the same devices, the stored tensor. A parameter that is not trained has only weights."""
     place, mesh = step.assignment.parameters[node.name], step.prices.mesh
     weight, gradient, state = parameter_bytes(step.prices, node, place, step.optimizer)
+    weight = 0 if node.name in step.assignment.offloaded else weight
     shared, gradient_value = step.shared_parameters.get(node.target), step.graph.gradients.get(node.target)
     if shared is not None:
-        weight -= 0 if shared.is_remote else local_bytes(node.stored, place.optimizer, mesh)
+        is_apart = shared.is_remote or node.name in step.assignment.offloaded
+        weight -= 0 if is_apart else local_bytes(node.stored, place.optimizer, mesh)
         state = 0
     if gradient_value is None:
         return weight, 0, 0
@@ -131,17 +153,22 @@ def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
 
 
 def fetched_bytes(graph: Graph, assignment: Assignment) -> int:
-    """The most bytes of activations that backward holds at once of those that were in host memory. Each is read ahead
-    when the one before is first used, and held to its last use."""
+    """The most bytes of activations and weights from host memory that a phase holds at once. Each is read ahead when
+    the one before is first used, and held to its last use."""
+    return max(_fetched_bytes(graph, assignment, phase) for phase in ("forward", "backward"))
+
+
+def _fetched_bytes(graph: Graph, assignment: Assignment, phase: str) -> int:
+    away = {n for n in assignment.offloaded if phase == "backward" or n in assignment.parameters}
     uses: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
-        for value in node.operands if node.phase == "backward" else ():
-            if value.node in assignment.offloaded:
+        for value in node.operands if node.phase == phase else ():
+            if value.node in away:
                 uses.setdefault(value.node, []).append(position)
     events: list[tuple[int, int]] = []
     begin = 0
     for name, positions in uses.items():
-        size = local_bytes(graph[name].type, assignment.strategies[name].outputs[0], assignment.mesh)
+        size = local_bytes(graph[name].type, assignment.placements_of(Value(name)), assignment.mesh)
         events += [(begin, size), (positions[-1] + 1, -size)]
         begin = positions[0]
     held = most = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.assignment import ParameterPlacement, WeightInHost
 from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
 from autopar.offload import Tier
 
@@ -28,6 +28,11 @@ def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tupl
 def with_state_in(tier: Tier, places: tuple[ParameterPlacement, ...]) -> tuple[ParameterPlacement, ...]:
     """The same resting places with the optimizer state in ``tier``."""
     return tuple(replace(place, offload=tier) for place in places)
+
+
+def with_weight_in_host(places: tuple[ParameterPlacement, ...]) -> tuple[WeightInHost, ...]:
+    """The same resting places with the stored weight in host memory."""
+    return tuple(WeightInHost(p.weight, p.gradient, p.optimizer, p.offload) for p in places)
 
 
 def _refines(weight: Placements, state: Placements) -> bool:

@@ -38,6 +38,11 @@ class PlacedStep:
     shared_parameters: SharedParameters = field(default_factory=dict)
 
 
+def phases_of(graph: Graph) -> int:
+    """The phases of a step: forward, and backward if there is one."""
+    return 2 if graph.gradients else 1
+
+
 def trained(graph: Graph) -> tuple[str, ...]:
     """Paths of the parameters that get a gradient."""
     return tuple(graph.gradients)

@@ -55,9 +55,9 @@ def check_offered(plan: Plan, graph: Graph) -> None:
             raise PlanMismatchError(_not_offered(name, node, strategy, strategies))
     _check_recomputed(plan, graph)
     for name in plan.offloaded:
-        if graph[name].op != SAVED_ACTIVATION:
+        if graph[name].op not in (SAVED_ACTIVATION, "param"):
             raise PlanMismatchError(
-                f"the plan keeps {name!r} in host memory, which is no saved activation; leave it out"
+                f"the plan keeps {name!r} in host memory, which is no saved activation and no parameter; leave it out"
             )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from autopar.cluster.description import Cluster
 from autopar.cost import usable_nvme_bytes
 from autopar.errors import InfeasibleError, OptionsError
-from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed
+from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.node import SAVED_ACTIVATION, Node
 from autopar.offload import TIERS, Destination, allowed, required
 from autopar.optimizers import ELEMENTWISE
@@ -26,9 +26,13 @@ from autopar.passes.recompute.recomputable import recomputable
 from autopar.placement.choices import Choice, offloaded_strategy
 from autopar.placement.constraints import with_choices
 from autopar.placement.formulation import Instance, build_instance
+from autopar.placement.parameter_choices import with_weight_in_host
 from autopar.solver.problem import Ints, Solution, evaluate, is_within, memory_of
 
 Solve = Callable[[Instance, Sequence[Ints]], Solution]
+# The backends of devices whose weights can rest in host memory. A GPU's optimizer would have to visit it for updates,
+# and gradients to go there, which is not written.
+HOST_WEIGHTS = ("gloo",)
 # How often a program is solved again with less memory. Chosen: each round costs a solve.
 ROUNDS = 4
 
@@ -98,7 +102,8 @@ def destinations(options: Options, plain: Instance) -> frozenset[Destination]:
     """What may rest where: as ``options`` and the hardware allow."""
     device = plain.prices.cluster.device
     tiers = [tier for tier, exists in (("host", device.has_host), ("nvme", device.has_nvme)) if exists]
-    kinds = ["activations", *(["optimizer"] if plain.optimizer in ELEMENTWISE else [])]
+    kinds = {"activations"} | ({"optimizer"} if plain.optimizer in ELEMENTWISE else set())
+    kinds |= {"weights"} if plain.prices.cluster.backend in HOST_WEIGHTS else set()
     return frozenset((kind, tier) for kind, tier in allowed(options.offload) if tier in tiers and kind in kinds)
 
 
@@ -133,6 +138,11 @@ def check_offload(options: Options, cluster: Cluster) -> None:
         raise OptionsError(
             f"offload={options.offload!r}: {options.optimizer} does not treat every element by itself, and its state "
             f"must stay on the device; leave offload out, or use one of {', '.join(sorted(ELEMENTWISE))}"
+        )
+    if ("weights", "host") in needed and cluster.backend not in HOST_WEIGHTS:
+        raise OptionsError(
+            f"offload={options.offload!r}: weights in host memory are for processes without accelerators so far, and "
+            f"cluster {cluster.name!r} is of {cluster.device.name}; leave 'weights' out, or shard them (zero=3)"
         )
     tiers = {tier for _, tier in needed}
     if "host" in tiers and not cluster.device.has_host:
@@ -172,7 +182,8 @@ def _rests(wide: Instance, needed: frozenset[Destination]) -> Callable[[Node, Ch
         if isinstance(choice, ParameterPlacement):
             group = wide.choices[wide.group_of(node.name)]
             can = any(isinstance(other, ParameterPlacement) and other.offload for other in group)
-            return "optimizer" not in tiers or not can or choice.offload == tiers["optimizer"]
+            is_there = "weights" not in tiers or isinstance(choice, WeightInHost)
+            return is_there and ("optimizer" not in tiers or not can or choice.offload == tiers["optimizer"])
         return "activations" not in tiers or node.op != SAVED_ACTIVATION or isinstance(choice, (Offloaded, Recomputed))
 
     return allowed
@@ -225,7 +236,8 @@ def _with_offload(wide: Instance, choices: Ints) -> Ints:
 def _away(choice: Choice) -> tuple[Choice, ...]:
     """What a choice becomes if its tensor rests elsewhere, the quickest tier first."""
     if isinstance(choice, ParameterPlacement):
-        return tuple(replace(choice, offload=tier) for tier in TIERS["optimizer"])
+        states = tuple(replace(choice, offload=tier) for tier in TIERS["optimizer"])
+        return (*states, *with_weight_in_host((choice, *states)))
     return () if isinstance(choice, Recomputed) else (offloaded_strategy(choice),)
 
 

@@ -58,8 +58,14 @@ def _contradicted_offload(offload: object, plan: PlanRecord) -> Iterator[tuple[s
     if wanted is not None and has_state and differs:
         where = " and ".join(TIER_NAMES[tier] if tier else "the memory of devices" for tier in sorted(tiers))
         yield f"offload={offload!r}", f"optimizer state in {where}"
-    if wishes["activations"] == "device" and plan.offloaded:
-        yield f"offload={offload!r}", f"{len(plan.offloaded)} saved activations in host memory"
+    activations = [name for name in plan.offloaded if name in plan.strategies]
+    weights = len(plan.offloaded) - len(activations)
+    if wishes["activations"] == "device" and activations:
+        yield f"offload={offload!r}", f"{len(activations)} saved activations in host memory"
+    if wishes["weights"] == "device" and weights:
+        yield f"offload={offload!r}", f"{weights} weights in host memory"
+    if wishes["weights"] == "host" and not weights:
+        yield f"offload={offload!r}", "all weights in the memory of devices"
 
 
 def _contradicted_zero(zero: int | None, plan: PlanRecord) -> Iterator[tuple[str, str]]:

@@ -95,7 +95,7 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     # A recomputed activation has a strategy, but only its copy is a node.
     yield from _unknown("alternatives", plan.alternatives, {**nodes, **plan.strategies})
     yield from _unknown("recomputed", plan.recomputed, plan.strategies)
-    yield from _unknown("offloaded", plan.offloaded, plan.strategies)
+    yield from _unknown("offloaded", plan.offloaded, {**nodes, **plan.strategies})
     yield from _unknown("module_nodes", plan.module_nodes.values(), operations)
     yield from _unknown("outputs", plan.outputs, plan.module_nodes)
     yield from _unknown("gradient_values", plan.gradient_values, plan.parameters)

@@ -111,7 +111,9 @@ def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, rep
     prices = Prices.of(request.cluster, request.mesh, graph)
     optimizer = request.options.optimizer
     kinds = {("optimizer", place.offload) for place in assignment.parameters.values() if place.offload}
-    kinds |= {("activations", "host")} if assignment.offloaded else set()
+    weights = assignment.offloaded & assignment.parameters.keys()
+    kinds |= {("activations", "host")} if assignment.offloaded - weights else set()
+    kinds |= {("weights", "host")} if weights else set()
 
     def build(graph: Graph) -> Instance:
         possible = recomputable(graph) if assignment.recomputed else None

@@ -24,7 +24,7 @@ from autopar.ops.exchanged_experts import EXCHANGES, message_bytes
 from autopar.ops.masked import LOCAL_OPS
 from autopar.torch_internals.fake_tensors import FakeTensorMode
 
-WAIT, STORE, FETCH = "collective.wait", "host.store", "host.fetch"
+WAIT, STORE, FETCH, REST = "collective.wait", "host.store", "host.fetch", "host.rest"
 
 
 def collectives_of(program: Program) -> Counter[Collective]:
@@ -119,7 +119,7 @@ class _Reader:
     def _execute(self, instruction: Instruction, values: Mapping[Value, Any]) -> Any:
         args = _filled(instruction.args, values)
         kwargs = {key: _filled(arg, values) for key, arg in instruction.kwargs}
-        if instruction.op in (WAIT, STORE, FETCH):
+        if instruction.op in (WAIT, STORE, FETCH, REST):
             return args[0]
         if (name := instruction.op.removeprefix("collective.")) in EXCHANGES:
             return self._exchange(name, args, tuple(kwargs["axes"]))

@@ -8,7 +8,7 @@ small collectives pay their latency many times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,8 +30,8 @@ from .emit import Buckets, Emitter
 from .fuse_bias import FUSED, biased_products
 
 Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
-# A saved activation to host memory, and from there.
-STORE, FETCH = "host.store", "host.fetch"
+# A tensor to host memory, and from there; and a stored weight that rests there.
+STORE, FETCH, REST = "host.store", "host.fetch", "host.rest"
 CONTIGUOUS = (("memory_format", torch.contiguous_format),)
 # Instructions whose result may share the memory of their operand.
 ALIASING = VIEWS | {"aten.slice.Tensor", "aten.select.int", "collective.slice", "collective.partial"}
@@ -98,7 +98,7 @@ class Lowering:
 class NodeLowerer:
     """Lowers the nodes of one phase to one section. ``local``: the local value of each value so far; ``moved``: of each
     resharded value; ``factors``: the operands of products that are fused with a later sum; ``away``: the copies in host
-    memory of saved activations."""
+    memory of saved activations and weights."""
 
     job: Lowering
     phase: Phase
@@ -114,6 +114,12 @@ class NodeLowerer:
             started = self.emitter.emit(f"{self.away[value].node}_fetch", FETCH, (self.away[value],))
             self.local[value] = self.emitter.emit(f"{started.node}_wait", "collective.wait", (started,))
         return self.local[value]
+
+    def begin(self, inputs: Sequence[str]) -> None:
+        """Names the inputs of forward, of which weights may rest in host memory."""
+        self.emitter.taken.update(inputs)
+        for name in inputs:
+            (self.away if name in self.job.assignment.offloaded else self.local)[Value(name)] = Value(name)
 
     def receive(self, value: Value) -> str:
         """Names the input of the section that brings a saved ``value``, which may rest in host memory."""
@@ -226,8 +232,7 @@ def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Se
     """The forward section and the graph values it hands to backward."""
     lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
     inputs = [node.name for node in job.graph.nodes if node.is_placeholder and node.op != "tangent"]
-    lowerer.emitter.taken.update(inputs)
-    lowerer.local.update({Value(name): Value(name) for name in inputs})
+    lowerer.begin(inputs)
     nodes = [n for n in job.graph.nodes if n.name in needed and n.phase == "forward" and not n.is_placeholder]
     for node in nodes:
         lowerer.lower(node)
@@ -332,5 +337,10 @@ def refresh_section(job: Lowering) -> Section:
             value = emitter.emit(f"{node.name}_cast", CAST, (value,), (("dtype", node.type.dtype),))
         path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
         buckets.add(node.name, value, node.type, path)
-    done = buckets.finish()
+    done = dict(buckets.finish())
+    for node in nodes:
+        if node.name in job.assignment.offloaded:
+            # A working copy goes there; the stored weight is there.
+            op = REST if done[node.name].node in inputs else STORE
+            done[node.name] = emitter.emit(f"{node.name}_away", op, (done[node.name],))
     return emitter.section("refresh", inputs, tuple(done[node.name] for node in nodes))

@@ -161,8 +161,7 @@ def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved
     lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
     inputs = [node.name for node in job.graph.nodes if _is_given(node.op)]
     inputs += [port.slot.name for port in crossings.receives]
-    lowerer.emitter.taken.update(inputs)
-    lowerer.local.update({Value(name): Value(name) for name in inputs})
+    lowerer.begin(inputs)
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "forward" and not node.is_placeholder:
             lowerer.lower(node)

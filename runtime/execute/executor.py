@@ -45,7 +45,7 @@ def operations_of(collectives: Collectives) -> dict[str, Operation]:
     bound = {f"collective.{name}": getattr(collectives, name) for name in public}
     guarded = GUARDED if collectives.groups.device.type == "cpu" else {}
     host = HostTier(collectives.groups.device)
-    return {**LOCAL_OPS, **guarded, **bound, "host.store": host.store, "host.fetch": host.fetch}
+    return {**LOCAL_OPS, **guarded, **bound, "host.store": host.store, "host.fetch": host.fetch, "host.rest": host.rest}
 
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:

@@ -1,4 +1,5 @@
-"""Saved activations in host memory: copied there once they are computed, and back before backward uses them.
+"""Tensors in host memory: saved activations, copied there once they are computed and back before backward uses them,
+and weights, which rest there and are copied for their uses in forward, and again in backward.
 
 A GPU copies on a stream of its own in each direction, to and from pinned memory, while it goes on computing. On a
 processor, whose memory is the host's, the copies are real ones, made where they are asked for. The copy is read back
@@ -68,6 +69,14 @@ class HostTier:
         # The allocator may hand out the memory of ``tensor`` only when it was copied.
         tensor.record_stream(self._out)
         return copy
+
+    def rest(self, tensor: torch.Tensor | HostCopy) -> HostCopy:
+        """A stored weight that rests in host memory, a processor's own: nothing is copied. In a rehearsal, which counts
+        the device's memory, it is a copy already."""
+        if isinstance(tensor, HostCopy):
+            return tensor
+        data = None if _has_no_numbers(tensor) else tensor.detach()
+        return HostCopy(tensor.shape, _dense_strides(tensor), tensor.dtype, data)
 
     def fetch(self, copy: HostCopy) -> Handle:
         """Starts to copy back; the handle's ``wait`` returns the tensor on the device."""

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.ir.chunk_program import ChunkProgram
+from autopar.ir.node import Value
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import local_shape
 from autopar.ir.program import Program, TensorSlot
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups
 from autopar.runtime.execute.executor import own_constants, runner
+from autopar.runtime.execute.host_tier import HostCopy
 from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
 from autopar.runtime.pipeline.point_to_point import IN_FLIGHT, Arrival
@@ -97,6 +99,21 @@ def _empty(slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
     return torch.empty(shape, dtype=slot.dtype, device=groups.device)
 
 
+def _stored(program: AnyProgram, slots: Sequence[TensorSlot], empty: Callable[[TensorSlot], torch.Tensor]) -> list[Any]:
+    """The stored parameters in ``slots``; those in host memory take none of the device's."""
+    refresh = program.refresh
+    away = {i.args[0].node for i in refresh.instructions if i.op == "host.rest" and isinstance(i.args[0], Value)}
+    names = dict(zip((slot.target for slot in program.parameters), refresh.inputs, strict=True))
+
+    def made(slot: TensorSlot) -> Any:
+        if names.get(slot.target) not in away:
+            return empty(slot)
+        data = empty(slot)
+        return HostCopy(data.shape, data.stride(), data.dtype)
+
+    return list(map(made, slots))
+
+
 def _forward_inputs(
     slots: Iterable[TensorSlot],
     working: Mapping[str, torch.Tensor],
@@ -117,7 +134,7 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
         return _empty(slot, groups)
 
     stored, constants = (
-        list(map(empty, program.parameters)),
+        _stored(program, program.parameters, empty),
         own_constants(program.placeholders, program.constants, groups),
     )
     with torch.no_grad(), StorageMeter() as meter:
@@ -147,10 +164,10 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
 class _Record:
     """Records the kind and name of each storage; the first one counts."""
 
-    def __init__(self, meter: StorageMeter, stored: Sequence[torch.Tensor]) -> None:
+    def __init__(self, meter: StorageMeter, stored: Sequence[Any]) -> None:
         self.meter = meter
         self.known: dict[int, tuple[str, str, Any]] = {}
-        self.stored = sum(t.untyped_storage().nbytes() for t in stored)
+        self.stored = sum(t.untyped_storage().nbytes() for t in stored if isinstance(t, torch.Tensor))
         self.add("weight", stored, ())
 
     def add(self, kind: str, tensors: Sequence[Any], names: Sequence[str]) -> None:
@@ -210,14 +227,17 @@ def _caches(program: PipelineProgram, groups: MeshGroups) -> dict[tuple[str, int
 
 def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
     chunks = {index: ChunkExecutable(chunk, groups) for index, chunk in program.chunks.items()}
-    owned = [p.slot for p in program.parameters if program.stage_of(p.owner) == program.stage]
-    stored = {slot.target: _empty(slot, groups) for slot in owned}
+    owned = [p for p in program.parameters if program.stage_of(p.owner) == program.stage]
+    stored: dict[str, Any] = {}
+    for parameter in owned:
+        owner, slot = program.chunks[parameter.owner], parameter.slot
+        (stored[slot.target],) = _stored(owner, [slot], lambda each: _empty(each, groups))
     with torch.no_grad(), StorageMeter() as meter:
         record = _Record(meter, list(stored.values()))
         working: dict[int, dict[str, torch.Tensor]] = {}
         for index, chunk in chunks.items():
             slots = chunk.program.parameters
-            parameters = [stored.get(s.target, _empty(s, groups)) for s in slots]
+            parameters = [stored[s.target] if s.target in stored else _empty(s, groups) for s in slots]
             working[index] = dict(zip((s.target for s in slots), chunk.refresh(parameters), strict=True))
             record.add("weight", list(working[index].values()), ())
 

@@ -39,6 +39,8 @@ from autopar.errors import AutoparError
 FOLDER = "AUTOPAR_OFFLOAD"
 # What direct reads and writes are aligned to: the largest logical block of today's disks.
 BLOCK = 4096
+# The first element and the one after the last. All but the last of a tensor begin and end at a block.
+Piece = tuple[int, int]
 _PREFIX, _LOCK = "autopar-offload-", "lock"
 
 
@@ -157,34 +159,48 @@ class DiskState:
             views[key] = memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         return views
 
-    def views(self, buffer: Buffer) -> dict[str, torch.Tensor]:
-        """The state tensors in a buffer."""
-        memory = (
-            torch.frombuffer(buffer.of(self.bytes), dtype=torch.uint8)
-            if self.bytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        return self._views(memory[: self.bytes])
+    def views(self, buffer: Buffer, piece: Piece) -> dict[str, torch.Tensor]:
+        """The elements ``piece`` of each state tensor in a buffer, flat; one after the other, each in whole blocks."""
+        spans = self._spans(piece)
+        count = sum(_aligned(length) for _, length in spans)
+        memory = torch.frombuffer(buffer.of(count), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        views, place = {}, 0
+        for (key, (_, dtype)), (_, length) in zip(self.shapes.items(), spans, strict=True):
+            views[key] = memory[place : place + length].view(dtype)
+            place += _aligned(length)
+        return views
 
-    def read(self, buffer: Buffer) -> None:
-        """Reads the file into ``buffer``."""
+    def _spans(self, piece: Piece) -> list[tuple[int, int]]:
+        """Where in the file the elements ``piece`` of each tensor are: the first byte and the number of bytes."""
+        spans = []
+        for key, (shape, dtype) in self.shapes.items():
+            begin, end = (min(index, shape.numel()) * dtype.itemsize for index in piece)
+            spans.append((self.offsets[key] + begin, end - begin))
+        return spans
+
+    def read(self, buffer: Buffer, piece: Piece) -> None:
+        """Reads the elements ``piece`` into ``buffer``."""
         with _explained(self.path, "read"):
-            self._move(os.preadv, buffer)
+            self._move(os.preadv, buffer, piece)
 
-    def write(self, buffer: Buffer) -> None:
-        """Writes ``buffer`` to the file."""
+    def write(self, buffer: Buffer, piece: Piece) -> None:
+        """Writes the elements ``piece`` from ``buffer``."""
         with _explained(self.path, "write"):
-            self._move(os.pwritev, buffer)
+            self._move(os.pwritev, buffer, piece)
 
-    def _move(self, move: Callable[[int, list[Any], int], int], buffer: Buffer) -> None:
-        memory, done = memoryview(buffer.of(self.bytes)), 0
-        while done < self.bytes:
-            moved = move(self._file, [memory[done : self.bytes]], done)
-            if moved <= 0:
-                raise OSError(errno.EIO, f"the file ends after {done} of {self.bytes} bytes")
-            done += moved
-        if not self._direct:
-            os.posix_fadvise(self._file, 0, self.bytes, os.POSIX_FADV_DONTNEED)
+    def _move(self, move: Callable[[int, list[Any], int], int], buffer: Buffer, piece: Piece) -> None:
+        spans = [(begin, _aligned(length)) for begin, length in self._spans(piece)]
+        memory, place = memoryview(buffer.of(sum(length for _, length in spans))), 0
+        for begin, length in spans:
+            done = 0
+            while done < length:
+                moved = move(self._file, [memory[place + done : place + length]], begin + done)
+                if moved <= 0:
+                    raise OSError(errno.EIO, f"the file ends after {begin + done} of {self.bytes} bytes")
+                done += moved
+            if not self._direct:
+                os.posix_fadvise(self._file, begin, length, os.POSIX_FADV_DONTNEED)
+            place += length
 
 
 def _opened(name: str) -> tuple[int, bool]:

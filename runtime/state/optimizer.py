@@ -27,6 +27,7 @@ from autopar.offload import tier_of
 from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor
 from autopar.torch_internals.tensors import storage_key
 
+from .disk import Piece
 from .disk_visits import DiskVisits, Visitor
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -150,13 +151,14 @@ class _ShardOptimizer:
         if parameter in self.on_disk and self.disk is not None:
             visitor = self._visitor(parameter)
             self.disk.rest(visitor, state)
-            state = visitor.resting
-            placed = _as_global(state, parameter)
+            placed = _as_global(visitor.resting, parameter)
         elif parameter in self.visiting:
             state = _in_host(state)
             placed = _as_global(state, parameter)
+            self._optimizer_of(parameter).state[self.local[parameter]] = state
+        else:
+            self.resident.state[self.local[parameter]] = state
         outer.state[parameter] = placed
-        self._optimizer_of(parameter).state[self.local[parameter]] = state
 
     def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         return self.visiting[parameter][1] if parameter in self.visiting else self.resident
@@ -175,7 +177,9 @@ class _ShardOptimizer:
             moving = [parameter for parameter in self.on_disk if self.local[parameter].grad is not None]
             self.disk.step([self._visitor(parameter) for parameter in moving])
             for parameter in moving:
-                self._optimizer_of(parameter).state[self.local[parameter]] = self._visitor(parameter).resting
+                resting = self._visitor(parameter).resting
+                if resting and parameter not in outer.state:
+                    outer.state[parameter] = _as_global(resting, parameter)
         for parameter, local in self.local.items():
             local.grad = None
             state = self._optimizer_of(parameter).state
@@ -186,14 +190,10 @@ class _ShardOptimizer:
         if parameter not in self.visitors:
             optimizer, local = self._optimizer_of(parameter), self.local[parameter]
 
-            def update(state: dict[str, Any]) -> dict[str, Any]:
-                if state:
-                    optimizer.state[local] = state
-                optimizer.step()
-                updated: dict[str, Any] = optimizer.state[local]
-                return updated
+            def update(piece: Piece, state: dict[str, Any]) -> dict[str, Any]:
+                return _update_piece(optimizer, local, piece, state)
 
-            self.visitors[parameter] = Visitor(local.device, update)
+            self.visitors[parameter] = Visitor(local.device, local.shape, update)
         return self.visitors[parameter]
 
     @staticmethod
@@ -213,13 +213,37 @@ class _ShardOptimizer:
         optimizer.state[local] = _in_host(updated)
 
 
+def _update_piece(
+    optimizer: torch.optim.Optimizer, local: torch.Tensor, piece: Piece, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Steps the elements ``piece`` of ``local``, whose ``state`` is flat; returns the new state. Each element is
+    updated by itself, so it makes no difference that the others are not there."""
+    assert local.grad is not None
+    whole = local.detach().reshape(-1)
+    own = whole[slice(*piece)]
+    own.grad = local.grad.reshape(-1)[slice(*piece)]
+    optimizer.param_groups[0]["params"] = [own]
+    if state:
+        optimizer.state[own] = state
+    optimizer.step()
+    if not local.is_contiguous():  # Then ``whole`` is a copy.
+        local.detach().copy_(whole.view(local.shape))
+    updated: dict[str, Any] = optimizer.state.pop(own, {})
+    return updated
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Moves the tensors of a parameter's state to ``device``; scalars, such as the count of steps, stay."""
-    return {key: value.to(device, non_blocking=True) if _moves(value) else value for key, value in state.items()}
+    """Copies the tensors of a parameter's state to ``device``, really so where that is a processor, as saved
+    activations are; scalars, such as the count of steps, stay."""
+
+    def move(value: torch.Tensor) -> torch.Tensor:
+        return value.to(device, non_blocking=True, copy=True)
+
+    return {key: move(value) if _moves(value) else value for key, value in state.items()}
 
 
 def _in_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_activations_go_to_the_host_where_the_step_does_not_fit_otherwise() -> N
     assert plan.seconds_of("swap") == pytest.approx(seconds)
     assert plan.objective == pytest.approx(sum(line.seconds for line in plan.lines), rel=1e-9)
     assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
-    assert "activations to the host" in str(plan) and "in host memory, besides" in str(plan)
+    assert "activations and weights to the host" in str(plan) and "in host memory, besides" in str(plan)
     assert "in host memory: there and back" in str(plan.why(plan.offloaded[0]))
 
 
@@ -80,7 +80,7 @@ def test_what_is_asked_for() -> None:
     assert required(True) == {("optimizer", "host")} and required(None) == required(False) == frozenset()
     assert ("activations", "host") in allowed("optimizer") and not allowed(False)
     assert ("activations", "host") not in allowed({"activations": "device"})
-    for wrong in ("weights", {"activations": "nvme"}, {"optimizer": "tape"}, 3, "activations,activations"):
+    for wrong in ("gradients", {"activations": "nvme"}, {"optimizer": "tape"}, 3, "activations,activations"):
         with pytest.raises(OptionsError, match="what can rest where"):
             Options(offload=wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionsError, match="cluster 'local' have no host memory"):

@@ -23,8 +23,8 @@ from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, InfeasibleError, OptionsError
 from autopar.options import Options
 from autopar.plans.plan import Plan
-from autopar.runtime.state import disk
-from autopar.runtime.state.disk import Buffer, DiskState, remove_stale
+from autopar.runtime.state import disk, disk_visits
+from autopar.runtime.state.disk import Buffer, DiskState, Piece, remove_stale
 from autopar.runtime.state.optimizer import InHost, make_optimizer
 from tests.helpers.planning import on
 
@@ -43,12 +43,12 @@ def train(name: str, tier: InHost, **options: Any) -> tuple[list[torch.Tensor], 
     """Parameters and their state, read after each step too, with a scheduler, a checkpoint, a gradient that is missing
     once, and more parameters than there are buffers."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4 + k, 5 + k) for k in range(4)))
+    model = nn.Sequential(*(nn.Linear(4 + k, 5 + k) for k in range(4)), nn.Linear(8, 1201))
     optimizer = make_optimizer(getattr(torch.optim, name), model.named_parameters(), tier, lr=0.1, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     seen: list[torch.Tensor] = []
     for step in range(5):
-        model(torch.randn(3, 4)).square().sum().backward()
+        model(torch.randn(3, 4)).square().mean().backward()
         if step == 1:
             model[0].weight.grad = None  # type: ignore[union-attr]
         if step == 3:
@@ -68,15 +68,18 @@ def test_a_disk_changes_no_bit(name: str, options: dict[str, Any], monkeypatch: 
     written: list[int] = []
     write = DiskState.write
 
-    def counted(self: DiskState, buffer: Buffer) -> None:
-        written.append(self.bytes)
-        write(self, buffer)
+    def counted(self: DiskState, buffer: Buffer, piece: Piece) -> None:
+        written.append(piece[0])
+        write(self, buffer, piece)
 
     monkeypatch.setattr(DiskState, "write", counted)
+    monkeypatch.setattr(disk_visits, "NVME_PIECE", 4096)
     expected, stayed = train(name, lambda path: "", **options)
     assert not written
     found, moved = train(name, lambda path: "host" if path == "1.bias" else "nvme", **options)
-    assert bool(written) == (name != "SGD" or bool(options))
+    # The largest parameter has 9608 elements.
+    assert set(written) == ({0, 4096, 8192} if name != "SGD" or options else set())
+    assert all(tensor.isfinite().all() for tensor in expected)
     assert len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     for a, b in zip(stayed, moved, strict=True):
         assert a.keys() == b.keys()
@@ -99,20 +102,34 @@ def test_files_where_nothing_is_read_directly(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_mapped_and_what_is_moved_are_the_same() -> None:
     shapes = {"a": (torch.Size([3, 700]), torch.float32), "b": (torch.Size([5]), torch.bfloat16)}
-    state, buffer = DiskState(shapes), Buffer()
+    state, buffer, whole = DiskState(shapes), Buffer(), (0, 2100)
     for number in range(4):
-        for view in state.views(buffer).values():
+        for view in state.views(buffer, whole).values():
             view.fill_(number)
-        state.write(buffer)
+        state.write(buffer, whole)
         assert all((tensor == number).all() for tensor in state.tensors.values())
     state.tensors["b"].fill_(9)
-    state.read(buffer)
-    assert (state.views(buffer)["b"] == 9).all() and (state.views(buffer)["a"] == 3).all()
+    state.tensors["a"].view(-1)[1024:1030] = 8
+    state.read(buffer, whole)
+    assert (state.views(buffer, whole)["b"] == 9).all()
+    state.read(buffer, (1024, 2100))
+    views = state.views(buffer, (1024, 2100))
+    assert views["a"].tolist() == [8.0] * 6 + [3.0] * 1070 and views["b"].numel() == 0
     path = state.path
     assert path.exists()
-    mapped = state.tensors["a"]
+    mapped = state.tensors["b"]
     del state
-    assert not path.exists() and (mapped == 3).all()
+    assert not path.exists() and (mapped == 9).all()
+
+
+def test_shards_that_are_not_contiguous_are_updated_where_they_are() -> None:
+    weights = [nn.Parameter(torch.arange(12.0).reshape(3, 4).t()) for _ in range(2)]
+    for weight, tier in zip(weights, ("", "nvme"), strict=True):
+        optimizer = make_optimizer(torch.optim.AdamW, [("weight", weight)], lambda path, tier=tier: tier, lr=0.1)
+        for step in range(3):
+            weight.grad = (weight.detach() - step).square()
+            optimizer.step()
+    assert torch.equal(*weights) and not weights[1].is_contiguous()
 
 
 def test_a_full_disk_and_a_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def _parts(plan: PlanRecord) -> list[tuple[str, float, float]]:
         "weight": "weight gather",
     }
     kinds |= {"optimizer": "optimizer", "refresh": "weight refresh", "offload": "state to the device and back"}
-    kinds |= {"swap": "activations to the host and back"}
+    kinds |= {"swap": "activations and weights to the host and back"}
     kinds |= {"hidden": "hidden by computing"}
     total = plan.predicted.step_seconds or 1.0
     busiest = busiest_stage(plan)

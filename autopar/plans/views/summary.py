@@ -321,7 +321,7 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
         "compute": plan.seconds_of("compute"),
         "optimizer": plan.seconds_of("optimizer"),
         "state to the device and back": plan.seconds_of("offload"),
-        "activations to the host and back": plan.seconds_of("swap"),
+        "activations and weights to the host and back": plan.seconds_of("swap"),
         "reshard": plan.seconds_of("reshard"),
         "exchange of rows": plan.seconds_of("exchange"),
         "weight gather": plan.seconds_of("weight", "refresh"),

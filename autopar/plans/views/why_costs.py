@@ -26,7 +26,7 @@ class Cost:
 _WHAT = {
     "optimizer": "update",
     "offload": "optimizer state to the device and back",
-    "swap": "saved for backward in host memory: there and back",
+    "swap": "rests in host memory: there and back",
 }
 
 

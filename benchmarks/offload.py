@@ -1,0 +1,189 @@
+"""Tensors outside of the device's memory: seconds predicted against measured, beside none, on local processes.
+
+    python -m benchmarks.offload [--processes N] [--rounds N] [--cluster FILE] [--json] [--output FILE]
+
+First the machine is measured, as ``autopar calibrate`` and ``autopar calibrate --disk`` do, and the rate at which
+processes copy memory, which host memory is to them. Then one decoder trains under several plans in the same processes,
+taking turns: with everything on the device, with optimizer state in host memory, with optimizer state on the disk of
+``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory. The disk is measured again between the
+steps, and priced so. Medians of rounds are compared with what the plans say: of the step, and of the part that a tier
+changes, the update or the rest of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+import autopar
+from autopar.calibration.disk import calibrate_disk, with_disk
+from autopar.calibration.machine import calibrate
+from autopar.calibration.measure_disk import DiskRounds, DiskSample
+from autopar.cluster.description import Cluster, machine_memory
+from autopar.runtime.launch import run_local
+
+from .memory import Decoder
+from .report import describe_machine, emit, make_table
+
+ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 4, 64, 2048, 512, 4
+# What rests elsewhere, and which part of a step that changes.
+WAYS: Mapping[str, tuple[Any, str]] = {
+    "nothing": (False, "update"),
+    "optimizer state in host memory": ({"optimizer": "host", "activations": "device"}, "update"),
+    "optimizer state on the disk": ({"optimizer": "nvme", "activations": "device"}, "update"),
+    "activations in host memory": ({"optimizer": "device", "activations": "host"}, "rest"),
+    "weights in host memory": ({"optimizer": "device", "activations": "device", "weights": "host"}, "rest"),
+}
+# As long as states of the model's matrices are.
+COPIED_ELEMENTS = 1 << 20
+
+
+def copy_bandwidth(rank: int, world: int, rounds: int) -> float:
+    """Bytes per second at which a process copies to new memory and back, while all do."""
+    source, seconds = torch.ones(COPIED_ELEMENTS), list[float]()
+    for _ in range(10 * rounds):
+        dist.barrier()
+        begin = time.perf_counter()
+        source.copy_(source.clone())
+        seconds.append(time.perf_counter() - begin)
+    return 2 * 4 * COPIED_ELEMENTS / statistics.median(seconds)
+
+
+def measured_cluster(processes: int) -> Cluster:
+    """This machine, with its disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "local.toml")
+        return calibrate_disk(calibrate(processes, 25.0, path), processes, 6.0, path)
+
+
+def with_host_memory(cluster: Cluster, processes: int, rounds: int) -> Cluster:
+    """``cluster`` whose processes have host memory, which is a copy."""
+    rates = run_local(copy_bandwidth, processes, timeout=300, args=(rounds,))
+    share = machine_memory() // (2 * processes)
+    device = replace(cluster.device, host_bandwidth=statistics.fmean(rates), host_memory_bytes=share)
+    return replace(cluster, device=device)
+
+
+def predicted(plan: Any) -> dict[str, float]:
+    """Seconds of the step, of its update and of the rest."""
+    update = plan.seconds_of("optimizer", "offload")
+    return {"step": plan.predicted.step_seconds, "update": update, "rest": plan.predicted.step_seconds - update}
+
+
+def token_ids() -> torch.Tensor:
+    """The batch."""
+    return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def options_of(offload: Any) -> autopar.Options:
+    """Of all ways; only ``offload`` differs."""
+    return autopar.Options(
+        offload=offload, stages=1, mesh_search=False, microbatches=1, zero=1, recompute="none", check_inputs="never"
+    )
+
+
+def work(rank: int, world: int, cluster: Cluster, rounds: int) -> tuple[dict[str, Any], DiskSample]:
+    """By way, seconds of each round, and whether losses are those of nothing offloaded; and the disk, measured between
+    the steps."""
+    ids = token_ids()
+    made: dict[str, tuple[Any, torch.optim.Optimizer]] = {}
+    for name, (offload, _) in WAYS.items():
+        torch.manual_seed(0)
+        model = Decoder(WIDTH, 8, LAYERS, VOCABULARY)
+        parallel = autopar.parallelize(model, (world,), (ids,), options=options_of(offload), cluster=cluster)
+        made[name] = parallel, parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+    disk = DiskRounds(dist.barrier)
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in made}
+    losses: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(rounds + 2):
+        disk.once()
+        for name, (model, optimizer) in made.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            losses[name].append(float(model.step(ids)))
+            dist.barrier()
+            middle = time.perf_counter()
+            optimizer.step()
+            dist.barrier()
+            end = time.perf_counter()
+            optimizer.zero_grad()
+            if turn > 1:  # The first steps make state and files.
+                seconds[name].append({"step": end - begin, "update": end - middle, "rest": middle - begin})
+    ways = {name: {"rounds": seconds[name], "same_losses": losses[name] == losses["nothing"]} for name in made}
+    return ways, disk.sample(statistics.median)
+
+
+def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, Any]:
+    """All figures of a run."""
+    begin = time.perf_counter()
+    whole = with_host_memory(cluster or measured_cluster(processes), processes, rounds)
+    ranks = run_local(work, processes, timeout=900, args=(whole, rounds))
+    # On a machine with other work the disk is as slow as it was between these steps.
+    whole = replace(whole, device=with_disk(whole.device, [sample for _, sample in ranks]))
+    rows = []
+    for name, (offload, part) in WAYS.items():
+        each, model = ranks[0][0][name], Decoder(WIDTH, 8, LAYERS, VOCABULARY)
+        plan = autopar.plan(model, (processes,), (token_ids(),), cluster=whole, options=options_of(offload))
+        said = predicted(plan)
+        measured = {k: statistics.median(r[k] for r in each["rounds"]) for k in ("step", "update", "rest")}
+        rows.append({
+            "offloaded": name, "part": part, "predicted": said, "measured": measured,
+            "error": {k: said[k] / measured[k] - 1 for k in measured},
+            "same_losses": each["same_losses"], "peak_bytes": plan.predicted.peak_bytes, "rounds": each["rounds"],
+        })  # fmt: skip
+    device = whole.device
+    names = ("nvme_read_bandwidth", "nvme_write_bandwidth", "nvme_latency", "host_bandwidth")
+    return {
+        "benchmark": "offload",
+        "machine": describe_machine(),
+        "processes": processes,
+        "cluster": whole.source,
+        "rates": {name: getattr(device, name) for name in names},
+        "parameters": sum(p.numel() for p in Decoder(WIDTH, 8, LAYERS, VOCABULARY).parameters()),
+        "ways": rows,
+        "seconds": time.perf_counter() - begin,
+        "load_average": os.getloadavg()[0],  # Of the last minute: above the processes, others were at work too.
+    }
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """For people."""
+    cells = []
+    for row in found["ways"]:
+        pairs = [(row["predicted"][k], row["measured"][k], row["error"][k]) for k in ("step", "update", "rest")]
+        numbers = [f"{1e3 * said:.0f} / {1e3 * was:.0f} ({error:+.0%})" for said, was, error in pairs]
+        cells.append([row["offloaded"], *numbers, "yes" if row["same_losses"] else "no"])
+    columns = ["outside of the device's memory", "step", "update", "rest", "same losses"]
+    return make_table("offload: ms predicted / measured", columns, cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--cluster", help="a description of this machine, with a disk, of which only the disk is measured then"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", help="also write the JSON to this file")
+    given = parser.parse_args(arguments)
+    found = figures(given.processes, given.rounds, Cluster.get(given.cluster) if given.cluster else None)
+    emit(found, table(found), given.json, given.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
