@@ -157,6 +157,8 @@ class Graph:
             return cache[arg]
 
         def concrete(node: Node) -> Node:
+            if not node.is_symbolic:
+                return node
             types = tuple(t and TensorType(tuple(map(leaf, t.shape)), t.dtype) for t in node.types)
             kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
             return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)

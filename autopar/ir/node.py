@@ -103,6 +103,15 @@ def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     return function(arg)
 
 
+def leaves_of(arg: Arg) -> Iterator[Arg]:
+    """The leaves of ``arg``, left to right."""
+    if isinstance(arg, (tuple, list)):
+        for item in arg:
+            yield from leaves_of(item)
+    else:
+        yield arg
+
+
 def values_in(arg: Arg) -> Iterator[Value]:
     """The :class:`Value` leaves of ``arg``, left to right."""
     if isinstance(arg, Value):
@@ -134,6 +143,20 @@ class Node:
         """Tensor operands in order of appearance, repeats included: ``mul(%x, %x)`` has two."""
         return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
 
+    @cached_property
+    def is_symbolic(self) -> bool:
+        """Whether an argument or a type contains an expression of sizes."""
+        shapes = tuple(kind.shape for kind in self.types if kind is not None)
+        return any(isinstance(leaf, sympy.Expr) for leaf in leaves_of((self.args, self.kwargs, shapes)))
+
+    @cached_property
+    def form(self) -> str:
+        """The operation and its arguments as text, without the names of operands: equal for calls that differ only in
+        which tensors they take. Which operands are the same tensor is part of it."""
+        numbers = {value: Value("", number) for number, value in enumerate(dict.fromkeys(self.operands))}
+        arguments = map_arg((self.args, self.kwargs), lambda arg: numbers[arg] if isinstance(arg, Value) else arg)
+        return f"{self.op} {arguments!r}"
+
     @property
     def type(self) -> TensorType:
         """The type of the only (or first) result."""
@@ -163,8 +186,13 @@ class Node:
         return str(self.args[0])
 
     def map_values(self, function: Callable[[Value], Value]) -> Node:
+        """The node with other operands; itself, if they stay the same."""
+        renamed = {value: function(value) for value in self.operands}
+        if all(old == new for old, new in renamed.items()):
+            return self
+
         def leaf(arg: Arg) -> Arg:
-            return function(arg) if isinstance(arg, Value) else arg
+            return renamed[arg] if isinstance(arg, Value) else arg
 
         kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
         return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)

@@ -114,6 +114,8 @@ class Reads:
         self._first: dict[tuple[int, str], object] = {}
         self._watched: dict[type, object] = {}
         self._is_on = False
+        self._values: dict[tuple[int, str], object] = {}
+        self._contents: list[tuple[Any, list[int]]] = []
         for path, module in model.named_modules():
             self._own(module, f"model.{path}" if path else "model", None)
         if loss_fn is not None:
@@ -184,6 +186,8 @@ class Reads:
             key = id(variable.space), variable.name
             if key not in self.variables:
                 self.variables[key] = variable
+                self._values[key] = variable.value()
+                self._contents += _items_of(variable.value())
                 self.follow(variable.value(), variable.label, None)
 
     @contextmanager
@@ -248,6 +252,7 @@ class Reads:
         self.read[key] = None
         if key[0] not in self.tree:
             self._first[key] = record.get(name)
+            self._contents += _items_of(record.get(name))
         value = inner(owner, name)
         if isinstance(value, torch.Tensor):
             self._tensors[key] = value
@@ -268,6 +273,12 @@ class Reads:
                 self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
         self._tensors.clear()
 
+    def has_changed(self) -> bool:
+        """Whether a variable, or a container in a variable or in an attribute of an object, is no longer what it was
+        when it was first met."""
+        is_other = any(self.variables[key].value() is not value for key, value in self._values.items())
+        return is_other or any(_ids_in(container) != items for container, items in self._contents)
+
     def is_reachable(self, owner: Owner) -> bool:
         """Whether an object can still be reached where it was, and was not created by the call alone."""
         if owner.of is None or id(owner.value) in self.tree:
@@ -277,6 +288,24 @@ class Reads:
         now = members_of(holder).get(name, MISSING)
         is_there = now is owner.value or any(item is owner.value for _, item in within(now))
         return (is_there or now is MISSING or isinstance(now, nn.Module)) and self.is_reachable(holder)
+
+
+def _items_of(value: object) -> list[tuple[Any, list[int]]]:
+    """``value`` and the containers inside it, those that can be changed, each with the ids of its items."""
+    found: dict[int, tuple[Any, list[int]]] = {}
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, CONTAINERS) and id(each) not in found:
+            found[id(each)] = each, _ids_in(each)
+            waiting += each.values() if isinstance(each, Mapping) else each
+    return list(found.values())
+
+
+def _ids_in(container: Any) -> list[int]:
+    if isinstance(container, Mapping):
+        return [id(part) for item in container.items() for part in item]
+    return [id(item) for item in container]
 
 
 def members_of(owner: Owner) -> Mapping[str, Any]:
