@@ -309,10 +309,8 @@ def _outlined(
     sizes: tuple[torch.SymInt, ...],
 ) -> tuple[torch.fx.GraphModule, Bodies]:
     """The joint graphs of the model's operations, which one run of it records."""
-    dispatching = partial(_dispatching, bool(sizes))
-    recording = _recorded(mode, step, tensors, inputs, dispatching, skips=True)
-    if recording is None:
-        recording = _recorded(mode, step, tensors, inputs, dispatching, skips=False)
+    record = partial(_recorded, mode, step, tensors, inputs, partial(_dispatching, bool(sizes)))
+    recording = record(skips=True) or record(skips=False)
     assert recording is not None
     program = outline(recording)
     if not program.sites:
@@ -342,10 +340,12 @@ def _recorded(
         with tracker.listening(), dispatching(), mode, recorder.listening(), skipping:
             outputs = step(*inputs)
     except Exception:
-        if repeated.skipped:
-            return None
-        raise
+        if not repeated.skipped:
+            raise
+        request.reads.undo()
+        return None
     if repeated.skipped and has_changed_python(request.reads, step.counted, step.refilled):
+        request.reads.undo()
         return None
     return recorder.program(len(inputs) + len(tensors), outputs)
 
