@@ -144,7 +144,17 @@ class Graph:
         return self.fixed(sizes)
 
     def fixed(self, sizes: Mapping[str, int]) -> Graph:
-        """The graph with these symbols replaced by integers; others stay."""
+        """The graph with these symbols replaced by integers; others stay. Asked again, it is the same object."""
+        key = tuple(sorted(sizes.items()))
+        if key not in self._fixed:
+            self._fixed[key] = self._with_sizes(sizes)
+        return self._fixed[key]
+
+    @cached_property
+    def _fixed(self) -> dict[tuple[tuple[str, int], ...], Graph]:
+        return {}
+
+    def _with_sizes(self, sizes: Mapping[str, int]) -> Graph:
         names = {symbol(name): size for name, size in sizes.items()}
         cache: dict[sympy.Expr, Arg] = {}
 

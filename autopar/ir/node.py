@@ -103,13 +103,11 @@ def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     return function(arg)
 
 
-def leaves_of(arg: Arg) -> Iterator[Arg]:
-    """The leaves of ``arg``, left to right."""
+def has_expression(arg: Arg) -> bool:
+    """Whether a leaf of ``arg`` is an expression of sizes."""
     if isinstance(arg, (tuple, list)):
-        for item in arg:
-            yield from leaves_of(item)
-    else:
-        yield arg
+        return any(map(has_expression, arg))
+    return isinstance(arg, sympy.Expr)
 
 
 def values_in(arg: Arg) -> Iterator[Value]:
@@ -146,8 +144,8 @@ class Node:
     @cached_property
     def is_symbolic(self) -> bool:
         """Whether an argument or a type contains an expression of sizes."""
-        shapes = tuple(kind.shape for kind in self.types if kind is not None)
-        return any(isinstance(leaf, sympy.Expr) for leaf in leaves_of((self.args, self.kwargs, shapes)))
+        types = any(has_expression(kind.shape) for kind in self.types if kind is not None)
+        return types or has_expression(self.args) or any(has_expression(arg) for _, arg in self.kwargs)
 
     @cached_property
     def form(self) -> str:
