@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, children_of
+from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, STATE_DICT_HOOKS, children_of
 from autopar.trace.guards.reads import MACHINERY, Reads
 from autopar.trace.guards.values import MISSING, PLAIN
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_HOOKS = tuple(name for name in sorted(MACHINERY) if name.endswith("_hooks"))
+_HOOKS = tuple(name for name in sorted(MACHINERY) if name.endswith("_hooks") and name not in STATE_DICT_HOOKS)
 _TENSORS = (PARAMETERS, BUFFERS)
 _FIXED = (tuple, frozenset, torch.Size)
 
