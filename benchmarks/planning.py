@@ -1,9 +1,11 @@
-"""What planning costs: CPU-seconds from model to plan, by phase, and peak memory.
+"""What planning costs: CPU-seconds from model to plan, by phase, peak memory, and the plan's file.
 
-    python -m benchmarks.planning [--json] [--output FILE] [--cases gpt2 llama3-8b]
+    python -m benchmarks.planning [--json] [--output FILE] [--cases gpt2 llama3-8b] [--stop SECONDS]
 
 Models and batches are on the meta device and no devices are needed. Each case runs in a process of its own,
-so that peak memory is its own; imports and building the model are measured apart from planning.
+so that peak memory is its own; imports and building the model are measured apart from planning. The same model at
+several depths, and on several numbers of devices, shows what planning costs by either. A case that has not ended after
+``--stop`` seconds is stopped, and its row says so.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
+import autopar
+from autopar.precision import Precision
+
+from .published_models import build
 from .report import describe_machine, emit, make_table
+from .scale import CASES as SCALE
 
 CLUSTER = "dgx-a100-80gb"
 MESH = (8, 8)
@@ -34,10 +41,13 @@ MESH = (8, 8)
 class Case:
     """A model and what planning it may cost; ``peer`` has what is known of another planner of placements."""
 
-    build: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
+    build: Callable[[], tuple[nn.Module, Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]]]
     description: str
     limit_seconds: float
     peer: Mapping[str, float]
+    mesh: tuple[int, ...] = MESH
+    cluster: str = CLUSTER
+    precision: Precision | None = None
 
 
 def token_batch(size: int, sequence: int) -> dict[str, torch.Tensor]:
@@ -55,7 +65,7 @@ def build_gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return GPT2LMHeadModel(config), token_batch(64, 128)
 
 
-def build_llama3_8b(layers: int = 32) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def build_llama3_8b(layers: int = 32, batch: int = 16) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The shape of Llama 3 8B, of any depth."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,7 +81,27 @@ def build_llama3_8b(layers: int = 32) -> tuple[nn.Module, dict[str, torch.Tensor
         use_cache=False,
     )
     with torch.device("meta"):
-        return LlamaForCausalLM(config), token_batch(16, 8192)
+        return LlamaForCausalLM(config), token_batch(batch, 8192)
+
+
+def build_published(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A model of :mod:`benchmarks.scale`, and its published batch."""
+    case = SCALE[name]
+    ids = torch.empty((case.batch, case.shape.seq), dtype=torch.int64, device="meta")
+    return build(case.shape, torch.float32), (ids, ids)
+
+
+def published(name: str, nodes: int) -> Case:
+    """The case of a model of :mod:`benchmarks.scale` on so many nodes of eight devices."""
+    return Case(
+        partial(build_published, name),
+        f"{name} on {8 * nodes} devices, batch {SCALE[name].batch} x {SCALE[name].shape.seq}, bf16",
+        limit_seconds=40.0,
+        peer={},
+        mesh=(nodes, 8),
+        cluster=SCALE[name].cluster,
+        precision="bf16",
+    )
 
 
 CASES: Mapping[str, Case] = {
@@ -92,8 +122,24 @@ CASES: Mapping[str, Case] = {
         f"llama3-8b-{layers}-layers": Case(
             partial(build_llama3_8b, layers), f"the same, {layers} layers", limit_seconds=60.0, peer={}
         )
-        for layers in (8, 16)
+        for layers in (8, 16, 64)
     },
+    # The same on other numbers of devices, with a sample for each; from 128 devices on, pipelines are proposed.
+    **{
+        f"llama3-8b-{8 * nodes}-devices": Case(
+            partial(build_llama3_8b, 32, 8 * nodes),
+            f"Llama 3 8B on {8 * nodes} devices, batch {8 * nodes} x 8192",
+            limit_seconds=60.0,
+            peer={},
+            mesh=(nodes, 8),
+        )
+        for nodes in (2, 8, 32)
+    },
+    "gpt3-175b": published("GPT-3 175B", 128),
+    "mt-nlg-530b": published("MT-NLG 530B", 280),
+    "gpt-1t": published("GPT 1T", 384),
+    "llama3-405b": published("Llama 3 405B", 2048),
+    "switch-1.6t": published("Switch 1.6T", 256),
 }
 
 
@@ -112,20 +158,20 @@ def measure(name: str) -> dict[str, Any]:
     """Plans one case in this process and returns its figures."""
     case = CASES[name]
     model, batch = case.build()
-    import autopar
-
     before = {"cpu_seconds": cpu_seconds(), "peak_gib": peak_gib()}
     start = time.perf_counter()
-    plan = autopar.plan(model, MESH, batch, cluster=CLUSTER)
-    wall = time.perf_counter() - start
+    options = autopar.Options(precision=case.precision)
+    plan = autopar.plan(model, case.mesh, batch, cluster=case.cluster, options=options)
+    wall, busy, peak = time.perf_counter() - start, cpu_seconds() - before["cpu_seconds"], peak_gib()
     return {
         "model": case.description,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "mesh": list(MESH),
-        "cluster": CLUSTER,
-        "cpu_seconds": cpu_seconds() - before["cpu_seconds"],
+        "mesh": list(case.mesh),
+        "cluster": case.cluster,
+        "cpu_seconds": busy,
         "wall_seconds": wall,
-        "peak_gib": peak_gib(),
+        "peak_gib": peak,
+        "file": file_figures(plan),
         "before_planning": before,
         "phases_cpu_seconds": {phase: float(seconds) for phase, seconds in plan.timings.items()},
         "limit_cpu_seconds": case.limit_seconds,
@@ -136,15 +182,29 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str) -> dict[str, Any]:
-    """The figures of one case from a fresh process.
+def file_figures(plan: autopar.Plan) -> dict[str, float]:
+    """The bytes of a plan's file, and the seconds in which it is read."""
+    text, start = plan.to_json(), time.perf_counter()
+    read = type(plan).from_json(text)
+    seconds = time.perf_counter() - start
+    if read != plan:
+        raise RuntimeError(f"the plan of {plan.model} is not what its file says")
+    return {"bytes": float(len(text.encode())), "load_seconds": seconds}
+
+
+def measure_apart(name: str, stop: float) -> dict[str, Any]:
+    """The figures of one case from a fresh process, or of how it was stopped after ``stop`` seconds.
 
     Raises:
         RuntimeError: with that process's own message, if it fails.
     """
     command = [sys.executable, "-m", "benchmarks.planning", "--measure", name]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "AUTOPAR_CACHE": "off"}  # A plan that was kept takes no time.
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=stop)
+    except subprocess.TimeoutExpired:
+        case = CASES[name]
+        return {"model": case.description, "stopped_after_seconds": stop, "limit_cpu_seconds": case.limit_seconds}
     if done.returncode:
         raise RuntimeError(f"planning {name} failed with status {done.returncode}; its traceback stands above")
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -153,6 +213,9 @@ def measure_apart(name: str) -> dict[str, Any]:
 
 def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The table rows of a case: itself, its phases, and the peer."""
+    if "stopped_after_seconds" in figures:
+        limit = f"{figures['limit_cpu_seconds']:.0f}"
+        return [(figures["model"], "stopped", f"{figures['stopped_after_seconds']:.0f}", "", limit, "")]
     rows: list[tuple[str, ...]] = [
         (
             figures["model"],
@@ -160,14 +223,15 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
             f"{figures['wall_seconds']:.1f}",
             f"{figures['peak_gib']:.2f}",
             f"{figures['limit_cpu_seconds']:.0f}",
+            f"{figures['file']['bytes'] / 1e6:.1f} MB, {figures['file']['load_seconds']:.2f} s",
         )
     ]
-    rows += [(f"  {phase}", f"{value:.1f}", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
+    rows += [(f"  {phase}", f"{value:.1f}", "", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
     peer = figures["peer"]
     if not peer:
         return rows
     cells = (f"{peer[key]:g}" if key in peer else "" for key in ("cpu_seconds", "wall_seconds", "peak_gib"))
-    return [*rows, ("  peer", *cells, "")]
+    return [*rows, ("  peer", *cells, "", "")]
 
 
 def main(words: Sequence[str]) -> int:
@@ -176,22 +240,23 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="write the JSON there as well")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--stop", type=float, default=600.0, metavar="SECONDS", help="after which a case is stopped")
     parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.measure:
         print(json.dumps(measure(arguments.measure)))
         return 0
-    cases = {name: measure_apart(name) for name in arguments.cases}
+    cases = {name: measure_apart(name, arguments.stop) for name in arguments.cases}
     rows = [row for name, figures in cases.items() for row in rows_of(name, figures)]
-    columns = ("from model to plan", "CPU s", "wall s", "peak GiB", "limit CPU s")
-    table = make_table(f"planning on mesh {MESH}, {CLUSTER}", columns, rows)
+    columns = ("from model to plan", "CPU s", "wall s", "peak GiB", "limit CPU s", "plan's file")
+    table = make_table(f"planning; where nothing else is said, on mesh {MESH} of {CLUSTER}", columns, rows)
     emit(
         {"benchmark": "planning", "machine": describe_machine(), "cases": cases},
         table,
         arguments.json,
         arguments.output,
     )
-    return 0 if all(f["cpu_seconds"] <= f["limit_cpu_seconds"] for f in cases.values()) else 1
+    return 0 if all(f.get("cpu_seconds", math.inf) <= f["limit_cpu_seconds"] for f in cases.values()) else 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from rich.console import Console
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.ir.placements import StridedShard, short
+from autopar.ir.plan_record import PlanRecord
+from autopar.plans.json import plan_to_dict
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -42,6 +44,8 @@ def jsonable(value: Any) -> Json:
 
 
 def _object_jsonable(value: Any) -> Json:
+    if isinstance(value, PlanRecord):
+        return jsonable(plan_to_dict(value))  # Each row whole, for programs that look for one.
     if hasattr(value, "to_json"):
         decoded: Json = json.loads(value.to_json())
         return decoded

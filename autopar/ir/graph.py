@@ -144,7 +144,17 @@ class Graph:
         return self.fixed(sizes)
 
     def fixed(self, sizes: Mapping[str, int]) -> Graph:
-        """The graph with these symbols replaced by integers; others stay."""
+        """The graph with these symbols replaced by integers; others stay. Asked again, it is the same object."""
+        key = tuple(sorted(sizes.items()))
+        if key not in self._fixed:
+            self._fixed[key] = self._with_sizes(sizes)
+        return self._fixed[key]
+
+    @cached_property
+    def _fixed(self) -> dict[tuple[tuple[str, int], ...], Graph]:
+        return {}
+
+    def _with_sizes(self, sizes: Mapping[str, int]) -> Graph:
         names = {symbol(name): size for name, size in sizes.items()}
         cache: dict[sympy.Expr, Arg] = {}
 
@@ -157,6 +167,8 @@ class Graph:
             return cache[arg]
 
         def concrete(node: Node) -> Node:
+            if not node.is_symbolic:
+                return node
             types = tuple(t and TensorType(tuple(map(leaf, t.shape)), t.dtype) for t in node.types)
             kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
             return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)

@@ -103,6 +103,13 @@ def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     return function(arg)
 
 
+def has_expression(arg: Arg) -> bool:
+    """Whether a leaf of ``arg`` is an expression of sizes."""
+    if isinstance(arg, (tuple, list)):
+        return any(map(has_expression, arg))
+    return isinstance(arg, sympy.Expr)
+
+
 def values_in(arg: Arg) -> Iterator[Value]:
     """The :class:`Value` leaves of ``arg``, left to right."""
     if isinstance(arg, Value):
@@ -134,6 +141,20 @@ class Node:
         """Tensor operands in order of appearance, repeats included: ``mul(%x, %x)`` has two."""
         return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
 
+    @cached_property
+    def is_symbolic(self) -> bool:
+        """Whether an argument or a type contains an expression of sizes."""
+        types = any(has_expression(kind.shape) for kind in self.types if kind is not None)
+        return types or has_expression(self.args) or any(has_expression(arg) for _, arg in self.kwargs)
+
+    @cached_property
+    def form(self) -> str:
+        """The operation and its arguments as text, without the names of operands: equal for calls that differ only in
+        which tensors they take. Which operands are the same tensor is part of it."""
+        numbers = {value: Value("", number) for number, value in enumerate(dict.fromkeys(self.operands))}
+        arguments = map_arg((self.args, self.kwargs), lambda arg: numbers[arg] if isinstance(arg, Value) else arg)
+        return f"{self.op} {arguments!r}"
+
     @property
     def type(self) -> TensorType:
         """The type of the only (or first) result."""
@@ -163,8 +184,13 @@ class Node:
         return str(self.args[0])
 
     def map_values(self, function: Callable[[Value], Value]) -> Node:
+        """The node with other operands; itself, if they stay the same."""
+        renamed = {value: function(value) for value in self.operands}
+        if all(old == new for old, new in renamed.items()):
+            return self
+
         def leaf(arg: Arg) -> Arg:
-            return function(arg) if isinstance(arg, Value) else arg
+            return renamed[arg] if isinstance(arg, Value) else arg
 
         kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
         return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)

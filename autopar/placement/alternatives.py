@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.assignment import Assignment, ParameterPlacement, WeightInHost
+from autopar.ir.assignment import ParameterPlacement, WeightInHost
 from autopar.ir.graph import Graph
 from autopar.ir.node import DTYPE_NAMES, SAVED_ACTIVATION, Node
 from autopar.ir.placements import short
@@ -32,17 +32,15 @@ from .prices import local_bytes
 KEPT = 6
 
 
-def explanation_fields(instance: Instance, graph: Graph, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
+def explanation_fields(instance: Instance, graph: Graph, chosen: Ints) -> dict[str, Any]:
     """The fields of a :class:`~autopar.plans.plan.Plan` that :meth:`~autopar.plans.plan.Plan.why` and similar methods
-    read. ``chosen``: ``assignment`` by group; ``graph``: that of ``instance`` with the nodes that are recomputed.
+    read. ``chosen``: the choice of each group; ``graph``: that of ``instance`` with the nodes that are recomputed.
     """
-    step = PlacedStep(graph, assignment, instance.prices, instance.optimizer, instance.repeats)
     gradients = {path: str(value).removeprefix("%") for path, value in graph.gradients.items()}
     return {
         "nodes": plan_nodes(graph),
         "module_nodes": module_outputs(graph),
         "gradient_values": gradients,
-        "holdings": tuple(holdings(step)),
         "alternatives": alternatives(instance, chosen),
     }
 

@@ -123,6 +123,12 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
     """Bytes that one operation holds at once: its operands and results, as placed by the strategy."""
     if node.is_placeholder or node.op in VIEWS or node.op == SAVED_ACTIVATION:
         return 0
+    return prices.of_call(
+        "temporary bytes", node, inputs, strategy, lambda: _temporary_bytes(prices, node, inputs, strategy)
+    )
+
+
+def _temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
     if node.op == WRITE_ROWS:  # It writes into the cache, which is counted where it rests.
         return local_bytes(inputs[-1], strategy.inputs[-1], prices.mesh)
     operands = sum(local_bytes(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
@@ -137,6 +143,8 @@ def adding_seconds(
     ``gradients``) over microbatches. After the first microbatch, each gradient and the sum so far are read, and the sum
     is written. A matrix product accumulates by itself: it reads the sum, and writes the sum instead of its result. So
     does a cast to fp32 (:mod:`autopar.passes.lower.accumulate_gradients`): it reads the sum in addition."""
+    if repeats.microbatches == 1:
+        return 0.0
     places = enumerate(zip(node.types, strategy.outputs, strict=True))
     raw = sum(local_bytes(t, p, prices.mesh) for i, (t, p) in places if t and Value(node.name, i) in gradients)
     accumulates = node.op == "aten.mm.default" or (node.op == CAST and node.type.dtype.itemsize >= MASTER_BYTES)

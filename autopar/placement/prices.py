@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
 # Bytes of a bucket of gradients. Chosen: the default of DDP's bucket_cap_mb in torch (25 MiB).
 BUCKET_BYTES = 25 << 20
 Options = tuple[tuple[Placement, ...], ...]
+Number = TypeVar("Number", int, float)
 
 
 def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, Options]:
@@ -139,6 +141,7 @@ class Prices:
     mesh: tuple[int, ...]
     options: Mapping[TensorType, Options]
     exchanged: int
+    _calls: dict[object, tuple[Any, Strategy]] = field(default_factory=dict)
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
     _blocks: dict[int, Prices] = field(default_factory=dict)
@@ -159,21 +162,31 @@ class Prices:
             return self
         if block not in self._blocks:
             own = self.cluster.at(block * self.devices, self.devices)
-            self._blocks[block] = replace(self, cluster=own, _nodes={}, _blocks={})
+            self._blocks[block] = replace(self, cluster=own, _calls={}, _nodes={}, _blocks={})
         return self._blocks[block]
+
+    def of_call(
+        self, what: str, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy, compute: Callable[[], Number]
+    ) -> Number:
+        """What ``compute`` returns for a call, computed once for all equal calls: ``what`` depends on the form and the
+        types of a call and on its strategy, and on nothing else. Equal layers share strategies, so their identity
+        suffices, and it is not needed to hash them."""
+        key = what, node.form, inputs, node.types, id(strategy)
+        if key not in self._calls:
+            # With the strategy, so that no other gets its identity.
+            self._calls[key] = compute(), strategy
+        found: Number = self._calls[key][0]
+        return found
 
     def node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
         """Seconds of one run of ``node`` under ``strategy`` on the device with the largest shards."""
+        return self.of_call("seconds", node, inputs, strategy, lambda: self._node(node, inputs, strategy))
+
+    def _node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
         local_in = tuple(local_type(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
         outputs = zip(node.types, strategy.outputs, strict=True)
         local_out = tuple(t and local_type(t, p, self.mesh) for t, p in outputs)
-        key: tuple[object, ...] = (
-            node.op,
-            node.args if not node.operands else repr(node.args),
-            local_in,
-            local_out,
-            strategy.local,
-        )
+        key: tuple[object, ...] = (node.form, local_in, local_out, strategy.local)
         if strategy.local.removeprefix("autopar.") in EXCHANGES:
             key = (*key, strategy.inputs)  # Which axes rows travel over.
         if key not in self._nodes:

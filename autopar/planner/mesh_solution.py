@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.ir.assignment import Assignment
 from autopar.passes.recompute.recompute import recomputed
@@ -15,17 +16,32 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.solver.problem import Solution
 
-from .rehearsed_memory import exact_memory
+from .rehearsed_memory import ExactMemory, exact_memory
+
+
+@dataclass(frozen=True, eq=False)
+class SolvedStep:
+    """The step of a solution, and what is measured of it: once, when it is first asked for, since a rehearsal takes as
+    long as pricing the step many times."""
+
+    instance: Instance
+    placed: PlacedStep
+
+    @cached_property
+    def memory(self) -> ExactMemory:
+        """Its memory, rehearsed where possible."""
+        return exact_memory(self.placed.graph, self.placed.assignment, self.instance, tuple(holdings(self.placed)))
 
 
 @dataclass(frozen=True)
 class MeshSolution:
-    """One solved mesh: the instance, the solution, and its cost breakdown. ``unlimited``: a lower bound in seconds for
-    any memory limit, if one is known."""
+    """One solved mesh: the instance, the solution, its step, and its cost breakdown. ``unlimited``: a lower bound in
+    seconds for any memory limit, if one is known."""
 
     instance: Instance
     solution: Solution
     assignment: Assignment
+    step: SolvedStep
     breakdown: CostBreakdown
     unlimited: float = -math.inf
 
@@ -33,7 +49,8 @@ class MeshSolution:
     def of(instance: Instance, solution: Solution) -> MeshSolution:
         """Reads a solution of ``instance``: derives its assignment and its cost."""
         assignment = instance.assignment(solution.choices)
-        return MeshSolution(instance, solution, assignment, cost_breakdown(placed_step(instance, assignment)))
+        placed = placed_step(instance, assignment)
+        return MeshSolution(instance, solution, assignment, SolvedStep(instance, placed), cost_breakdown(placed))
 
     @property
     def prices(self) -> Prices:
@@ -48,7 +65,4 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 
 def peak_bytes(solved: MeshSolution) -> int:
     """Peak bytes of the step, rehearsed where possible, otherwise those of its cost breakdown."""
-    instance = solved.instance
-    step = placed_step(instance, solved.assignment)
-    memory = exact_memory(step.graph, step.assignment, instance, tuple(holdings(step))).memory
-    return (memory or solved.breakdown.memory).peak
+    return (solved.step.memory.memory or solved.breakdown.memory).peak

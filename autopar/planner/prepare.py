@@ -142,7 +142,7 @@ def make_request(
 ) -> PlanRequest:
     """The request to plan a prepared model, with a description for people."""
     parameters = {node.target for node in base.graph.placeholders("param")}
-    inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
+    inputs = {node.target: node.type.shape for node in base.graph.at(**{BATCH: base.batch}).placeholders("input")}
     return PlanRequest(
         graph=base.graph,
         loss=base.loss,

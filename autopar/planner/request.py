@@ -14,6 +14,7 @@ from autopar.layout import Layout
 from autopar.options import Options
 
 from .axis_roles import AxisRole
+from .shared_work import SharedWork
 
 Propose = Callable[["PlanRequest"], tuple[Layout, ...]]
 
@@ -24,7 +25,8 @@ class PlanRequest:
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
-    ``propose``: finds layouts worth trying for this request, where there are too many to try."""
+    ``propose``: finds layouts worth trying for this request, where there are too many to try. ``shared``: what requests
+    made from this one have in common."""
 
     graph: Graph
     loss: str | None
@@ -41,6 +43,7 @@ class PlanRequest:
     roles: tuple[AxisRole, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
+    shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
 
 
 def axes_are_fixed(request: PlanRequest) -> bool:

@@ -15,8 +15,8 @@ def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """The graph of one training step at a batch size. It computes the loss (without a loss: every output), gradients
     and new buffers."""
     outputs = tuple(o for o in graph.outputs if o.kind != "output" or loss is None or o.name == loss)
-    concrete = replace(graph, outputs=outputs).without_dead()
-    return concrete.at(**{name: batch for name, _ in graph.symbols})
+    concrete = graph.at(**{name: batch for name, _ in graph.symbols})
+    return replace(concrete, outputs=outputs).without_dead()
 
 
 def pipelined_graph(graph: Graph, loss: str | None, batch: int) -> Graph:

@@ -8,7 +8,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.offload import TIER_NAMES
 from autopar.passes.annotate.annotate import rule_sources
-from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.alternatives import explanation_fields
 from autopar.placement.axis_names import default_names
 from autopar.placement.constraints import module_outputs
@@ -17,7 +16,6 @@ from autopar.plans.plan import Plan
 
 from .axis_roles import role_names
 from .mesh_solution import MeshSolution
-from .rehearsed_memory import exact_memory
 from .request import PlanRequest, memory_limit_of
 from .step_graphs import graph_hash
 from .timings import Timings
@@ -28,13 +26,11 @@ def make_plan(
 ) -> Plan:
     """Writes a solution as a plan."""
     instance, solution = best.instance, best.solution
-    step_graph, assignment = recomputed(instance.graph, best.assignment)
+    step_graph, assignment, exact = best.step.placed.graph, best.step.placed.assignment, best.step.memory
     paths = {node.name: node.target for node in graph.placeholders("param")}
     rules = rule_sources(graph, request.mesh)
     fallbacks = tuple(op for op, sources in rules.items() if sources[0].startswith("fallback"))
-    fields = explanation_fields(instance, step_graph, assignment, solution.choices)
-    exact = exact_memory(step_graph, assignment, instance, fields["holdings"])
-    fields["holdings"] = exact.holdings
+    fields = explanation_fields(instance, step_graph, solution.choices)
     return Plan(
         model=request.model,
         batch=request.batch,
@@ -56,6 +52,7 @@ def make_plan(
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
         tied=dict(request.tied),
         baselines=priced,
+        holdings=exact.holdings,
         **fields,
         recomputed=tuple(sorted(best.assignment.recomputed)),
         offloaded=tuple(sorted(best.assignment.offloaded)),

@@ -25,12 +25,15 @@ from autopar.ir.plan_record import (
 from autopar.ir.planned_sync import PlannedSync
 from autopar.offload import tier_of
 
+from .folded_tables import folded, unfolded
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
 # Of the file's form: raised by hand when a reader of the old one would misread the new one.
 VERSION = 8
 # Version 7 had another name for the operation that saves an activation.
 READABLE = (7, VERSION)
+# Of JSON in which the tables that grow with depth are folded (:mod:`.folded_tables`). Unfolded, it is version 8.
+FOLDED, _FOLDED = 9, ("nodes", "lines")
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
@@ -45,13 +48,16 @@ _KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIO
 def plan_to_json(plan: PlanRecord) -> str:
     """``plan.to_json()``: strict JSON (numbers that are not finite as strings), indented, each entry of a table on one
     line."""
-    entries = (f"  {json.dumps(name)}: {_indented(value)}" for name, value in plan_to_dict(plan).items())
+    data = {**folded(plan_to_dict(plan)), "version": FOLDED}
+    entries = (f"  {json.dumps(name)}: {_indented(value, name in _FOLDED)}" for name, value in data.items())
     return "{\n" + ",\n".join(entries) + "\n}"
 
 
-def _indented(value: Any) -> str:
+def _indented(value: Any, is_folded: bool = False) -> str:
     """A field as JSON, with each entry of a table on a line of its own. An entry is not broken into lines: a plan would
-    have ten times as many."""
+    have ten times as many. A folded field has several tables."""
+    if is_folded:
+        return "{" + ", ".join(f"{json.dumps(name)}: {_indented(table)}" for name, table in value.items()) + "}"
     if isinstance(value, dict) and value:
         rows = [f"{json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in value.items()]
         return "{\n    " + ",\n    ".join(rows) + "\n  }"
@@ -68,7 +74,19 @@ def fields_from_json(text: str) -> dict[str, Any]:
         path = str(text).endswith(".json") and "\n" not in str(text)
         hint = f"; {text!r} looks like a path: autopar.Plan.load({text!r}) reads the file" if path else ""
         raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error}){hint}") from error
-    return fields_from_dict(data)
+    return fields_from_dict(_whole(data))
+
+
+def _whole(data: Any) -> Any:
+    """The plan's data with the tables of version 9 unfolded. Raises :class:`OptionsError` if they are not tables."""
+    if not isinstance(data, dict) or data.get("version") != FOLDED:
+        return data
+    try:
+        return {**unfolded(data), "version": VERSION}
+    except KeyError as error:
+        raise OptionsError(f"this is not a whole plan: {error} is missing") from error
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        raise OptionsError(f"this is not a plan that autopar wrote: {type(error).__name__}: {error}") from error
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -135,7 +153,7 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
     if data["version"] not in READABLE:
         raise OptionsError(
             f"this plan has format version {data['version']!r}, but this autopar reads versions "
-            f"{' and '.join(map(str, READABLE))}; plan the model again"
+            f"{', '.join(map(str, (*READABLE, FOLDED)))}; plan the model again"
         )
     unknown = [name for name in data if name not in _KNOWN]
     if unknown:

@@ -12,13 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.ir.graph import Graph
 from autopar.ir.node import VIEWS
-from autopar.passes.annotate.annotate import annotate
+from autopar.ir.placements import REPLICATE, Strategy
 from autopar.placement.prices import Prices
 from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction
@@ -136,13 +136,19 @@ def _hops(request: PlanRequest, layout: StageLayout) -> float:
     return 2.0 * sum(message_rate(request.cluster, s, t, devices)[0] for s, t in pairs)
 
 
+@cache
+def _whole(operands: int, results: int) -> Strategy:
+    """The only strategy of an operation on one device."""
+    return Strategy(((REPLICATE,),) * operands, ((REPLICATE,),) * results)
+
+
 def single_device_seconds(request: PlanRequest, graph: Graph) -> tuple[float, float]:
     """Seconds to compute a step on one device, and the part of them that is paid again for each further microbatch: the
     kernel launches. However a step is divided, this is the least sum over its devices."""
-    alone = annotate(graph, (1,))
-    prices = Prices.of(request.cluster, (1,), alone)
+    prices = Prices(request.cluster, (1,), {}, exchanged=0)
     nodes = [node for node in graph.nodes if not node.is_placeholder]
     seconds = sum(
-        prices.node(node, tuple(map(graph.type_of, node.operands)), alone.strategies[node.name][0]) for node in nodes
+        prices.node(node, tuple(map(graph.type_of, node.operands)), _whole(len(node.operands), len(node.types)))
+        for node in nodes
     )
     return seconds, request.cluster.device.launch_seconds * sum(node.op not in VIEWS for node in nodes)

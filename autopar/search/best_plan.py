@@ -242,7 +242,8 @@ def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
 
 def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candidate], InfeasibleError | None]:
     """The best plan on every candidate mesh, or why there is none."""
-    graph = step_graph(request.graph, request.loss, request.batch)
+    whole, loss, batch = request.graph, request.loss, request.batch
+    graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
     candidates: list[Candidate] = []
     failure: InfeasibleError | None = None
     for mesh in mesh_candidates(request):

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +36,7 @@ from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.infeasible import check_host
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.shared_work import SharedWork
 from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
@@ -60,12 +63,13 @@ MOST_CHUNKS = 4
 @dataclass(frozen=True)
 class PipelineSolution:
     """A cut, placed and scheduled graph. ``uncut`` is the solution of the placement program for the uncut graph of one
-    microbatch."""
+    microbatch. ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
 
     layout: StageLayout
     uncut: MeshSolution
     breakdown: PipelineBreakdown
     pipeline: PlannedPipeline
+    measured: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -77,8 +81,9 @@ class PipelineRequest:
     """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``limits``: bytes for each
     device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
-    ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``solve`` solves the placement program of
-    a graph, with nodes for saved activations, within limits of the device's and the host's bytes."""
+    ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
+    common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, within
+    limits of the device's and the host's bytes."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -91,6 +96,7 @@ class PipelineRequest:
     host_limit: float = math.inf
     chunks: int | None = None
     alone: Callable[[], Graph] | None = None
+    shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
 
     @property
     def kinds(self) -> tuple[tuple[str, int], ...]:
@@ -114,14 +120,15 @@ def search(request: PipelineRequest) -> PipelineSolution:
         InfeasibleError: no division into stages fits into the memory of the devices or of their hosts.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
-    pieces = microbatch(request.graph, request.microbatches, request.inputs, request.alone)
+    pieces = _pieces(request)
+    saving = request.shared.once("saving", (pieces,), make=lambda: SaveActivations()(pieces.graph))
     candidates, segment_of = _candidates(request, pieces.graph)
     _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, _Overfull()
     limit, host = sum(request.limits), request.host_limit * stages
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
-        uncut = request.solve(SaveActivations()(pieces.graph), repeats, limit, host)
+        uncut = request.solve(saving, repeats, limit, host)
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
         for solution in _scheduled(request, pieces, candidates, segment_of, uncut):
@@ -159,6 +166,15 @@ class _Overfull:
         return max(_Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
 
 
+def _pieces(request: PipelineRequest) -> Microbatched:
+    """The graph of a microbatch. Raises :class:`OptionsError` if the batch does not divide."""
+    graph, count, inputs = request.graph, request.microbatches, request.inputs
+    settings = count, tuple(inputs.items()), request.alone is None
+    return request.shared.once(
+        "microbatch", (graph,), *settings, make=lambda: microbatch(graph, count, inputs, request.alone)
+    )
+
+
 def _fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
     within = all(peak <= limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
     return within and solution.breakdown.host_bytes <= request.host_limit
@@ -169,8 +185,10 @@ def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandid
     to separate modules that pins put on different stages. Raises :class:`OptionsError` if none separate them."""
     least = _least_cuts(request)
     while True:
-        candidates = cut_candidates(graph, least) if request.layout.stages > 1 else ()
-        segment_of = segment_of_nodes(graph, candidates)
+        cuts = cut_candidates if request.layout.stages > 1 else _no_cuts
+        candidates, segment_of = request.shared.once(
+            "segments", (graph,), cuts, least, make=partial(_segments, graph, cuts, least)
+        )
         try:
             pinned_ranks(graph, segment_of, len(candidates) + 1, request.pins, request.layout.stages)
         except PinnedTogetherError:
@@ -179,6 +197,17 @@ def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandid
             least = len(candidates) + 1
         else:
             return candidates, segment_of
+
+
+def _no_cuts(graph: Graph, least: int) -> tuple[CutCandidate, ...]:
+    return ()
+
+
+def _segments(
+    graph: Graph, cuts: Callable[[Graph, int], tuple[CutCandidate, ...]], least: int
+) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
+    candidates = cuts(graph, least)
+    return candidates, segment_of_nodes(graph, candidates)
 
 
 def _least_cuts(request: PipelineRequest) -> int:

@@ -55,7 +55,8 @@ def with_stages(
     """
     if request.loss is None and request.graph.gradients:
         return [], lambda: OptionsError(_NO_LOSS)
-    graph = pipelined_graph(request.graph, request.loss, request.batch)
+    whole, loss, batch = request.graph, request.loss, request.batch
+    graph = request.shared.once("pipelined", (whole,), loss, batch, make=lambda: pipelined_graph(whole, loss, batch))
     candidates: list[Candidate] = []
     nothing = f"no pipeline stages are possible on the mesh {request.mesh} under these options: leave some of them out"
     make_error: MakeError = partial(OptionsError, nothing)
@@ -140,6 +141,7 @@ class _Pipeline:
             solve=StagePrograms(inside, best, timings).solve,
             host_limit=usable_host_bytes(request.cluster),
             alone=self._alone(),
+            shared=request.shared,
         )
         solution = search_within(pipeline_request)
         solved = _Solved(request, replace(inside, mesh=solution.uncut.prices.mesh), timings, solution)

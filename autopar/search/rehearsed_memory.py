@@ -41,7 +41,15 @@ class ExactStages:
 
 
 def exact_stages(solution: PipelineSolution) -> ExactStages:
-    """Measures the memory of the stages of ``solution``, by rehearsing the program of the first device of each."""
+    """Measures the memory of the stages of ``solution``, once, by rehearsing the program of the first device of
+    each."""
+    if "stages" not in solution.measured:
+        solution.measured["stages"] = _rehearsed(solution)
+    found: ExactStages = solution.measured["stages"]
+    return found
+
+
+def _rehearsed(solution: PipelineSolution) -> ExactStages:
     schedule = solution.breakdown.schedule
     if sum(len(chunk.graph) for chunk in solution.breakdown.chunks) * schedule.microbatches > EFFORT:
         return ExactStages(None)

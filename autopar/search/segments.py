@@ -65,11 +65,12 @@ def price_segments(
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
             seconds[_segment(line.name, segment_of)] += share * line.seconds / line.times
+    away = assignment.recomputed | assignment.offloaded
     for node in instance.graph.nodes:
         if node.op == "param":
             parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
             static[_segment(node.name, segment_of)] += sum(parts)
-        elif node.op == SAVED_ACTIVATION and node.name not in assignment.recomputed | assignment.offloaded:
+        elif node.op == SAVED_ACTIVATION and node.name not in away:
             place = assignment.strategies[node.name].outputs[0]
             saved[_segment(node.operands[0].node, segment_of)] += local_bytes(node.type, place, instance.prices.mesh)
     for position, candidate in enumerate(candidates, start=1):

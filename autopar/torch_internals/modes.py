@@ -14,13 +14,24 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-__all__ = ["TorchDispatchMode", "is_any_mode_active", "without_dispatch_modes", "without_torch_function"]
+__all__ = [
+    "TorchDispatchMode",
+    "function_modes",
+    "is_any_mode_active",
+    "without_dispatch_modes",
+    "without_torch_function",
+]
 
 
 def is_any_mode_active() -> bool:
     """Whether a mode intercepts functions or operators. Relies on the two stacks of modes,
     ``_get_current_function_mode_stack`` and ``_get_current_dispatch_mode_stack`` (2.11)."""
     return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
+
+
+def function_modes() -> list[object]:
+    """The modes that intercept functions, the innermost last. Relies on ``_get_current_function_mode_stack`` (2.11)."""
+    return list(_get_current_function_mode_stack())
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:

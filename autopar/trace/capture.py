@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +52,8 @@ from .model_state import State, exchanged
 from .moe_blocks import experts_as_operations
 from .outline import outline
 from .patches import patched
-from .record import PATH, PLACE, Recorder, UnrecordedError
+from .record import PATH, PLACE, Recorder, Recording, UnrecordedError
+from .repeated_calls import RepeatedCalls, has_changed_python
 from .replay import Bodies, capture_outlined
 from .running_module import ModuleTracker
 
@@ -308,17 +309,45 @@ def _outlined(
     sizes: tuple[torch.SymInt, ...],
 ) -> tuple[torch.fx.GraphModule, Bodies]:
     """The joint graphs of the model's operations, which one run of it records."""
-    tracker: ModuleTracker = step.__dict__["tracker"]
-    recorder = Recorder((*inputs, *tensors), tracker.modules)
-    with tracker.listening(), _dispatching(bool(sizes)), mode, recorder.listening():
-        outputs = step(*inputs)
-    program = outline(recorder.program(len(inputs) + len(tensors), outputs))
+    record = partial(_recorded, mode, step, tensors, inputs, partial(_dispatching, bool(sizes)))
+    recording = record(skips=True) or record(skips=False)
+    assert recording is not None
+    program = outline(recording)
     if not program.sites:
         raise UnrecordedError("no two calls of modules are equal")
     with _without_autocast():  # The casts of autocast are already recorded.
         with mode:
             symbol_inputs = [torch.empty((size,), device=CAPTURE_DEVICE) for size in sizes]
         return capture_outlined(step, inputs, program, symbol_inputs, mode, partial(_export, mode))
+
+
+def _recorded(
+    mode: FakeTensorMode,
+    step: Step,
+    tensors: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    dispatching: Callable[[], AbstractContextManager[Any]],
+    *,
+    skips: bool,
+) -> Recording | None:
+    """What one run of the model records; ``skips``: without running calls that repeat others. None if it turns out that
+    they must run."""
+    request, tracker = step.__dict__["request"], step.__dict__["tracker"]
+    recorder = Recorder((*inputs, *tensors), tracker.modules)
+    repeated = RepeatedCalls(recorder, request.reads, tracker.paths)
+    skipping = repeated.skipping(request.model) if skips else nullcontext()
+    try:
+        with tracker.listening(), dispatching(), mode, recorder.listening(), skipping:
+            outputs = step(*inputs)
+    except Exception:
+        if not repeated.skipped:
+            raise
+        request.reads.undo()
+        return None
+    if repeated.skipped and has_changed_python(request.reads, step.counted, step.refilled):
+        request.reads.undo()
+        return None
+    return recorder.program(len(inputs) + len(tensors), outputs)
 
 
 def _autocast(request: Request) -> AbstractContextManager[Any]:

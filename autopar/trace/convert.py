@@ -65,6 +65,9 @@ class _Converter:
         self.graph_module = captured.graph_module
         self.path_of = module_path_of
         self.inlined: dict[int, dict[fx.Node, Any]] = {}
+        # Of what is in a body, which is converted once for each of its calls.
+        self.types: dict[int, tuple[TensorType, torch.Tensor]] = {}
+        self.sources: dict[fx.Node, str] = {}
 
     def convert_nodes(self) -> None:
         for node in self.captured.graph_module.graph.nodes:
@@ -137,6 +140,12 @@ class _Converter:
     def _type(self, value: Any) -> TensorType | None:
         if not isinstance(value, torch.Tensor):
             return None
+        if id(value) not in self.types:
+            # With the tensor, so that no other gets its identity.
+            self.types[id(value)] = self._type_of(value), value
+        return self.types[id(value)][0]
+
+    def _type_of(self, value: torch.Tensor) -> TensorType:
         if value.dtype not in DTYPE_NAMES:
             raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
         if value.layout != torch.strided:
@@ -211,7 +220,9 @@ class _Converter:
             raise TraceError(_no_operator(node))
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
-        path, source = self.path_of(node), _source(node)
+        if node not in self.sources:
+            self.sources[node] = _source(node)
+        path, source = self.path_of(node), self.sources[node]
         try:
             call = neutral(Operation(node.name, str(node.target), args, kwargs))
             return self._add(call.name, call.op, call.args, value, path, kwargs=call.kwargs, source=source)
@@ -336,4 +347,9 @@ def with_modules(graph: Graph, unplaced: set[str]) -> Graph:
         for value in node.operands:
             if node.name in paths:
                 paths.setdefault(value.node, paths[node.name])
-    return replace(graph, nodes=tuple(replace(node, module=paths.get(node.name, "")) for node in graph.nodes))
+
+    def placed(node: Node) -> Node:
+        path = paths.get(node.name, "")
+        return node if node.module == path else replace(node, module=path)
+
+    return replace(graph, nodes=tuple(map(placed, graph.nodes)))

@@ -121,13 +121,11 @@ class _Finder:
     def _signature(self, instruction: RecordedOp) -> Hashable:
         arguments = (instruction.args, *sorted(instruction.kwargs.items()))
         types = tuple(None if n is None else self.type_of(n) for n in instruction.results)
-        return instruction.op, _plain(arguments), instruction.requires_grad, types, instruction.grad_mode
+        return instruction.op, plain(arguments), instruction.requires_grad, types, instruction.grad_mode
 
     def type_of(self, number: int) -> Hashable:
         """The properties that two tensors must share to count as equal."""
-        tensor = self.program.tensors[number]
-        sizes = (*map(_size, tensor.shape), *map(_size, tensor.stride()))
-        return sizes, tensor.dtype, tensor.device, tensor.requires_grad, number in self.program.constants
+        return tensor_kind(self.program.tensors[number]), number in self.program.constants
 
     def ends(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tensors taken from outside, in order of first use, and those computed inside and used afterwards."""
@@ -201,18 +199,25 @@ def _memory(tensor: torch.Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
+def tensor_kind(tensor: torch.Tensor) -> Hashable:
+    """What two tensors must share to be used in the same way: their sizes, strides, dtype and device, and whether they
+    require a gradient."""
+    sizes = (*map(_size, tensor.shape), *map(_size, tensor.stride()))
+    return sizes, tensor.dtype, tensor.device, tensor.requires_grad
+
+
 def _size(size: Any) -> Hashable:
     expression: Hashable = expression_of(size) if isinstance(size, torch.SymInt) else size
     return expression
 
 
-def _plain(arg: Any) -> Hashable:
+def plain(arg: Any) -> Hashable:
     """An argument in a form to compare: numbers by type and value, everything else by identity."""
     match arg:
         case Ref():
             return Ref
         case tuple() | list():
-            return tuple(map(_plain, arg))
+            return tuple(map(plain, arg))
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
             return repr(expression_of(arg))
         case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.device() | torch.layout():

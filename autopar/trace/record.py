@@ -114,6 +114,8 @@ class Recorder(TorchDispatchMode):
         self.grad_mode: bool | None = None  # The user's grad mode, where torch has disabled gradients.
         self._modules = modules
         self._running: list[tuple[int, Region]] = []
+        self.last_region: Region | None = None
+        self._is_paused = False
         self._loops = LoopWatch()
         for tensor in inputs:
             self._number(tensor)
@@ -122,6 +124,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         operands = [*leaves(args, torch.Tensor), *leaves(tuple(kwargs.values()), torch.Tensor)]
         numbers, requires_grad = (
             tuple(map(self._number_of, operands)),
@@ -188,7 +192,27 @@ class Recorder(TorchDispatchMode):
             if identity == id(module):
                 region.end = len(self.instructions)
                 self._region.children.append(region)
+                self.last_region = region
                 break
+
+    def add_region(self, module: nn.Module, region: Region) -> None:
+        """Adds a call of ``module`` whose operations have been added."""
+        self._loops.count_module(id(self._region), id(module), f"what calls {type(module).__name__}")
+        self._region.children.append(region)
+
+    def stand_in(self, like: torch.Tensor, number: int) -> torch.Tensor:
+        """A new tensor of the same kind as ``like``, the result ``number`` of an operation that did not run."""
+        self._is_paused = True
+        try:
+            with torch.enable_grad():
+                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                # A copy, since a tensor that is no result of an operation must not be changed in place.
+                made = made.requires_grad_().clone() if like.requires_grad else made
+        finally:
+            self._is_paused = False
+        self.tensors[number] = made
+        self.numbers[id(made)] = number
+        return made
 
     @contextmanager
     def listening(self) -> Iterator[None]:

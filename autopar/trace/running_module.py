@@ -24,6 +24,11 @@ class ModuleTracker:
         self._running: list[tuple[nn.Module, Any]] = []
 
     @property
+    def paths(self) -> dict[int, str]:
+        """The path of each of the model's modules, by id."""
+        return self._paths
+
+    @property
     def modules(self) -> frozenset[int]:
         """The ids of the model's modules."""
         return frozenset(self._paths)

@@ -8,7 +8,7 @@ fallback with its price.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -120,14 +120,26 @@ FACTORING = (RESHAPE, "aten.split.Tensor", "aten.split_with_sizes.default", "ate
 
 def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
     """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`)."""
-    factors = reshape_factors(graph, mesh)
+    factors, calls = reshape_factors(graph, mesh), _distinct_calls(graph)
     sizes = sorted({size for size in mesh if size > 1})
-    single = [_strategies(graph, (size,), partial(axis_strategies, factors=factors)) for size in sizes]
-    joined = {node.name: tuple(dict.fromkeys(s for axis in single for s in axis[node.name])) for node in graph.nodes}
+    single = [_strategies(graph, calls, (size,), partial(axis_strategies, factors=factors)) for size in sizes]
+    joined = _joined(graph, single)
     live = live_placements(graph, joined, fold_layers(graph).classes)
-    wanted = _wanted(graph, live)
-    composed = _strategies(graph, mesh, partial(_live_offers, factors=factors, wanted=wanted))
+    wanted = _wanted(graph, calls, live)
+    composed = _strategies(graph, calls, mesh, partial(_live_offers, factors=factors, wanted=wanted))
     return replace(graph, strategies=_pruned(graph, composed, live))
+
+
+def _joined(graph: Graph, single: Sequence[Mapping[str, tuple[Strategy, ...]]]) -> dict[str, tuple[Strategy, ...]]:
+    """The strategies of each node on an axis of any size. Those of equal nodes are joined once."""
+    cache: dict[tuple[int, ...], tuple[Strategy, ...]] = {}
+    joined: dict[str, tuple[Strategy, ...]] = {}
+    for node in graph.nodes:
+        key = tuple(id(axis[node.name]) for axis in single)
+        if key not in cache:
+            cache[key] = tuple(dict.fromkeys(s for axis in single for s in axis[node.name]))
+        joined[node.name] = cache[key]
+    return joined
 
 
 def _pruned(graph: Graph, composed: Mapping[str, tuple[Strategy, ...]], live: Live) -> dict[str, tuple[Strategy, ...]]:
@@ -147,16 +159,40 @@ def _pruned(graph: Graph, composed: Mapping[str, tuple[Strategy, ...]], live: Li
 Wanted = Mapping[OpCall, tuple[frozenset[Placement], ...]]
 
 
-def _wanted(graph: Graph, live: Live) -> Wanted:
+def _wanted(graph: Graph, calls: Mapping[str, OpCall], live: Live) -> Wanted:
     """For each operation the live placements of its operands and results, united over all nodes with the same call."""
     live_sets: dict[OpCall, list[set[Placement]]] = {}
+    seen: set[object] = set()
     for node in graph.nodes:
-        if not node.is_placeholder and node.op != SAVED_ACTIVATION:
-            values = [*node.operands, *(Value(node.name, i) for i in range(len(node.types)))]
-            sets = live_sets.setdefault(_key(op_call(graph, node)), [set() for _ in values])
-            for placements, value in zip(sets, values, strict=True):
-                placements.update(live.get(value, ()))
+        if node.name not in calls:
+            continue
+        values = (*node.operands, *(Value(node.name, i) for i in range(len(node.types))))
+        found = tuple(live.get(value, frozenset()) for value in values)
+        # Equal layers share calls and what is live, so that their identities suffice.
+        key = id(calls[node.name]), tuple(map(id, found))
+        if key not in seen:
+            seen.add(key)
+            sets = live_sets.setdefault(_key(calls[node.name]), [set() for _ in values])
+            for placements, more in zip(sets, found, strict=True):
+                placements.update(more)
     return {call: tuple(map(frozenset, sets)) for call, sets in live_sets.items()}
+
+
+def _distinct_calls(graph: Graph) -> dict[str, OpCall]:
+    """The call of each operation, by its node. Calls that differ only in the positions they index are one object, the
+    first of them."""
+    known: dict[object, OpCall] = {}
+    first: dict[OpCall, OpCall] = {}
+    calls: dict[str, OpCall] = {}
+    for node in graph.nodes:
+        if node.is_placeholder or node.op == SAVED_ACTIVATION:
+            continue
+        key = node.form, tuple(map(graph.type_of, node.operands)), node.types
+        if key not in known:
+            call = op_call(graph, node)
+            known[key] = first.setdefault(_without_positions(call), call)
+        calls[node.name] = known[key]
+    return calls
 
 
 def _without_positions(call: OpCall) -> OpCall:
@@ -185,20 +221,22 @@ def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisSt
 
 
 def _strategies(
-    graph: Graph, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]]
+    graph: Graph,
+    calls: Mapping[str, OpCall],
+    mesh: tuple[int, ...],
+    offer: Callable[[OpCall], tuple[AxisStrategy, ...]],
 ) -> dict[str, tuple[Strategy, ...]]:
-    """All strategies of every node. Calls that differ only in the positions they index are composed once."""
-    cache: dict[OpCall, tuple[Strategy, ...]] = {}
+    """All strategies of every node. Each of ``calls`` (:func:`_distinct_calls`) is composed once."""
+    cache: dict[int, tuple[Strategy, ...]] = {}
     strategies: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.is_placeholder:
             strategies[node.name] = placeholder_strategies(node, mesh)
         elif node.op != SAVED_ACTIVATION:
-            call = op_call(graph, node)
-            key = _without_positions(call)
-            if key not in cache:
-                cache[key] = _composed(call, mesh, offer, node)
-            strategies[node.name] = cache[key]
+            call = calls[node.name]
+            if id(call) not in cache:
+                cache[id(call)] = _composed(call, mesh, offer, node)
+            strategies[node.name] = cache[id(call)]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.op == SAVED_ACTIVATION:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Arg, Node, Value, map_arg
+from autopar.ir.node import Arg, Node, TensorType, Value, map_arg
 from autopar.ops.random import DRAWS
 
 # (x, dim, index) and (x, dim, start, end, step); backward and scatters have one more argument before these.
@@ -34,9 +34,27 @@ def without_positions(op: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
     return tuple(None if index in places else arg for index, arg in enumerate(args)) if places else args
 
 
-def equivalence_key(graph: Graph, node: Node, pattern: str) -> Hashable:
-    """A key that is equal for two nodes with the same strategies at the same prices; ``pattern``: the node's place in
-    the model."""
+class EquivalenceKeys:
+    """Keys of the nodes of a graph, which are equal for two nodes with the same strategies at the same prices."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._numbers: dict[Hashable, int] = {}
+        self._by_form: dict[Hashable, int] = {}
+
+    def of(self, node: Node, pattern: str) -> Hashable:
+        """The key of ``node``; ``pattern``: its place in the model."""
+        operands = tuple(map(self.graph.type_of, node.operands))
+        form = node.op if node.is_placeholder else node.form, node.kwargs if node.is_placeholder else (), operands
+        key = (*form, node.types)
+        if key not in self._by_form:
+            # Equal forms are described once.
+            self._by_form[key] = self._numbers.setdefault(_description(node, operands), len(self._numbers))
+        return pattern, node.phase, self._by_form[key]
+
+
+def _description(node: Node, operands: tuple[TensorType, ...]) -> Hashable:
+    """What equivalent nodes share, but for their place."""
 
     def leaf(arg: Arg) -> Arg:
         return None if isinstance(arg, Value) else repr(arg)
@@ -44,5 +62,4 @@ def equivalence_key(graph: Graph, node: Node, pattern: str) -> Hashable:
     # The number of a random draw does not affect how it runs.
     kwargs = tuple((key, arg) for key, arg in node.kwargs if not (node.op in DRAWS and key == "place"))
     args = () if node.is_placeholder else map_arg(without_positions(node.op, node.args), leaf)
-    operands = tuple(graph.type_of(value) for value in node.operands)
-    return pattern, node.phase, node.op, (args, map_arg(kwargs, leaf)), operands, node.types
+    return node.op, (args, map_arg(kwargs, leaf)), operands, node.types

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import fold_path, layers_among
 from autopar.ir.node import Node
 
-from .equivalent_nodes import equivalence_key
+from .equivalent_nodes import EquivalenceKeys
 from .fold_loops import fold_loops
 
 NOBODY: Mapping[str, Hashable] = MappingProxyType({})
@@ -32,8 +32,11 @@ def _path(node: Node) -> str:
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
     """The graph with ``classes``, which maps each node's name to that of the first node of its class. Nodes named in
     ``apart`` are tied only to nodes with the same entry there: those that the user pinned alike."""
-    layers = layers_among(map(_path, graph.nodes))
-    folded = {node.name: fold_path(_path(node), layers) for node in graph.nodes}
+    keys, paths = EquivalenceKeys(graph), {node.name: _path(node) for node in graph.nodes}
+    distinct = dict.fromkeys(paths.values())
+    layers = layers_among(distinct)
+    patterns = {path: fold_path(path, layers) for path in distinct}
+    folded = {name: patterns[path] for name, path in paths.items()}
     depths: dict[str, int] = {}
     for pattern, numbers in folded.values():
         if numbers:
@@ -43,7 +46,7 @@ def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = N
     for node in graph.nodes:
         pattern, numbers = folded[node.name]
         stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if numbers else 0
-        part = equivalence_key(graph, node, pattern)
+        part = keys.of(node, pattern)
         seen[part, numbers] += 1
         key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
         classes[node.name] = representative.setdefault(key, node.name)

@@ -16,7 +16,7 @@ from collections.abc import Container, Hashable, Iterable, Mapping
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 
-from .equivalent_nodes import equivalence_key
+from .equivalent_nodes import EquivalenceKeys
 
 # The least number of equal nodes in a module that are taken for a loop, its ends excluded.
 # Chosen: no model spells out as many.
@@ -49,7 +49,8 @@ def fold_loops(graph: Graph, classes: Mapping[str, str], apart: Container[str], 
 
 def _steps(graph: Graph, nodes: Iterable[Node]) -> dict[str, Hashable]:
     """The nodes that may belong to loops, each with a key that equivalent nodes of other steps share."""
-    keys = {node.name: equivalence_key(graph, node, node.module) for node in nodes if not node.is_placeholder}
+    described = EquivalenceKeys(graph)
+    keys = {node.name: described.of(node, node.module) for node in nodes if not node.is_placeholder}
     counts = Counter(keys.values())
     numbers: dict[Hashable, int] = {}
     number_by_id: dict[int, int] = {}

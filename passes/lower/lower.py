@@ -158,7 +158,8 @@ class NodeLowerer:
         ]
         if node.op == SAVED_ACTIVATION:
             self.local[Value(node.name)] = operands[0]
-            if self.phase == "forward" and node.name in self.job.assignment.offloaded & self.job.graph.kept:
+            is_away = node.name in self.job.assignment.offloaded and node.name in self.job.graph.kept
+            if self.phase == "forward" and is_away:
                 # Here and not at the end: the device may copy while it goes on computing, and then free the memory.
                 self.away[Value(node.name)] = self.emitter.emit(
                     f"{node.name}_away", STORE, (operands[0],), (), 1, node.module

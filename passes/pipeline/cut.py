@@ -86,6 +86,7 @@ class _Writer:
     received: dict[Value, Node] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
     local: dict[Value, Value] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
 
     @property
     def graph(self) -> Graph:
@@ -176,13 +177,14 @@ class _Writer:
 
     def _emit(self, node: Node, name: str, phase: Phase) -> None:
         named = node.map_values(lambda value: self.take(value, phase))
-        self.nodes.append(replace(named, name=name, phase=phase))
+        same = (named.name, named.phase) == (name, phase)
+        self.nodes.append(named if same else replace(named, name=name, phase=phase))
         self.local.update((Value(node.name, index), Value(name, index)) for index in range(len(node.types)))
 
     def _fresh(self, name: str) -> str:
-        taken = {node.name for node in self.nodes}
-        while name in self.graph or name in taken:
+        while name in self.graph or name in self.taken:
             name += "_"
+        self.taken.add(name)
         return name
 
     def finished(self, sends: Iterable[Value]) -> Graph:

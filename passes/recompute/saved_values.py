@@ -34,12 +34,13 @@ class SaveActivations(Pass):
 
 def saved_values(graph: Graph) -> list[Value]:
     """Forward results with a use in backward, in order of definition, without placeholders."""
+    read = {value for node in graph.nodes if node.phase == "backward" for value in node.operands}
     return [
         Value(node.name, index)
         for node in graph.nodes
         if node.phase == "forward" and not node.is_placeholder
         for index in range(len(node.types))
-        if any(user.phase == "backward" for user, _ in graph.users.get(Value(node.name, index), ()))
+        if Value(node.name, index) in read
     ]
 
 

@@ -85,6 +85,9 @@ class StorageMeter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.see(result)
+            return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)

@@ -62,9 +62,9 @@ def solved() -> tuple[Plan, Instance, Ints]:
     """A plan, and the instance and choices it was made from."""
     seen: list[tuple[Instance, Ints]] = []
 
-    def spy(instance: Instance, graph: Graph, assignment: Any, chosen: Ints) -> dict[str, Any]:
+    def spy(instance: Instance, graph: Graph, chosen: Ints) -> dict[str, Any]:
         seen.append((instance, chosen))
-        return explanation_fields(instance, graph, assignment, chosen)
+        return explanation_fields(instance, graph, chosen)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "explanation_fields", spy)

@@ -18,6 +18,7 @@ import autopar
 from autopar.command_line import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
 from autopar.ir.plan_record import PlanLine
+from autopar.plans.json import plan_to_dict
 from autopar.plans.plan import Plan
 from tests.helpers.marks import slow_but
 from tests.helpers.plan_mutations import mutated, mutated_lines
@@ -156,7 +157,7 @@ def test_a_strategy_that_no_rule_offers_is_refused_with_the_nearest() -> None:
     ],
 )
 def test_what_is_wrong_is_named(change: Callable[[Any], None], said: str) -> None:
-    data = json.loads(plan("sharded").to_json())
+    data = json.loads(json.dumps(plan_to_dict(plan("sharded"))))
     change(data)
     with pytest.raises(OptionsError, match=said.replace("(", r"\(")):
         Plan.from_json(json.dumps(data))

@@ -19,6 +19,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.placements import short
 from autopar.passes.recompute.saved_values import save_activations
 from autopar.planner.step_graphs import graph_hash
+from autopar.plans.folded_tables import folded, unfolded
+from autopar.plans.json import plan_to_dict
 from autopar.plans.plan import Plan
 from tests.helpers.plan_model import PIN, pinned_plan, solved
 from tests.passes.test_lower_text import PERCEPTRON
@@ -123,12 +125,32 @@ def test_what_is_no_plan_is_an_options_error(plan: Plan, case: str) -> None:
 @pytest.mark.parametrize("printed", [Plan.to_json, Plan.to_text])
 def test_a_plan_of_version_7_is_read(plan: Plan, printed: Callable[[Plan], str]) -> None:
     """It called the operation that saves an activation otherwise; the hash of its graph is the same."""
-    text = printed(plan)
+    text = printed(plan) if printed is Plan.to_text else json.dumps(plan_to_dict(plan))
     assert "autopar.saved" in text
     older = text.replace("autopar.saved", "autopar.rest").replace('"version": 8', '"version": 7')
     older = older.replace("autopar plan 8\n", "autopar plan 7\n")
     read = Plan.from_json if printed is Plan.to_json else Plan.from_text
     assert older.count("7") > text.count("7") and read(older) == plan
+
+
+def test_folded_tables_hold_what_equal_layers_share_once(plan: Plan) -> None:
+    data = json.loads(json.dumps(plan_to_dict(plan)))
+    small = folded(data)
+    assert unfolded(json.loads(json.dumps(small))) == data
+    assert Plan.from_json(json.dumps(data)) == Plan.from_json(plan.to_json()) == plan
+    sizes = [len(json.dumps({name: each[name] for name in ("nodes", "lines")})) for each in (small, data)]
+    assert sizes[0] < 0.6 * sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [("nodes", [0, 0, [1], ""]), ("nodes", [9999, 0, [], ""]), ("nodes", [0, -1, [], ""]), ("nodes", [0, 0])],
+)
+def test_rows_that_refer_to_nothing_are_an_options_error(plan: Plan, table: str, row: list[Any]) -> None:
+    data = json.loads(plan.to_json())
+    data[table]["rows"][next(iter(data[table]["rows"]))] = row
+    with pytest.raises(OptionsError, match="plan"):
+        Plan.from_json(json.dumps(data))
 
 
 def test_the_hash_of_a_graph_is_that_of_version_7() -> None:
@@ -138,7 +160,7 @@ def test_the_hash_of_a_graph_is_that_of_version_7() -> None:
 
 def test_a_plan_of_version_6_is_to_be_made_again(plan: Plan) -> None:
     """Its predictions had another field."""
-    data = json.loads(plan.to_json())
+    data = plan_to_dict(plan)
     older = data | {"version": 6, "predicted": data["predicted"] | {"hidden_seconds": 0.0}}
     with pytest.raises(OptionsError, match=r"has format version 6.*plan the model again"):
         Plan.from_json(json.dumps(older))

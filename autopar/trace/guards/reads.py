@@ -10,8 +10,10 @@ import argparse
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +116,8 @@ class Reads:
         self._first: dict[tuple[int, str], object] = {}
         self._watched: dict[type, object] = {}
         self._is_on = False
+        self._values: dict[tuple[int, str], object] = {}
+        self._contents: list[tuple[Any, Any]] = []
         for path, module in model.named_modules():
             self._own(module, f"model.{path}" if path else "model", None)
         if loss_fn is not None:
@@ -184,6 +188,8 @@ class Reads:
             key = id(variable.space), variable.name
             if key not in self.variables:
                 self.variables[key] = variable
+                self._values[key] = variable.value()
+                self._contents += _copies_of(variable.value())
                 self.follow(variable.value(), variable.label, None)
 
     @contextmanager
@@ -248,6 +254,7 @@ class Reads:
         self.read[key] = None
         if key[0] not in self.tree:
             self._first[key] = record.get(name)
+            self._contents += _copies_of(record.get(name))
         value = inner(owner, name)
         if isinstance(value, torch.Tensor):
             self._tensors[key] = value
@@ -268,6 +275,23 @@ class Reads:
                 self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
         self._tensors.clear()
 
+    def has_changed(self) -> bool:
+        """Whether a variable, or a container in a variable or in an attribute of an object, is no longer what it was
+        when it was first met."""
+        is_other = any(self.variables[key].value() is not value for key, value in self._values.items())
+        return is_other or any(_ids_in(container) != _ids_in(saved) for container, saved in self._contents)
+
+    def undo(self) -> None:
+        """Gives variables, and the containers in variables and in attributes of objects, what they had when they were
+        first met, so that the model can run as if it had not run."""
+        for container, saved in self._contents:
+            if _ids_in(container) != _ids_in(saved):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(saved)
+        for key, value in self._values.items():
+            if self.variables[key].value() is not value:
+                self.variables[key].put(value)
+
     def is_reachable(self, owner: Owner) -> bool:
         """Whether an object can still be reached where it was, and was not created by the call alone."""
         if owner.of is None or id(owner.value) in self.tree:
@@ -277,6 +301,24 @@ class Reads:
         now = members_of(holder).get(name, MISSING)
         is_there = now is owner.value or any(item is owner.value for _, item in within(now))
         return (is_there or now is MISSING or isinstance(now, nn.Module)) and self.is_reachable(holder)
+
+
+def _copies_of(value: object) -> list[tuple[Any, Any]]:
+    """The containers that can be changed among ``value`` and what is inside it, each with a copy."""
+    found: dict[int, tuple[Any, Any]] = {}
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, CONTAINERS) and id(each) not in found:
+            found[id(each)] = each, copy(each)
+            waiting += each.values() if isinstance(each, Mapping) else each
+    return [(each, saved) for each, saved in found.values() if type(each) in (dict, list, set, deque)]
+
+
+def _ids_in(container: Any) -> list[int]:
+    if isinstance(container, Mapping):
+        return [id(part) for item in container.items() for part in item]
+    return [id(item) for item in container]
 
 
 def members_of(owner: Owner) -> Mapping[str, Any]:

@@ -29,6 +29,17 @@ class Variable:
         """Its current value, MISSING if it does not exist."""
         return self.get(self.name, MISSING)
 
+    def put(self, value: Any) -> None:
+        """Gives it another value; it must exist."""
+        if isinstance(self.space, dict):
+            self.space[self.name] = value
+        elif isinstance(self.space, types.CellType):
+            self.space.cell_contents = value
+        elif isinstance(self.space, type):
+            setattr(next(kind for kind in self.space.__mro__ if self.name in vars(kind)), self.name, value)
+        else:
+            setattr(self.space, self.name, value)
+
     def get(self, name: str, default: Any) -> Any:
         """As :meth:`dict.get`."""
         if isinstance(self.space, dict):
