@@ -9,6 +9,7 @@ equal. Attributes that nothing has read, such as the number of a layer that look
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,12 @@ def _are_equal(first: object, second: object) -> bool:
     modules by :func:`corresponding_parts`."""
     if first is second or (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         return True
+    if isinstance(first, partial) and isinstance(second, partial):
+        return (
+            first.func is second.func
+            and _are_equal(first.args, second.args)
+            and _are_equal(tuple(first.keywords.items()), tuple(second.keywords.items()))
+        )
     if isinstance(first, nn.Module) or type(first) is not type(second):
         return False
     if isinstance(first, (*_FIXED, list)) and isinstance(second, (*_FIXED, list)):
