@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -126,6 +127,9 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def titan_step(trainer: Any) -> Step:
     """A step of torchtitan's loop; returns the global loss, which it logs."""
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):  # gloo cannot multiply within a reduction, by 1 either.
+            module.set_force_sum_reduction_for_comms(True)
     logged: list[float] = []
     trainer.metrics_processor.log = lambda step, loss, *rest, **further: logged.append(loss)
     trainer.metrics_processor.should_log = lambda step: True
