@@ -21,6 +21,7 @@ _WORKER = (
     "import sys; from autopar.calibration.measure_disk import measure_disk_process; "
     "measure_disk_process(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))"
 )
+# Of a number in the state that is measured, fp32.
 _BYTES = 4
 
 

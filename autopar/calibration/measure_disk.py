@@ -32,7 +32,9 @@ from .measure_device import lower_quartile
 # Elements of the state that is measured, in fp32, with two moments as Adam has: pieces as large as they get, so that
 # the disk sends at its full rate, and such that only starting counts. Chosen.
 LARGE, SMALL = NVME_PIECE, 256
+# Pieces in a round. Chosen: enough that the first and the last, beside which nothing moves, hardly count.
 LARGE_COUNT, SMALL_COUNT = 12, 48
+# Of Adam.
 MOMENTS = 2
 # Chosen: the fewest that have a lower quartile, as of all that is measured here.
 LEAST_ROUNDS = 4
