@@ -60,8 +60,14 @@ def _own_folder(base: Path, process: int) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Under this name it is seen by others, who find it locked.
         folder = made.rename(base / made.name.removeprefix("."))
-    weakref.finalize(_KEPT, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(_KEPT, _remove, folder, process)
     return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Removes the folder of ``process``. A fork of it that ends leaves it alone."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Kept:
@@ -148,7 +154,7 @@ class DiskState:
                 os.close(made)
             self.path = Path(name)
             self._file, self._direct = _opened(name)
-        weakref.finalize(self, _close, self._file, name)
+        weakref.finalize(self, _close, self._file, name, os.getpid())
         self.tensors = self._views(torch.from_file(name, shared=True, size=self.bytes, dtype=torch.uint8))
 
     def _views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -213,7 +219,8 @@ def _opened(name: str) -> tuple[int, bool]:
         return os.open(name, os.O_RDWR), False
 
 
-def _close(file: int, name: str) -> None:
+def _close(file: int, name: str, process: int) -> None:
     os.close(file)
-    with suppress(OSError):
-        os.unlink(name)
+    if os.getpid() == process:
+        with suppress(OSError):
+            os.unlink(name)

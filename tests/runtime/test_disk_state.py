@@ -266,3 +266,20 @@ def test_a_kill_during_an_update_loses_nothing_of_a_checkpoint(tmp_path: Path) -
     assert list(tmp_path.glob("autopar-offload-*"))
     for stayed, found in on(2, resumed):
         assert all(torch.equal(a, b) for a, b in zip(stayed, found, strict=True))
+
+
+def test_a_fork_that_ends_leaves_the_files_alone(tmp_path: Path) -> None:
+    script = """
+import os, sys, torch
+from autopar.runtime.state.disk import DiskState
+state = DiskState({"exp_avg": (torch.Size([8]), torch.float32)})
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+other = DiskState({"exp_avg": (torch.Size([8]), torch.float32)})
+print(state.path.exists(), other.path.exists())
+"""
+    environment = {**os.environ, "AUTOPAR_OFFLOAD": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"] and not list(tmp_path.iterdir())
