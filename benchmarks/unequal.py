@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import Options
 from autopar.cluster.description import Cluster, Device, Group
-from autopar.plans.views.stages import modules_of_chunks
 
 from .local_ranks import run_as_ranks
 from .pipeline_plans import BATCH, SEQUENCE, make_batch, make_model, make_step
@@ -135,13 +134,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def layers_of(plan: autopar.Plan) -> str:
-    """The layers of each rank: ``3 3 1 1``; a rank's chunks are joined by ``+``."""
-    if plan.pipeline is None or plan.stages == 1:
+    """The layers of each stage, by the share of their operations: ``3 3 1 1``, or ``2.6 3.4`` where one is cut."""
+    if plan.stages == 1:
         return "all"
-    modules = modules_of_chunks(plan)
-    held = plan.pipeline.schedule.held
-    counts = [[sum(m.startswith("transformer.h.") for m in modules.get(c, ())) for c in chunks] for chunks in held]
-    return " ".join("+".join(map(str, each)) for each in counts)
+    counts = [0] * plan.stages
+    for line in plan.lines:
+        counts[line.stage] += line.kind == "compute" and line.module.startswith("transformer.h.")
+    return " ".join(f"{LAYERS * count / sum(counts):.2g}" for count in counts)
 
 
 def _row(name: str, seconds: float, plan: autopar.Plan, found: float) -> tuple[str, ...]:

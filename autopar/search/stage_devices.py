@@ -43,8 +43,6 @@ def breakdowns_on_blocks(solved: MeshSolution, blocks: int) -> tuple[CostBreakdo
 def blocks_worth(solved: MeshSolution, blocks: int) -> float:
     """How many blocks of what all can do in step the blocks are together worth: each as many as it is quicker."""
     seconds = solved.breakdown.seconds
-    if not solved.prices.cluster.groups or not seconds:
-        return float(blocks)
     return sum(seconds / on_block.seconds for on_block in breakdowns_on_blocks(solved, blocks))
 
 

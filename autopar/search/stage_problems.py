@@ -45,5 +45,9 @@ class StagePrograms:
         solved = [
             solve_only(replace(limited, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.request)
         ]
-        self._least = min(solution.unlimited / blocks_worth(solution, repeats.stages) for solution in solved)
+        unequal = bool(self.request.cluster.groups)
+        self._least = min(
+            solution.unlimited / (blocks_worth(solution, repeats.stages) if unequal else repeats.stages)
+            for solution in solved
+        )
         return min(solved, key=lambda solution: solution.breakdown.seconds)

@@ -51,7 +51,7 @@ WAYS = [
     Way("docs/howto/inference.md", "", "nothing", 2),
     *(
         Way(f"docs/howto/{name}.md", "", "planning", 0)
-        for name in ("does-not-fit", "pins-and-layouts", "long-sequences")
+        for name in ("does-not-fit", "pins-and-layouts", "long-sequences", "unequal-machines")
     ),
     Way("*", "", "training", 4),
 ]
