@@ -64,7 +64,10 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
     try:
         candidates = _candidates(unstaged, pinned, timings)
     except InfeasibleError as error:
-        raise layout_infeasible(unstaged, error, partial(_predicted, pinned)) from error
+        explained = layout_infeasible(unstaged, error, partial(_predicted, pinned))
+        if explained is error:  # Not raised from itself: who follows causes would never come to an end.
+            raise
+        raise explained from error
     chosen = min(candidates, key=lambda candidate: candidate.seconds * _safety_factor(request, candidate))
     rejected = _rejected(candidates, chosen)
     if chosen.improved is not None:

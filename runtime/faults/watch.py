@@ -294,15 +294,23 @@ def _addresses() -> list[str]:
 
 def _is_communication(error: BaseException) -> bool:
     """Whether ``error``, or what caused it, was raised while communicating."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         # Not the innermost file alone: torch dispatches a wait through some of its own.
         files = [frame.f_code.co_filename for frame in innermost_frames(cause.__traceback__)]
         foreign = isinstance(cause, RuntimeError) and not isinstance(cause, AutoparError)
         if foreign and any(map(is_communication_file, files)):
             return True
-        cause = cause.__cause__
     return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """``error``, and what caused it, each once: an error may have been raised from itself."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def _is_raised_everywhere(error: BaseException) -> bool:
@@ -314,8 +322,8 @@ def _is_raised_everywhere(error: BaseException) -> bool:
 
 def _note(error: BaseException) -> str:
     """The error in a line."""
-    while isinstance(error, AutoparError) and error.__cause__ is not None:
-        error = error.__cause__
+    causes = list(_causes(error))
+    error = next((each for each in causes if not isinstance(each, AutoparError)), causes[-1])
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}{text and f': {text}'}"[:_NOTE]
 

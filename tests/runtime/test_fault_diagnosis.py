@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import autopar
 from autopar.errors import ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.faults import watch as watches
 from autopar.runtime.faults.diagnosis import CAUSE, LENIENCE, STILL, STILL_OUTSIDE, Seen, diagnose, patience
@@ -331,3 +332,14 @@ def test_what_is_no_record_is_none(text: bytes) -> None:
 
 def test_records_arrive_as_they_were() -> None:
     assert from_json(to_json(LONG).encode()) == LONG
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    error, other = autopar.AutoparError("a"), RuntimeError("b")
+    error.__cause__ = other
+    other.__cause__ = error
+    assert not watches._is_communication(error)
+    assert watches._note(error) == "RuntimeError: b"
+    error.__cause__ = error
+    assert not watches._is_communication(error)
+    assert watches._note(error) == "AutoparError: a"

@@ -264,3 +264,18 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(autopar.FaultError, match=f"rank 1 does not reach rank 0 at 127.0.0.1:{port} within 1 s"):
         join_world("gloo", 0.1)
+
+
+def test_ranks_go_on_after_a_plan_that_does_not_fit() -> None:
+    def work(rank: int, world: int) -> list[str]:
+        messages = []
+        for _ in range(2):
+            model = autopar.parallelize(Net(), (world,), options=autopar.Options(memory_limit=100))
+            with pytest.raises(autopar.InfeasibleError) as raised:
+                model.step(*batch())
+            assert raised.value.__cause__ is not raised.value
+            messages.append(str(raised.value))
+        return messages
+
+    first, second = on(2, work)
+    assert first == second and first[0] == first[1]
