@@ -40,6 +40,10 @@ class Group:
     device: Device
 
     def __post_init__(self) -> None:
+        require(
+            isinstance(self.device, Device),
+            f"the device of a group is {self.device!r}, not a Device; Cluster.get('dgx-a100-80gb').device is one",
+        )
         require(self.count > 0, f"a group of {self.device.name!r} has {self.count!r} devices; give at least 1")
 
 

@@ -16,6 +16,7 @@ from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.plan_record import PlanRecord
 from autopar.plans.views.what_if import Answer, Sweep, WhatIf, in_order
+from autopar.progress import shown
 
 from .question import Question, question_of
 
@@ -67,10 +68,11 @@ def _is_positive(value: object) -> bool:
 
 def _answer(question: Question, sweep: Sweep, value: Any) -> Answer[Any]:
     amount = math.prod(value) if isinstance(value, tuple) else value if isinstance(value, int) else 0
-    shown = value.name if isinstance(value, Cluster) else value
-    answer = partial(Answer, sweep, shown, amount)
+    named = value.name if isinstance(value, Cluster) else value
+    answer = partial(Answer, sweep, named, amount)
     try:
-        return answer(_solved(question, sweep, value))
+        with shown(f"what if {sweep}={named}"):
+            return answer(_solved(question, sweep, value))
     except AutoparError as error:
         return answer(None, str(error))
 

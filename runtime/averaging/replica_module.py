@@ -160,6 +160,14 @@ class ReplicaModule(ParallelModule):
             self._averaging.forget()
         return super().load_state_dict(state_dict, strict, assign)
 
+    @contextmanager
+    def full_params(self, *, rank0_only: bool = False, writeback: bool = False) -> Iterator[nn.Module]:
+        """As of any parallel module, on this replica. After ``writeback`` exchanges begin anew, as after loading."""
+        with super().full_params(rank0_only=rank0_only, writeback=writeback) as whole:
+            yield whole
+        if writeback and self._averaging is not None:
+            self._averaging.forget()
+
     @property
     def autopar_inside(self) -> MeshGroups:
         """For autopar's own use: the groups inside the replica, in the plan's shape."""

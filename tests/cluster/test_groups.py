@@ -68,3 +68,10 @@ def test_errors_say_what_to_change() -> None:
         Group(0, BIG)
     with pytest.raises(OptionsError, match=r"groups\[1\]: count is 'two', not a whole number"):
         Cluster.from_toml(MIXED.to_toml().replace("count = 3", 'count = "two"'))
+
+
+def test_a_name_is_no_device() -> None:
+    with pytest.raises(
+        OptionsError, match=r"is 'dgx-h100', not a Device; Cluster.get\('dgx-a100-80gb'\).device is one"
+    ):
+        Group(2, "dgx-h100")  # type: ignore[arg-type]

@@ -134,6 +134,10 @@ class Explanation:
 
 def explain(plan: PlanRecord, name: str) -> Explanation:
     """``plan.why(name)``. Raises :class:`OptionsError` for an unknown name."""
+    if not isinstance(name, str):
+        raise OptionsError(
+            f"plan.why({name!r}): give the path of a parameter or module, or the name of a node, as text"
+        )
     explanation = _explained(plan, name)
     if plan.stages == 1:
         return explanation

@@ -57,14 +57,19 @@ def test_an_optimizer_that_is_made_after_replicas_have_drifted(sync: Any) -> Non
         assert (value - second[name]).abs().max() < 2e-5, name
 
 
-def test_weights_that_are_loaded_stay() -> None:
+@pytest.mark.parametrize("way", ["load", pytest.param("write back", marks=pytest.mark.slow)])
+def test_weights_that_are_loaded_stay(way: str) -> None:
     def work(rank: int, world: int) -> float:
         model, optimizer = begun(DiLoCo(every=2))
         train(model, optimizer, DATA[:3])
         torch.manual_seed(7)
         loaded = {name: torch.randn_like(value) for name, value in made().state_dict().items()}
         loaded["outside.weight"] = loaded["middle.weight"]
-        model.load_state_dict(loaded)
+        if way == "load":
+            model.load_state_dict(loaded)
+        else:
+            with model.full_params(writeback=True) as original:
+                original.load_state_dict(loaded)
         optimizer.param_groups[0]["lr"] = 0.0
         train(model, optimizer, DATA[3:5])
         return max(float((value - loaded[name]).abs().max()) for name, value in whole(model).items())
