@@ -56,7 +56,7 @@ __all__ = [
 
 def load_tracer() -> None:
     """Imports what torch traces with: AOTAutograd, which brings much of Inductor, and ``torch.export``, which names its
-    own files (2.11). A trace from the cache does without."""
+    own files. A trace from the cache does without. Relies on ``torch._functorch.aot_autograd`` (2.11)."""
     import torch._functorch.aot_autograd
     import torch.export._trace  # noqa: F401
 

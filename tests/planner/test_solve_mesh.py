@@ -24,7 +24,6 @@ from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.formulation import build_instance
 from autopar.placement.prices import Prices
 from autopar.planner import solve_mesh as planner
-from autopar.planner import time_limit as solve_in_time
 from autopar.planner.request import PlanRequest, memory_limit_of, mesh_candidates
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
@@ -62,7 +61,7 @@ def test_the_time_limit_is_that_of_the_whole_plan(monkeypatch: pytest.MonkeyPatc
         given.append(time_limit)
         return replace(solve(problem, time_limit=20, **arguments), seconds=time_limit)
 
-    monkeypatch.setattr(solve_in_time, "solve", exhausting)
+    monkeypatch.setattr("autopar.solver.solve.solve", exhausting)
     monkeypatch.setattr(planner, "solve", at_once)
     plan = planned("plain", (8,), mesh_search=True, time_limit=64.0, cluster=slow_devices())
     assert given == [64.0 / 2 ** (n + 1) for n in range(len(given))] and len(given) > 1

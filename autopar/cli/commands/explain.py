@@ -1,4 +1,4 @@
-"""Why a tensor is placed so; when each rank does what; the graph after a pass."""
+"""Why a tensor is placed so; what ranks do when; graphs by pass."""
 
 from __future__ import annotations
 

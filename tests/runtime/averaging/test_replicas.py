@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import autopar
 from autopar import DiLoCo, FaultError, Gossip, LocalSGD, Options
 from autopar.runtime import run_local
+from autopar.runtime.averaging.mean import WholeMean
 from autopar.runtime.averaging.pending import Pending
 from tests.runtime.averaging.test_local_sgd import mean_every
 from tests.runtime.averaging.training import Normed, Tied, adam, assert_same, batches, made, simulated, trained
@@ -149,10 +151,12 @@ def test_who_loses_the_others_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch
     optimizer = model.optimizer(torch.optim.AdamW, lr=0.01)
     model.step(**data)
 
-    def broken(_: Pending) -> Any:
+    def broken(*_: Any) -> Any:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
-    monkeypatch.setattr(Pending, "wait", broken)
+    work = Mock(**{"wait.side_effect": broken, "is_completed.return_value": False})
+
+    monkeypatch.setattr(WholeMean, "start", lambda *_: Pending([work], dict))
     with pytest.raises(FaultError, match="replica 0 of 1 lost the others in the exchange after optimizer step 1: Conn"):
         optimizer.step()
 
