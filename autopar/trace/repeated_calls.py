@@ -114,17 +114,13 @@ class RepeatedCalls:
             return output
         if alike is not None:
             alike.is_proven = self._is_repeated(alike, module, numbers, region, first)
-            self._remove(known, None if alike.is_proven else alike)
+            if not alike.is_proven:
+                known.remove(alike)
         elif len(known) < KINDS:
             made = range(first, len(self.recorder.tensors))
             template = _Template(module, self.paths[id(module)], numbers, around, region, made, None)
             self._add(known, template, output)
         return output
-
-    @staticmethod
-    def _remove(known: list[_Template], template: _Template | None) -> None:
-        if template is not None:
-            known.remove(template)
 
     def _add(self, known: list[_Template], template: _Template, output: Any) -> None:
         """Adds a template if calls like it can be recorded without running them."""
