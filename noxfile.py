@@ -5,7 +5,8 @@
 
 An environment for each version is kept outside of the checkout, in $AUTOPAR_NOX or ~/.cache/autopar/nox, and installed
 once (3 GB of download, about 6 GB of disk). A session uses it alone. If it cannot be installed because the package
-index cannot be reached at all, the session is skipped and says so; any other failure to install fails it.
+index cannot be reached at all, or because a constraint in this machine's own configuration of pip forbids that torch,
+the session is skipped and says so; any other failure to install fails it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,12 @@ import nox
 
 ROOT = Path(__file__).parent
 CACHE = Path(os.environ.get("AUTOPAR_NOX", "~/.cache/autopar/nox")).expanduser()
-VERSIONS = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+VERSIONS = (
+    "2.11.0",
+    "2.13.0",
+    "2.14.1",
+    *re.findall(r"^torch==(.+)$", (ROOT / "requirements-newest.txt").read_text(), re.M),
+)
 JOBS = os.environ.get("JOBS", "2")
 # Seconds: one command of pip, the question whether the index answers, a smoke test, the suite.
 INSTALLING, ASKING, SMOKING, TESTING = 1500, 60, 900, 5400
@@ -84,8 +91,8 @@ def environment(session: nox.Session, torch: str) -> Iterator[Path]:
         for command in commands(folder, torch):
             session.log(" ".join(command))
             said = run(command, INSTALLING)
-            if said is not None and not index_answers():
-                session.skip(f"NOT RUN on torch {torch}: the package index cannot be reached from this machine")
+            if said is not None and (why := not_for_us(said)):
+                session.skip(f"NOT RUN on torch {torch}: {why}")
             if said is not None:
                 session.error(f"torch {torch} could not be installed: {' '.join(command)}: {said}")
         stamp(folder).write_text(wanted(torch))
@@ -123,6 +130,13 @@ def wanted(torch: str) -> str:
 def stamp(folder: Path) -> Path:
     """The file that says how an environment was installed."""
     return folder / ".installed"
+
+
+def not_for_us(said: str) -> str:
+    """Why an installation failed, if that is this machine's doing; else nothing."""
+    if capped := re.search(r"The user requested \(constraint\) (torch\S*)", said):
+        return f"the configuration of pip on this machine admits only {capped[1]} (`pip config list`, PIP_CONSTRAINT)"
+    return "" if index_answers() else "the package index cannot be reached from this machine"
 
 
 def index_answers() -> bool:
