@@ -101,7 +101,7 @@ def environment(session: nox.Session, torch: str) -> Iterator[Path]:
 
 def commands(folder: Path, torch: str) -> list[list[str]]:
     """What to run so that the environment is as wanted; only the checkout's link if it was before."""
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--timeout", "60", "--retries", "2"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--timeout", "60", "--retries", "2"]
     checkout = ["--no-build-isolation", "--editable", str(ROOT)]
     if stamp(folder).exists() and stamp(folder).read_text() == wanted(torch):
         return [[*pip, "--no-deps", *checkout]]
@@ -164,5 +164,5 @@ def run(command: Sequence[str], seconds: int, capture: bool = True) -> str | Non
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=capture, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"not done after {seconds} s"
-    tail = (done.stderr or "")[-2000:]
-    return f"exit code {done.returncode}\n{tail}" if done.returncode else None
+    said = f"{(done.stdout or '')[-2000:]}\n{(done.stderr or '')[-2000:]}"
+    return f"exit code {done.returncode}\n{said}" if done.returncode else None
