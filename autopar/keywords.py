@@ -51,7 +51,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 def suggests(function: Callable[P, R]) -> Callable[P, R]:
     """Makes ``function`` raise :class:`ArgumentError` for a keyword argument that it does not have."""
-    parameters = tuple(inspect.signature(function).parameters)
+    parameters = tuple(name for name in inspect.signature(function).parameters if name != "self")
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -56,7 +56,7 @@ def after_pass(
     """
     if name not in PASSES:
         hint = did_you_mean(name, PASSES)
-        raise OptionsError(f"there is no pass {name!r}{hint}; in their order: {', '.join(PASSES)}")
+        raise OptionsError(f"there is no pass {name!r}{hint or ';'} in their order: {', '.join(PASSES)}")
     if name == ScaledLoss.name and not scales_loss(plan.precision):
         raise OptionsError(f"{name} runs under fp16 alone, and this plan is in {plan.precision}: give --precision fp16")
     if name in PLACED and plan.pipeline is not None:

@@ -60,6 +60,17 @@ def test_options_plans_and_devices_of_another_kind() -> None:
         autopar.Plan.from_json("plan.json")
 
 
+def test_losses_batches_and_pins_that_are_none() -> None:
+    model, batch = plain()
+    with pytest.raises(OptionsError, match=r"loss_fn='mse' cannot be called; give a function of the output"):
+        autopar.plan(model, (2,), batch, loss_fn="mse")  # type: ignore[arg-type]
+    empty = tuple(tensor[:0] for tensor in batch)
+    with pytest.raises(OptionsError, match=r"the batch is empty: .* give at least one row"):
+        autopar.plan(model, (2,), empty)
+    with pytest.raises(OptionsError, match="a stage can be pinned, but not excluded"):
+        autopar.plan(model, (2,), batch, options=autopar.Options(pins={"*": "not stage 1"}))
+
+
 @pytest.mark.parametrize(
     ("make", "wrong", "right"),
     [

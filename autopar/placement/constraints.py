@@ -227,6 +227,11 @@ def _parsed(pattern: str, text: str) -> Placements:
     try:
         return parse_placements(text.lstrip().removeprefix(NOT))
     except OptionsError as error:
+        if text.split()[:2] == [NOT.strip(), "stage"]:
+            raise OptionsError(
+                f"the pin {pattern!r}: {text!r}: a stage can be pinned, but not excluded; give the one that the "
+                "module shall be in, such as 'stage 0'"
+            ) from error
         raise OptionsError(
             f"the pin {pattern!r}: {text!r}: {error}, or 'stage 1' for the pipeline stage of a module"
         ) from error

@@ -147,9 +147,7 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
         OptionsError: names what is missing or of the wrong kind, or the version that wrote it.
     """
     if not isinstance(data, dict) or "version" not in data:
-        raise OptionsError(
-            "this is not a plan: it has no version; Plan.to_json() (or `autopar plan --output`) writes one"
-        )
+        raise OptionsError("this is not a plan: it has no version, as what Plan.to_json() writes has")
     if data["version"] not in READABLE:
         raise OptionsError(
             f"this plan has format version {data['version']!r}, but this autopar reads versions "

@@ -15,6 +15,7 @@ from typing import Any
 from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.plan_record import PlanRecord
+from autopar.options import Options
 from autopar.plans.views.what_if import Answer, Sweep, WhatIf, in_order
 from autopar.progress import shown
 
@@ -55,11 +56,21 @@ def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
         if sweep in ("memory_limit", "batch") and not _is_positive(value):
             what = "bytes per device" if sweep == "memory_limit" else "samples"
             raise OptionsError(f"{sweep}={value!r} is not a positive number of {what}")
+        if sweep in ("precision", "cluster"):
+            _check_named(sweep, value)
         if sweep == "devices" and not all(map(_is_positive, value if isinstance(value, (tuple, list)) else (value,))):
             raise OptionsError(f"devices={value!r} is neither a number of devices nor a shape such as (2, 8)")
     if sweep == "devices":
         given = tuple(tuple(value) if isinstance(value, list) else value for value in given)
     return tuple(value for i, value in enumerate(given) if value not in given[:i])
+
+
+def _check_named(sweep: Sweep, value: Any) -> None:
+    """Raises :class:`OptionsError` for a precision or cluster that there is not."""
+    if sweep == "precision":
+        Options(precision=value)
+    else:
+        Cluster.get(value)
 
 
 def _is_positive(value: object) -> bool:

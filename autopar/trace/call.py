@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.errors import TraceError
+from autopar.errors import OptionsError, TraceError
 from autopar.torch_internals.fake_tensors import expression_of
 from autopar.torch_internals.trees import (
     ResidentKey,
@@ -51,6 +51,14 @@ class Call:
         leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+
+def check_rows(call: Call) -> None:
+    """Raises :class:`OptionsError` for a batch all of whose tensors are empty."""
+    tensors = call.tensors
+    if tensors and not any(tensor.numel() for tensor in tensors.values()):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(tensors.items())[:3])
+        raise OptionsError(f"the batch is empty: {shapes}; give at least one row, or leave out such a batch")
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

@@ -9,12 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import TraceError
+from autopar.errors import OptionsError, TraceError
 from autopar.runtime.calls.kind import positional
 
 LossFunction = Callable[..., Any]
 # The keyword input that goes to the loss function rather than to the model.
 TARGETS = "targets"
+
+
+def check_loss(loss_fn: object) -> None:
+    """Raises :class:`OptionsError` for a loss function that cannot be called."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionsError(
+            f"loss_fn={loss_fn!r} cannot be called; give a function of the output and the targets, such as "
+            "torch.nn.functional.mse_loss or torch.nn.CrossEntropyLoss()"
+        )
 
 
 def run_with_loss(

@@ -28,14 +28,14 @@ from autopar.trace.guards.read_names import Names, names_of
 from autopar.trace.guards.reads import Reads
 from autopar.trace.masked_rows.branches import SelectionError
 
-from .call import Differentiate, Returned, describe_call
+from .call import Differentiate, Returned, check_rows, describe_call
 from .capture import Captured, Request, capture
 from .convert import convert
 from .counters import warn_of_counters
 from .dtypes import check_dtypes
 from .explain_errors import explain, explain_call, is_data_dependent
 from .lengths import BATCH, Lengths, real_lengths
-from .loss import LossFunction
+from .loss import LossFunction, check_loss
 from .model_state import State, model_state, unchanged
 from .running_module import ModuleTracker
 
@@ -139,16 +139,20 @@ def request_for(
     autocast: torch.dtype | None = None,
     lengths: Lengths = (),
 ) -> Request:
-    """The request of :func:`trace`, checked as far as possible without tracing. Raises :class:`TraceError`."""
+    """The request of :func:`trace`, checked as far as possible without tracing. Raises :class:`TraceError`, and
+    :class:`OptionsError` for a loss function that is none and for an empty batch."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is not a torch.nn.Module; wrap the function in a module with a forward"
         )
     _check_modules(model)
+    check_loss(loss_fn)
+    call = describe_call(tuple(args), kwargs or {})
+    check_rows(call)
     return Request(
         model=model,
         state=model_state(model),
-        call=describe_call(tuple(args), kwargs or {}),
+        call=call,
         device=torch.device(device),
         loss_fn=loss_fn,
         training=model.training if training is None else training,

@@ -26,7 +26,7 @@ from autopar.torch_internals.hugging_face import length_of_generation
 from autopar.torch_internals.trees import tree_map
 
 from .cache import CacheInputs, check_cache, fill_in, hold_all_tokens
-from .one_token import check_generates, one_token
+from .one_token import check_generates, check_prompts, one_token
 
 _CACHE = "past_key_values"
 # What other ways to generate than token by token do with a cache.
@@ -96,10 +96,11 @@ class InferenceModule(ParallelModule):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the original model, with the same arguments, under this plan: greedy search and sampling.
         Returns the same on every rank. Raises :class:`AutoparError` for a model that is no causal language model of
-        transformers."""
+        transformers, and for prompts that are no tensor."""
         if self._is_whole:
             return self._original.generate(*args, **kwargs)  # type: ignore[operator]
         check_generates(self._original)
+        check_prompts(*args[:1], *(kwargs[name] for name in ("inputs", "input_ids") if name in kwargs))
         kwargs = {**self._cache_arguments(kwargs), **kwargs}
         self._agree_on_random_numbers()
         with torch.no_grad(), self._called_by_its_original():

@@ -28,6 +28,16 @@ def check_generates(model: nn.Module) -> None:
         )
 
 
+def check_prompts(*prompts: object) -> None:
+    """Raises :class:`AutoparError` for prompts that are not a tensor of token ids."""
+    for given in prompts:
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise AutoparError(
+                f"the prompts of generate() are a {type(given).__name__}: give a tensor of token ids, [rows, tokens], "
+                "such as torch.tensor([[1, 2]])"
+            )
+
+
 def one_token(model: nn.Module, rows: int, cache: Any, mask: torch.Tensor | None = None) -> dict[str, Any]:
     """The keyword inputs with which ``generate`` calls ``model`` for one token of each of ``rows`` sequences. ``mask``:
     which tokens of the prompts are not padding, [rows, length]."""

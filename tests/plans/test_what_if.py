@@ -205,6 +205,9 @@ def test_without_a_question_memory_and_devices_are_asked(monkeypatch: pytest.Mon
         ({"memory_limit": 0.5}, "not a positive number of bytes"),
         ({"batch": [0]}, "not a positive number of samples"),
         ({"devices": [(2, 0)]}, "neither a number of devices nor a shape"),
+        ({"precision": ["bf16", "bf61"]}, "precision='bf61' is not known; one of fp32"),
+        ({"cluster": "nope"}, "no cluster is called 'nope'"),
+        ({"devcies": 2}, r"did you mean devices=\?; its arguments are memory_limit"),
     ],
 )
 def test_what_cannot_be_asked_is_named(asked: dict[str, Any], said: str) -> None:

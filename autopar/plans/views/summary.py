@@ -63,9 +63,9 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
     figures = f"status {status}   {step}   {peak}"
     yield from [figures] if len(figures) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
-    yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), page_width())
+    yield from _sentence(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "))
     if plan.layout:
-        yield trim(f"layout {plan.layout} (given; the rest is searched)", page_width())
+        yield from _sentence(f"layout {plan.layout} (given; the rest is searched)")
     if plan.sync is not None:
         yield from _replicas(plan.sync)
     if plan.pipeline is not None and plan.pipeline.own_statistics:
@@ -73,13 +73,18 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     yield ""
 
 
+def _sentence(text: str) -> list[str]:
+    """A line of the head, continued below its text where it is wider than the page."""
+    return textwrap.wrap(text, page_width(), subsequent_indent=" " * 7, break_on_hyphens=False)
+
+
 def _replicas(sync: PlannedSync) -> Iterator[str]:
     """The lines for the exchange between replicas."""
-    yield trim(f"sync   {sync.replicas} replicas of this plan, {sync.method}", page_width())
+    yield from _sentence(f"sync   {sync.replicas} replicas of this plan, {sync.method}")
     beside = " beside the step" if sync.hidden else ""
     sent = f"{size(sync.bytes)} per rank in {sync.every} steps: {size(sync.bytes_per_step)} a step"
     saved = f"gradients at every step: {duration(sync.gradient_seconds)}"
-    yield trim(f"       {sent}, {duration(sync.seconds_per_step)} a step{beside} ({saved})", page_width())
+    yield from _sentence(f"       {sent}, {duration(sync.seconds_per_step)} a step{beside} ({saved})")
 
 
 def _table(plan: PlanRecord, budget: int) -> Iterator[str]:

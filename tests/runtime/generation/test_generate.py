@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.errors import AutoparError
+from autopar.runtime.generation.one_token import check_prompts
 from tests.helpers.generating import check
 from tests.helpers.marks import slow_rows_but
 
@@ -51,3 +53,9 @@ def test_the_cache_is_sharded_and_whatever_is_longer_makes_programs_of_its_own()
     assert programs == 2
     # Two layers' keys and values, 4 x 2 x 40 x 16 numbers each, half on each device; and 145 bytes of other inputs.
     assert "inputs 40." in plan
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2]], "hello"])
+def test_prompts_that_are_no_tensor(prompts: object) -> None:
+    with pytest.raises(AutoparError, match=r"give a tensor of token ids, \[rows, tokens\]"):
+        check_prompts(prompts)
