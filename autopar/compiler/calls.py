@@ -29,16 +29,13 @@ from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import coordinate_of
 from autopar.ir.program import Program
 from autopar.options import Options, without_stages
-from autopar.passes.annotate.annotate import annotate, needs_finding
 from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import overlap
-from autopar.passes.probe.found_rules import KNOWN, Known
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
-from autopar.placement.prices import BUCKET_BYTES, Prices
-from autopar.planner.check_strategies import check_offered
+from autopar.placement.prices import BUCKET_BYTES, Prices, exchanged_bytes
 from autopar.planner.fixed_parameters import Resting, fixed_assignment
 from autopar.planner.plan_graph import check_devices, check_same_graph
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
@@ -55,6 +52,7 @@ from autopar.trace.lengths import Lengths
 from .agreed_plan import messages_of, plan_identity
 from .first_call import evaluated_first
 from .late_search import proposed_layouts
+from .offers import Through, annotated_alike, offers
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
@@ -86,6 +84,7 @@ class Compiler:
     finish: Callable[[Plan], Plan] = lambda plan: plan
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
+    _through: Through | None = None
     _source: Compiler | None = None
     _traces: Traces = field(default_factory=Traces)
     _resting: Resting = field(default_factory=dict)
@@ -93,7 +92,7 @@ class Compiler:
     def copied_for(self, model: nn.Module) -> Compiler:
         """A compiler for ``model``, a copy of this one, under this one's plan, if there is one when the copy is first
         called. Traces are not shared, since the attributes of the copy may change."""
-        return replace(self, model=model, _annotated={}, _source=self, _traces=Traces())
+        return replace(self, model=model, _annotated={}, _through=None, _source=self, _traces=Traces())
 
     def __call__(self, request: Request) -> Compiled:
         source = self._source
@@ -159,7 +158,7 @@ class Compiler:
             with evaluated_first(base):
                 check_same_graph(self.plan, base)
             if self.plan.pipeline is None:
-                check_offered(self.plan, self._annotate(base, self.plan.batch))
+                self._offers(step_graph(base.graph, base.loss, self.plan.batch))
         self._base = base
 
     def _may_be_for_training(self, base: Prepared) -> bool:
@@ -255,13 +254,15 @@ class Compiler:
 
     def _whole_training(self, request: Request, base: Prepared, batch: int) -> Compiled:
         assert self._base is not None and self.plan is not None
-        planned = self._annotate(self._base, self.plan.batch)
+        planned = step_graph(self._base.graph, self._base.loss, self.plan.batch)
         names = {node.target: node.name for node in planned.placeholders("param")}
         assignment = self.plan.assignment(names)
-        other, same = planned, base is self._base and batch == self.plan.batch
-        if not same:
+        same = base is self._base and batch == self.plan.batch
+        if same:
+            prices = Prices(self.cluster, self.plan.mesh, self._offers(planned), exchanged_bytes(planned))
+        else:
             other = self._annotate_alike(step_graph(base.graph, base.loss, batch))
-            assignment = refit(assignment, planned, other)
+            assignment = refit(assignment, self._annotate(self._base, self.plan.batch), other)
             prices = Prices.of(self.cluster, self.plan.mesh, other)
             usage = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
             if usage.peak > self.plan.memory_limit:
@@ -269,7 +270,7 @@ class Compiler:
         symbolic = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in symbolic.symbols}
         graph = SaveActivations()(symbolic.without_dead().at(**sizes))
-        return self._lowered(graph, assignment, other, base, batch, planned=same)
+        return self._lowered(graph, assignment, prices, base, batch, planned=same)
 
     @shown("lowering a program")
     def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
@@ -283,7 +284,8 @@ class Compiler:
         limited, places, resting = request.grad or self._infers, self.plan.parameters, self._resting
         limit = float(self.plan.memory_limit) if limited else math.inf
         assignment = on_first_rank(self.ranks, lambda: fixed_assignment(plan_request, graph, places, limit, resting))
-        return self._lowered(graph, assignment, graph, base, batch)
+        prices = Prices.of(self.cluster, self.plan.mesh, graph)
+        return self._lowered(graph, assignment, prices, base, batch)
 
     def _staged_training(self, request: Request, base: Prepared, batch: int) -> Compiled:
         """The planned step in microbatches, or the same at another batch size. A call, unlike a step, returns every
@@ -314,7 +316,9 @@ class Compiler:
             return on_first_rank(self.ranks, lambda: fixed_assignment(request, graph, places, caches=resting))
 
         optimizer, index, holds_for = self.options.optimizer, self.ranks.index, self._base.traced.holds_for
-        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotate_alike, solve, holds_for)
+        return StageCompiler(
+            self.plan, self.cluster, optimizer, index, self._annotate_alike, self._offers, solve, holds_for
+        )
 
     def _check_padded(self, request: Request, batch: int) -> None:
         """Refuses to pad a step: its loss is computed from all rows, so padding would change it."""
@@ -353,32 +357,28 @@ class Compiler:
             self._annotated[batch] = self._annotate_alike(step_graph(base.graph, base.loss, batch))
         return self._annotated[batch]
 
-    def _annotate_alike(self, graph: Graph) -> Graph:
-        """Annotates ``graph`` with the rules that the first rank found for operations without one: ranks must agree on
-        them, and one search is enough."""
+    def _offers(self, graph: Graph) -> Through:
+        """What the ``graph`` that was planned offers; see :func:`offers`."""
         assert self.plan is not None
-        mesh = self.plan.mesh
+        if self._through is None:
+            self._through = offers(self.plan, graph, self._annotate_alike, self.ranks)
+        return self._through
 
-        def find() -> Known:
-            annotate(graph, mesh)
-            return KNOWN
-
-        if needs_finding(graph):
-            KNOWN.adopt(on_first_rank(self.ranks, find))
-        return annotate(graph, mesh)
+    def _annotate_alike(self, graph: Graph) -> Graph:
+        assert self.plan is not None
+        return annotated_alike(graph, self.plan.mesh, self.ranks)
 
     def _lowered(
         self,
         graph: Graph,
         assignment: Assignment,
-        annotated: Graph,
+        prices: Prices,
         base: Prepared,
         batch: int,
         *,
         planned: bool = False,
     ) -> Compiled:
         assert self.plan is not None
-        prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         graph, assignment = recomputed(graph, assignment)
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))

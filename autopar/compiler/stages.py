@@ -26,8 +26,7 @@ from autopar.passes.pipeline.cut_candidates import cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
 from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
-from autopar.placement.prices import BUCKET_BYTES, Prices
-from autopar.planner.check_strategies import check_offered
+from autopar.placement.prices import BUCKET_BYTES, Prices, exchanged_bytes
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.step_graphs import graph_alone
 from autopar.plans.plan import Plan
@@ -37,6 +36,7 @@ from autopar.schedule.schedule import Schedule
 from autopar.search.chunks import place_chunks
 from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
+from .offers import Through
 from .pipeline import pipeline_program
 
 Annotate = Callable[[Graph], Graph]
@@ -54,14 +54,15 @@ class CompiledStages:
 @dataclass(frozen=True)
 class StageCompiler:
     """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters have the
-    planned placements) work on the mesh inside a stage. ``holds_for``: whether the traced graph holds at a batch
-    size."""
+    planned placements) work on the mesh inside a stage; ``offers`` is :func:`autopar.compiler.offers.offers` of the
+    planned graph. ``holds_for``: whether the traced graph holds at a batch size."""
 
     plan: Plan
     cluster: Cluster
     optimizer: str
     index: int
     annotate: Annotate
+    offers: Callable[[Graph], Through]
     solve: Solve
     holds_for: Callable[[int], bool]
 
@@ -74,8 +75,10 @@ class StageCompiler:
         """The program of the planned step; ``graph`` is concrete and without saved activations, ``symbolic`` is the
         same with a symbolic batch size."""
         pieces = self._pieces(graph, symbolic)
-        annotated = self.annotate(SaveActivations()(pieces.graph))
-        return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
+        graph = SaveActivations()(pieces.graph)
+        prices = Prices(self.cluster, self.plan.mesh, self.offers(graph), exchanged_bytes(graph))
+        assignment = self.plan.assignment({node.target: node.name for node in graph.placeholders("param")})
+        return self._program(pieces, cut(pieces, self.pipeline.cuts), assignment, prices)
 
     def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
@@ -91,7 +94,7 @@ class StageCompiler:
         assignment = refit_plan(self.plan, before, after)
         names = corresponding(before, after)
         staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
-        return self._program(pieces, staged, assignment, after, checked=True)
+        return self._program(pieces, staged, assignment, self._prices(after), checked=True)
 
     def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
@@ -109,7 +112,8 @@ class StageCompiler:
         homes = {path: chunks[0] for path, chunks in owners.items() if chunks}
         annotated = self.annotate(SaveActivations()(pieces.graph))
         trains = any(output.kind == "gradient" for output in graph.outputs)
-        return self._program(pieces, cut(pieces, cuts, homes), self.solve(annotated), annotated, checked=trains)
+        prices = self._prices(annotated)
+        return self._program(pieces, cut(pieces, cuts, homes), self.solve(annotated), prices, checked=trains)
 
     def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
         return self._divided(graph, symbolic, self.plan.microbatches)
@@ -142,15 +146,13 @@ class StageCompiler:
                 raise
         return microbatch(graph, 1, split_inputs(symbolic))
 
-    def _choices(self, annotated: Graph) -> Assignment:
-        check_offered(self.plan, annotated)
-        return self.plan.assignment({node.target: node.name for node in annotated.placeholders("param")})
+    def _prices(self, annotated: Graph) -> Prices:
+        return Prices.of(self.cluster, self.plan.mesh, annotated)
 
     def _program(
-        self, pieces: Microbatched, staged: Staged, assignment: Assignment, annotated: Graph, checked: bool = False
+        self, pieces: Microbatched, staged: Staged, assignment: Assignment, prices: Prices, checked: bool = False
     ) -> CompiledStages:
         schedule = self._schedule(staged, pieces)
-        prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         devices = math.prod(self.plan.mesh)
         pairs = tuple((edge.source, edge.target) for edge in staged.edges)
         links = wire_prices(self.cluster, schedule.placement, devices, pairs)
@@ -162,7 +164,7 @@ class StageCompiler:
                 check_memory(self.plan, peak, limit, pieces.graph)
         coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
         program = pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
-        return CompiledStages(program, assignment.resting(annotated))
+        return CompiledStages(program, assignment.resting(pieces.graph))
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""

@@ -28,31 +28,38 @@ def package_digest(top: str) -> str:
     if top in _WHOLE:
         return ""
     files = _files(top)
-    return _sizes(top) if len(files) > _READ_FILES else _hash((str(f), _text(f)) for f in files)
+    return _sizes(top) if len(files) > _READ_FILES else _hash((file, _text(file)) for file in files)
 
 
 @lru_cache(maxsize=256)
-def _files(top: str) -> tuple[Path, ...]:
+def _files(top: str) -> tuple[str, ...]:
     module = sys.modules.get(top)
     folders = list(getattr(module, "__path__", ()))
     if folders:
         walked = (found for folder in folders for found in os.walk(folder))
         files = (os.path.join(folder, name) for folder, _, names in walked for name in names if name.endswith(".py"))
-        return tuple(map(Path, sorted(files)))
+        return tuple(sorted(files))
     file = str(getattr(module, "__file__", None) or "")
-    return (Path(file),) if file.endswith(".py") else ()
+    return (file,) if file.endswith(".py") else ()
 
 
 @lru_cache(maxsize=256)
 def _sizes(top: str) -> str:
     """A hash of the sizes and times of a package's files; cached, since a large package takes a tenth of a second."""
-    stats = ((file, file.stat()) for file in _files(top) if file.exists())
-    return _hash((str(file), f"{stat.st_size} {stat.st_mtime_ns}") for file, stat in stats)
+    return _hash((file, _size(file)) for file in _files(top))
 
 
-def _text(file: Path) -> str:
+def _size(file: str) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        stat = os.stat(file)
+    except OSError:
+        return "unread"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def _text(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return "unread"
 

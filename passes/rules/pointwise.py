@@ -7,6 +7,7 @@ operation is jointly linear, so that a Partial(sum) passes through.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -98,6 +99,8 @@ _LINEAR: Mapping[str, str] = {
     "complex.default": "real imag",
     "polar.default": "abs",
 }
+# The names of operations that change an operand in place, or write to one that is given.
+_WRITES = re.compile(r"[^_]_(\.|$)|\.(\w+_)?out(_|$)")
 _GRADIENTS = ("grad_output", "grad")
 
 
@@ -120,11 +123,13 @@ def _is_functional(operation: Any) -> bool:
 def _pointwise_names() -> Iterator[str]:
     registered = (name.removeprefix("aten::") for name in registered_names() if "aten::" in name)
     for name in sorted({*registered, *_UNTAGGED}):
-        operation = _overload(name)
-        if operation is None or not _is_functional(operation):
+        # Most operations are ruled out here by their names, and most others by their tags: reading schemas is slow.
+        operation = None if _WRITES.search(name) else _overload(name)
+        if operation is None:
             continue
         full = str(operation).removeprefix("aten.")
-        if full in _UNTAGGED or (torch.Tag.pointwise in operation.tags and full not in _NOT_POINTWISE):
+        is_pointwise = torch.Tag.pointwise in operation.tags and full not in _NOT_POINTWISE
+        if (full in _UNTAGGED or is_pointwise) and _is_functional(operation):
             yield f"aten.{full}"
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autopar.cluster.description import Cluster
-from autopar.compiler import calls as compiler
 from autopar.compiler.calls import Compiler, Prepared, prepare
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.options import Options
+from autopar.passes.annotate.annotate import annotate
 from autopar.plans.plan import Plan
 from autopar.runtime.calls.compiled import Request
 from autopar.runtime.comm.groups import AxisGroup
@@ -87,10 +87,10 @@ class Bench:
     def _annotate(self, plan: Plan) -> Any:
         """Rules are found once for each graph and mesh."""
 
-        def annotate(graph: Any) -> Any:
+        def annotated(graph: Any) -> Any:
             key = (graph.to_text(), plan.mesh)
             if key not in self._annotated:
-                self._annotated[key] = compiler.annotate(graph, plan.mesh)
+                self._annotated[key] = annotate(graph, plan.mesh)
             return self._annotated[key]
 
-        return annotate
+        return annotated
