@@ -38,6 +38,7 @@ def test_a_parameter_that_may_not_be_placed_so_costs_the_difference_of_two_plans
     assert forbidden.seconds >= -2 * 0.01 * plan.predicted.step_seconds  # Both are within the gap.
 
 
+@pytest.mark.slow
 def test_what_layers_choose_alike_is_forbidden_in_all() -> None:
     why = _asked().why("blocks.1.first", solve=True)
     assert why.forbidden is not None and why.forbidden.together == 3 and not why.forbidden.error
@@ -46,6 +47,7 @@ def test_what_layers_choose_alike_is_forbidden_in_all() -> None:
     assert f"with {why.forbidden.instead}" in said
 
 
+@pytest.mark.slow
 def test_an_activation_by_the_name_of_its_node() -> None:
     plan = _asked()
     node = next(name for name, each in plan.nodes.items() if each.op == "aten.relu.default")
@@ -54,6 +56,7 @@ def test_an_activation_by_the_name_of_its_node() -> None:
     assert plan.why(f"%{node}").forbidden is None
 
 
+@pytest.mark.slow
 def test_without_another_way_the_reason_is_said() -> None:
     plan = _planned(pins={"head.weight": "R,S(0)"}, zero=0)
     why = plan.why("head.weight", solve=True)
@@ -69,6 +72,7 @@ def test_a_plan_from_a_file_does_not_know_its_model() -> None:
         read.why("head.weight", solve=True)
 
 
+@pytest.mark.slow
 def test_a_pin_that_forbids_does_not_count_as_the_users_choice() -> None:
     plan = _planned(pins={"embed.weight": "not R,R"})
     assert plan.why("embed.weight").provenance == "price"
