@@ -66,7 +66,7 @@ def _starts_memory(x: Tensor) -> bool:
     return isinstance(start, int) and start == 0
 
 
-def _in_order(x: Tensor, order: Sequence[int]) -> Tensor:
+def _in_order(x: Tensor, order: list[int]) -> Tensor:
     """``x``, contiguous and at the start of its memory."""
     permuted = x.permute(order)
     return permuted if _starts_memory(x) else permuted.clone()
