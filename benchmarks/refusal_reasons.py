@@ -100,7 +100,7 @@ REASONS = (
     ),
     Reason(
         "Values decide what runs",
-        "The model is not captured, with or without microbatches: its code makes Python decisions by values of tensors.",
+        "The model is not captured, with or without microbatches: its code makes decisions by values of tensors.",
         "What the error says of the line; most often `torch.where` or a mask.",
         ("led", "llava", "longformer", "vilt"),
     ),
