@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from autopar.planner.prepare import make_request, prepare
 from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from tests.zoo.models import ZOO
 
+from .refusal_reasons import REASONS, reason_for
 from .report import describe_machine
 from .zoo import revision
 
@@ -101,34 +103,64 @@ def summary(rows: Mapping[str, Row]) -> str:
     )
 
 
+def is_refused(row: Row) -> bool:
+    """Whether anything is refused to the model of ``row``."""
+    return "failed" in row or {row["as_it_is"], row["own_statistics"], row["stages"]} != {ACCEPTED}
+
+
 def document(figures: Mapping[str, Any]) -> str:
     """The refusals as Markdown."""
     rows: Mapping[str, Row] = figures["models"]
+    refused = {name: row for name, row in sorted(rows.items()) if is_refused(row)}
+    missing = sorted(set(ZOO) - set(rows))
     lines = [
         "# Refusals",
         "",
         f"{summary(rows)}.",
+        *(["", f"Not asked yet: {', '.join(missing)}."] if missing else []),
         "",
         "Made by `python -m benchmarks.refusals`. *As it is* divides a step so that loss and gradients are those of",
         "the whole batch; what couples samples is refused there, and under",
         '`Options(batch_statistics="microbatch")`, *own statistics*, every microbatch is a batch of its own. Models',
         "that are not listed are accepted throughout.",
         "",
+        "## Reasons",
+        "",
+        *_reasons(refused),
+        "## What each model is told",
+        "",
         "| model | microbatches | as it is | own statistics | two stages |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, row in sorted(rows.items()):
+    for name, row in refused.items():
         if "failed" in row:
             lines.append(f"| {name} | | {_cell(row['failed'])} | | |")
-        elif {row["as_it_is"], row["own_statistics"], row["stages"]} != {ACCEPTED}:
+        else:
             cells = (row["as_it_is"], row["own_statistics"], row["stages"])
             lines.append(f"| {name} | {row['microbatches']} | {' | '.join(map(_cell, cells))} |")
     return "\n".join([*lines, ""])
 
 
+def _reasons(refused: Mapping[str, Row]) -> Iterator[str]:
+    """For each class of refusals: which models, why, and what can be done."""
+    for reason in REASONS:
+        models = [name for name in reason.models if name in refused]
+        if models:
+            yield f"**{reason.title}** ({', '.join(models)}). {reason.why} *What to do:* {reason.remedy}"
+            yield ""
+    if unknown := [name for name in refused if reason_for(name) is None]:
+        yield f"**Not judged** ({', '.join(unknown)}). These may be refused without a reason."
+        yield ""
+
+
 def _cell(reason: str) -> str:
     # Chosen: what is wrong and where, in a cell that can be read.
     return " ".join(reason.split())[:220].replace("|", "\\|")
+
+
+def _failed(error: Exception) -> str:
+    """An error without the folder in which packages are installed."""
+    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/site-packages/', '', str(error))[:500]}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -148,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             figures["models"][name] = measure(name)
         except (AutoparError, RuntimeError) as error:
-            figures["models"][name] = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+            figures["models"][name] = {"failed": _failed(error)}
         if known is not None:
             known.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
     if chosen.document:

@@ -19,12 +19,14 @@
   In evaluation its encoder uses nested tensors and fused layers; here it runs the layers that it trains with;
 - ``cov`` and ``corrcoef`` warn if a value is too small; here they do not (:mod:`.covariance`);
 - devices: a model is traced on the CPU, so where it names the device it is written for, the CPU is meant;
+- ``len(tensor)`` must be a plain number, which would fix the batch size; here it is the size of dim 0, symbolic or not;
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise depending on values; a graph cannot raise.
 """
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,6 +50,7 @@ from .embedding_bags import embedding_bag
 from .named_devices import OnProcessor, autocast_on_processor
 
 _CHECKS = "aten::_linalg_check_errors"
+_plain_length = len
 _batch_norm_forward = BatchNorm.forward
 
 
@@ -68,6 +71,7 @@ def patched(device: str = "cpu") -> Iterator[None]:
         stack.enter_context(replacements.without_distribution_checks())
         stack.enter_context(replacements.flex_attention_by_definition())
         stack.enter_context(masks_as_in_eager())
+        stack.enter_context(patch.object(builtins, "len", _length))
         stack.enter_context(_TraceableFunctions())
         if device != "cpu":
             stack.enter_context(replacements.functional_move_replaced(device, _stays))
@@ -174,6 +178,13 @@ def _batch_norm(module: BatchNorm, x: Tensor) -> Tensor:
     mean.copy_((1 - share) * mean + share * batch_mean)
     var.copy_((1 - share) * var + share * batch_var)
     return result
+
+
+def _length(of: Any, /) -> Any:
+    """``len`` with the symbolic size of a tensor's dim 0; what is behind the builtin can return plain numbers only."""
+    if isinstance(of, Tensor) and type(of).__len__ is Tensor.__len__ and of.dim():
+        return of.shape[0]
+    return _plain_length(of)
 
 
 def _declared_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:

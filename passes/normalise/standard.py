@@ -10,6 +10,7 @@ from .cast_once import CastOnce
 from .drop_noops import DropNoops
 from .eliminate_common import MergeCommon
 from .eliminate_dead import RemoveDead
+from .gather_rows import GatherRows
 from .sink_views import SinkViews
 from .write_caches import WriteCaches
 
@@ -18,6 +19,7 @@ STANDARD: tuple[Pass, ...] = (
     DropNoops(),
     CanonicalViews(),
     DropNoops(),
+    GatherRows(),
     MergeCommon(),
     RemoveDead(),
     SinkViews(),

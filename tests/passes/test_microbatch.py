@@ -183,7 +183,7 @@ def test_gradients_of_parametrizations_are_accumulated() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["variational", "wav2vec2", "unispeech", "conv1d_transposed"])
+@pytest.mark.parametrize("name", ["variational", "wav2vec2", "unispeech", "conv1d_transposed", "hiera", "indexing"])
 def test_models_that_were_refused_without_a_reason(name: str) -> None:
     case = _case(*ZOO[name]())
     compare(run_microbatches(microbatch(case.graph, 2), case.values), case.expected, name)

@@ -16,6 +16,7 @@ from autopar.passes.normalise.standard import normalise
 from autopar.trace.tracer import trace
 from tests.helpers.eager import assert_close, assert_same_step
 from tests.helpers.interpret import interpret
+from tests.helpers.marks import slow_but
 
 LEFT_BEHIND = (
     "mean",
@@ -233,3 +234,32 @@ def test_what_is_repeated_can_be_viewed() -> None:
     model = Calls(biased, 5).double()
     traced = trace(model, (), batch(4), device="cpu")
     assert_same_step(normalise(traced.graph).at(), traced, model, batch(4), loss_of=lambda out: out["loss"])
+
+
+STRIDED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    # A function of [b, 6, 4, 1], and whether its reads by strides are permutations and reshapes.
+    "pool": (lambda x: F.adaptive_avg_pool2d(x, 1), True),
+    "pool over one dim": (lambda x: F.adaptive_avg_pool1d(x.flatten(2), 1), True),
+    "same": (lambda x: x.as_strided(x.shape, x.stride()), True),
+    "in another order": (lambda x: x.as_strided((4, x.shape[0], 6), (1, 24, 4)), True),
+    "of another order": (lambda x: x.transpose(0, 1).as_strided((x.shape[0], 24), (24, 1)), True),
+    "one sample alone": (lambda x: x[1:2].as_strided((6, 4), (4, 1)), True),
+    "one sample alone, from its place in memory": (lambda x: x[1:2].as_strided((6, 4), (4, 1), 24), True),
+    "some": (lambda x: x.as_strided((x.shape[0], 5), (24, 1)), False),
+    "some twice": (lambda x: x.as_strided((x.shape[0], 2, 24), (24, 0, 1)), False),
+    "some of a part of the memory": (lambda x: x[1:].as_strided((5, 3), (4, 1), 26), False),
+    "across samples": (lambda x: x.as_strided((24 * x.shape[0] - 5, 6), (1, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["pool", "in another order", "some of a part of the memory"], STRIDED))
+def test_reads_by_strides(name: str) -> None:
+    """Forward and backward are those of torch; what reads every element once shows it."""
+    function, plain = STRIDED[name]
+    model = Calls(lambda x, target: function(x).tanh() * function(target), 1).double()
+    inputs = {"x": torch.randn(3, 6, 4, 1).double(), "target": torch.randn(3, 6, 4, 1).double()}
+    traced = trace(model, (), inputs, device="cpu")
+    graph = normalise(traced.graph)
+    assert any("as_strided" in node.op for node in graph) != plain
+    assert not plain or graph.symbols or "alone" in name
+    assert_same_step(graph.at(**dict(graph.symbols)), traced, model, inputs, loss_of=lambda out: out["loss"])

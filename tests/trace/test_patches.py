@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
@@ -47,6 +48,17 @@ def test_torch_is_as_before() -> None:
         assert checkpoint.CheckpointFunction.apply != before[0]
         assert nn.SyncBatchNorm.forward is nn.BatchNorm1d.forward
     assert (checkpoint.CheckpointFunction.apply, nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward) == before
+
+
+def test_the_length_of_anything_else_is_that_of_python() -> None:
+    plain = len
+    with patched():
+        assert len is not plain
+        assert (len([1, 2]), len("abc"), len(torch.zeros(4, 2)), len(nn.ModuleList([nn.ReLU()]))) == (2, 3, 4, 1)
+        for wrong in (3, torch.zeros(())):
+            with pytest.raises(TypeError, match=r"len\(\)"):
+                len(wrong)  # type: ignore[arg-type]
+    assert len is plain
 
 
 def test_batch_norm_over_processes_is_batch_norm() -> None:

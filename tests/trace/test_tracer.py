@@ -70,6 +70,26 @@ def test_a_model_that_fixes_the_batch_size_is_traced_with_it() -> None:
     assert graph.placeholders("input")[0].type.shape == (6, 2)
 
 
+class InBatch(nn.Module):
+    """Says the batch size as ``len(x)``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.mT / len(x) + (1 if len(x.shape) == 2 and len([x]) == 1 and len(x) else 2)
+        return nn.functional.cross_entropy(scores, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("size", [2, 6, 11])
+def test_the_length_of_a_tensor_is_symbolic(size: int) -> None:
+    graph = trace(InBatch(), (torch.randn(6, 4, requires_grad=True),), device="cpu").graph
+    assert graph.symbols == (("b", 6),)
+    x = torch.randn(size, 4, requires_grad=True)
+    expected = InBatch()(x)
+    expected.backward()  # type: ignore[no-untyped-call]
+    found = interpret(graph.at(b=size), {"0": x})
+    assert_close("loss", found["output", "0"], expected.detach(), 0.0)
+    assert_close("gradient", found["input_gradient", "0"], x.grad, 0.0)
+
+
 class Threshold(nn.Module):
     """Behaves differently from a batch size of 5 on."""
 

@@ -10,6 +10,7 @@ Decomposed are
   vocabulary;
 - operations fused only for speed on one device (``addmm``), whose parts have simpler rules;
 - the many ways of creating a constant tensor: all become ``aten.full``;
+- reads and writes by strides, where they are permutations and reshapes (:mod:`.strides`);
 - repetition: an expansion and a reshape, which can also be sharded between the repeats;
 - everything that draws random numbers (:mod:`.random`).
 
@@ -32,6 +33,7 @@ from .mixed_precision import MIXED
 from .products import PRODUCTS
 from .random import RANDOM
 from .registry import Decomposition, Table, aten, into
+from .strides import STRIDES
 
 _OURS: Table = {}
 _for = into(_OURS)
@@ -84,7 +86,7 @@ _OUT = {"out", "input"}
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
     table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
-    ours = {**_OURS, **PRODUCTS, **MIXED, **RANDOM}
+    ours = {**_OURS, **PRODUCTS, **MIXED, **RANDOM, **STRIDES}
     return {**{op: how for op, how in table.items() if not _OUT & set(overload_name(op).split("_"))}, **ours}
 
 
@@ -212,31 +214,6 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = Fals
     if ord == 2:
         return _sum(wide * wide, dims, keepdim).sqrt().to(result)
     return (_sum(wide.abs() ** ord, dims, keepdim) ** (1.0 / ord)).to(result)
-
-
-def _memory_order(x: Tensor) -> list[int] | None:
-    """The dims from outermost to innermost in memory; None if ``x`` is not contiguous in any order of its dims."""
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
-    return order if x.permute(order).is_contiguous() and x.storage_offset() == 0 else None
-
-
-@_for(aten.as_strided.default)
-def as_strided(x: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """``as_strided`` of a contiguous tensor, which any tensor can be made; a permuted one is permuted back first."""
-    order = None if x.is_contiguous() else _memory_order(x)
-    if order is None:
-        return NotImplemented
-    return aten.as_strided.default(x.permute(order), size, stride, storage_offset or 0)
-
-
-@_for(aten.as_strided_scatter.default)
-def as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    order = None if x.is_contiguous() else _memory_order(x)
-    if order is None:
-        return NotImplemented
-    inverse = sorted(range(x.dim()), key=order.__getitem__)
-    written = aten.as_strided_scatter.default(x.permute(order), source, size, stride, storage_offset or 0)
-    return written.permute(inverse)
 
 
 @_for(aten.unbind.int)
