@@ -22,6 +22,9 @@ from .keywords import suggests_fields
 EVERY_STEP: Literal["every-step"] = "every-step"
 TOPOLOGIES = ("ring", "exponential", "random")
 CODECS = ("bf16", "int8")
+# The least seconds of ``patience``.
+# Chosen: less would be the time of a busy store.
+LEAST_PATIENCE = 1.0
 
 Outer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
@@ -69,6 +72,9 @@ class LocalSGD:
             with one.
         compression: how the change since the last exchange is sent, with error feedback: what is lost is added to the
             next change. ``"bf16"``, ``"int8"`` (a scale for each shard), :class:`TopK`, :class:`PowerSGD`; None: whole.
+        patience: when a replica leaves, the others go on without it, those that this many seconds have been waited for
+            in vain included: more than a step, compiling and a checkpoint take. An exchange ends for all replicas
+            together, which costs two questions to the store in which the ranks met. None: others leaving is an error.
     """
 
     every: int
@@ -77,6 +83,7 @@ class LocalSGD:
     staleness: int | None = None
     mix: float | None = None
     compression: Compression | None = None
+    patience: float | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -84,6 +91,7 @@ class LocalSGD:
         _check_count(name, "fragments", self.fragments, 1)
         _check_count(name, "delay", self.delay, 0)
         _check_compression(name, self.compression)
+        _check_patience(name, self.patience)
         if self.fragments > self.every:
             raise OptionsError(
                 f"{name}(every={self.every}, fragments={self.fragments}): each fragment is exchanged once in "
@@ -173,6 +181,8 @@ class Gossip:
             sent later (CHOCO-SGD, Koloskova et al. 2019). ``"bf16"``, ``"int8"`` or :class:`TopK`.
         consensus: the part of the way to the mean of the neighbours that an exchange goes. 1 without compression; with
             :class:`TopK` it has to be small, about its fraction, or parameters diverge.
+        patience: as of :class:`LocalSGD`: replicas go on without those that leave, and then wait for all in an
+            exchange, not for neighbours alone.
     """
 
     topology: Literal["ring", "exponential", "random"] = "ring"
@@ -180,6 +190,7 @@ class Gossip:
     compression: Compression | None = None
     consensus: float = 1.0
     seed: int = 0
+    patience: float | None = None
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
@@ -189,6 +200,7 @@ class Gossip:
         _check_count("Gossip", "every", self.every, 1)
         _check_count("Gossip", "seed", self.seed, 0)
         _check_compression("Gossip", self.compression)
+        _check_patience("Gossip", self.patience)
         if not _is_number(self.consensus) or not 0 < self.consensus <= 1:
             raise OptionsError(f"Gossip(consensus={self.consensus!r}) is not a part in (0, 1]")
         if isinstance(self.compression, PowerSGD):
@@ -230,6 +242,14 @@ def _check_compression(owner: str, compression: object) -> None:
         f"{owner}(compression={compression!r}) is not known: {', '.join(map(repr, CODECS))}, autopar.TopK(0.01), "
         "autopar.PowerSGD(rank=4), or None"
     )
+
+
+def _check_patience(owner: str, patience: object) -> None:
+    if patience is not None and (not _is_number(patience) or patience < LEAST_PATIENCE):  # type: ignore[operator]
+        raise OptionsError(
+            f"{owner}(patience={patience!r}) is not a number of seconds from {LEAST_PATIENCE:g} on, or None: a replica "
+            "that others wait for so long is left behind, so give more than a step, compiling and a checkpoint take"
+        )
 
 
 def _check_count(owner: str, name: str, value: Any, least: int) -> None:

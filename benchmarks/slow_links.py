@@ -45,6 +45,7 @@ EVERY_STEP = "every-step"
 EXCHANGES: Mapping[str, Any] = {
     EVERY_STEP: EVERY_STEP,
     "LocalSGD, 10 steps": LocalSGD(every=10),
+    "LocalSGD, 10 steps, patience": LocalSGD(every=10, patience=60.0),
     "LocalSGD, 10 steps, int8": LocalSGD(every=10, compression="int8"),
     "DiLoCo, 10 steps": DiLoCo(every=10, outer=OUTER),
     "DiLoCo, 10 steps, bf16": DiLoCo(every=10, outer=OUTER, compression="bf16"),

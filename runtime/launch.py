@@ -83,6 +83,7 @@ class _Worker:
     data: bytearray = field(default_factory=bytearray)
     report: _Report | None = None
     open: bool = True
+    may_die: bool = False
 
     @property
     def pid(self) -> int:
@@ -125,7 +126,12 @@ class _Worker:
     def failed(self) -> bool:
         if self.report is not None:
             return self.report.error is not None or bool(self.report.trace)
-        return not self.open or self.status is not None
+        return not self.may_die and (not self.open or self.status is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is expected of it, and nothing is wrong."""
+        return not self.failed and (self.report is not None or (self.may_die and not self.open))
 
 
 def run_local(
@@ -136,8 +142,11 @@ def run_local(
     args: Sequence[Any] = (),
     backend: str | None = "gloo",
     start: Start = "auto",
+    may_die: bool = False,
 ) -> list[Result]:
-    """Runs ``function(rank, nprocs, *args)`` on ``nprocs`` local processes. Returns the results by rank.
+    """Runs ``function(rank, nprocs, *args)`` on ``nprocs`` local processes. Returns the results by rank. ``may_die``:
+    a process that is killed or exits leaves the others alone, and its result is None
+    (``Options(sync=...(patience=))``).
 
     The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun). Each rank
     gets its share of the cores. ``timeout``: seconds after the processes have started. The function and the results are
@@ -160,13 +169,15 @@ def run_local(
         stack.callback(_end, workers)
         for rank in range(nprocs):
             workers.append(_begin(begin, sent, door, rank, Path(folder)))
+            workers[-1].may_die = may_die
         deadline = time.monotonic() + timeout
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         os.write(knock, store.port.to_bytes(_PORT_BYTES, "little") * nprocs)
         _listen(workers, deadline)
-        if any(worker.report is None or worker.failed for worker in workers):
+        if not all(worker.done for worker in workers):
             _raise(workers, timeout)
-        return [worker.report.result for worker in workers if worker.report is not None]
+        results: list[Any] = [None if worker.report is None else worker.report.result for worker in workers]
+        return results
 
 
 def _starts_afresh(start: Start) -> bool:
@@ -305,7 +316,7 @@ def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
     patience = time.monotonic() + _DYING_SECONDS
     while any(worker.dying for worker in workers) and time.monotonic() < patience:
         time.sleep(0.01)
-    dead = [w for w in workers if w.report is None and w.status is not None]
+    dead = [w for w in workers if w.report is None and w.status is not None and not w.may_die]
     if dead:
         raise WorkerError(f"rank {dead[0].rank} of {world} {_cause_of_death(dead[0])}")
     raised = [(w.report.time, w.rank, w.report) for w in workers if w.report is not None and w.failed]
@@ -316,7 +327,7 @@ def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
             report.error.add_note(note)
             raise report.error
         raise WorkerError(note)
-    stuck = [worker for worker in workers if worker.report is None]
+    stuck = [worker for worker in workers if worker.report is None and worker.open]
     for worker in stuck:
         worker.signal(signal.SIGUSR1)
     # Chosen: the time to write the traces.

@@ -32,6 +32,8 @@ from tests.runtime.averaging.training import batches, made
         (lambda: LocalSGD(every=4, mix=1.0), "nothing would be exchanged"),
         (lambda: LocalSGD(every=4, compression="fp8"), "'bf16', 'int8'"),
         (lambda: LocalSGD(every=4, delay=1, compression=PowerSGD()), "leave out delay"),
+        (lambda: LocalSGD(every=4, patience=0.5), "patience=0.5) is not a number of seconds from 1 on"),
+        (lambda: Gossip(patience=True), "patience=True"),
         (lambda: DiLoCo(every=4, outer="sgd"), "functools.partial"),
         (lambda: DiLoCo(every=4, outer=torch.optim.SGD([torch.ones(1)], lr=1.0)), "functools.partial"),
         (lambda: Gossip("star"), "'ring', 'exponential', 'random'"),

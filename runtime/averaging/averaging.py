@@ -24,12 +24,13 @@ from autopar.runtime.comm.waiting import WAITING
 from autopar.runtime.torch_internals.profiling import span
 from autopar.sync import Gossip, LocalSGD
 
+from .agreed_rounds import LeftError, rounds_of
 from .gossip import Mixing
 from .local_steps import LocalSteps, wide
 from .mean import WholeMean
 from .pieces import Piece, buffer_pieces, own_pieces, parameter_pieces, spread
 from .replicas import Replicas
-from .waits import LostPeersError
+from .waits import LostPeersError, awaited
 
 
 class Exchanges(Protocol):
@@ -87,6 +88,7 @@ class Averaging:
         self._exchanges: dict[tuple[str, ...], Exchanges] = {}
         self._saved: dict[tuple[str, ...], Mapping[str, Any]] = {}
         self._inside = Exchange(replicas.own)
+        self._rounds = rounds_of(replicas, sync.patience)
         for handle in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -116,8 +118,13 @@ class Averaging:
             raise FaultError(self._lost(steps(), error)) from error
 
     def _lost(self, step: int, error: Exception) -> str:
-        own, count = self.replicas.index, self.replicas.count
+        own, count = self.replicas.members.own, self.replicas.peers.size
         first = str(error).strip().split("\n")[0]
+        if isinstance(error, LeftError):
+            return (
+                f"replica {own} of {count} has left, and the others have gone on without it since the exchange after "
+                f"optimizer step {step}: {first}. It cannot come back; a restart of all from a checkpoint takes it in"
+            )
         return (
             f"replica {own} of {count} lost the others in the exchange after optimizer step {step}: {first}. One of "
             "them has left, or cannot be reached. Start again from a checkpoint: fewer replicas begin from its first"
@@ -158,18 +165,38 @@ class Averaging:
         """Gives all replicas the mean of their parameters, since anchors begin equal. Collective over all ranks."""
         own = own_pieces(pieces)
         with torch.no_grad():
-            means = WholeMean(self.replicas.peers).start({piece.name: wide(piece.local) for piece in own}).wait()
+            means = self.mean({piece.name: wide(piece.local) for piece in own})
             for piece in own:
                 piece.local.copy_(means[piece.name])
             spread(pieces)
 
     def _exchanges_of(self, pieces: tuple[Piece, ...], buffers: tuple[Piece, ...]) -> Exchanges:
         if isinstance(self.sync, Gossip):
-            return Mixing(self.sync, pieces, buffers, self.replicas.peers)
-        return LocalSteps(self.sync, pieces, buffers, self.replicas.peers, self._everywhere)
+            return Mixing(self.sync, pieces, buffers, self._rounds)
+        return LocalSteps(self.sync, pieces, buffers, self._rounds, self._everywhere)
 
     def _everywhere(self, holds: bool) -> bool:
-        return all(map(any, self._inside.all_bytes(bytes([holds]))))
+        return all(map(any, awaited(lambda: self._inside.all_bytes(bytes([holds])))))
+
+    def mean(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The means of ``values`` over the replicas. Collective over all ranks. Raises :class:`LostPeersError`."""
+        return self._rounds.begin("mean", WholeMean().start(values)).wait()
+
+    def call_roll(self) -> None:
+        """Finds out who is left, the same on all ranks, if replicas may leave. Collective. Raises
+        :class:`FaultError`."""
+        if self._rounds.repeats:
+            with self._faults(self._steps):
+                self.settle()
+                self.mean({})
+
+    def _steps(self) -> int:
+        return max((each.count for each in self._exchanges.values()), default=0)
+
+    def mean_of(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of one tensor. Raises :class:`FaultError`."""
+        with self._faults(self._steps):
+            return self.mean({"": value})[""]
 
     def settle(self) -> None:
         """Waits for what is in flight, so that the process may leave or save."""

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanMismatchError
-from autopar.runtime.comm.groups import AxisGroup
 from autopar.sync import DiLoCo, LocalSGD
 
 from .fragments import Fragment, fragments_of
-from .mean import Mean, WholeMean, mean_over
-from .pending import Pending
+from .mean import Mean, WholeMean, mean_by
+from .pending import Pending, joined
 from .pieces import Piece, own_pieces, spread
+from .rounds import Round, Rounds
 
 # Whether something holds on all ranks of the replica; collective over them.
 Everywhere = Callable[[bool], bool]
@@ -34,8 +34,7 @@ Everywhere = Callable[[bool], bool]
 @dataclass
 class _InFlight:
     begun: int
-    main: Pending
-    buffers: Pending
+    round: Round
 
 
 class LocalSteps:
@@ -46,13 +45,12 @@ class LocalSteps:
         sync: LocalSGD,
         pieces: tuple[Piece, ...],
         buffers: tuple[Piece, ...],
-        peers: AxisGroup,
+        rounds: Rounds,
         everywhere: Everywhere,
     ) -> None:
-        self._sync, self._everywhere = sync, everywhere
+        self._sync, self._rounds, self._everywhere = sync, rounds, everywhere
         self.fragments = fragments_of(sync, pieces, buffers)
-        self._mean: Mean = mean_over(peers, sync.compression)
-        self._whole = WholeMean(peers)
+        self._mean: Mean = mean_by(sync.compression, rounds.repeats)
         self.count = 0
         self._flying: dict[int, _InFlight] = {}
         self._anchors: dict[str, torch.Tensor] = {}
@@ -71,7 +69,7 @@ class LocalSteps:
                 self._end(fragment, self._flying.pop(number))
         for number, fragment in enumerate(self.fragments):
             if fragment.is_due(self.count):
-                begun = self._begin(fragment)
+                begun = self._begin(number, fragment)
                 if self._sync.latest:
                     self._flying[number] = begun
                 else:
@@ -80,18 +78,22 @@ class LocalSteps:
     def _is_over(self, exchange: _InFlight) -> bool:
         if self.count - exchange.begun >= self._sync.latest:
             return True
-        done = exchange.main.is_done() and exchange.buffers.is_done()
-        return self._sync.staleness is not None and self._everywhere(done)
+        return self._sync.staleness is not None and self._everywhere(exchange.round.is_done())
 
-    def _begin(self, fragment: Fragment) -> _InFlight:
+    def _begin(self, number: int, fragment: Fragment) -> _InFlight:
         own = {piece.name: wide(piece.local) for piece in own_pieces(fragment.pieces)}
         if self._anchors:
             own = {name: self._anchors[name] - value for name, value in own.items()}
         buffers = {piece.name: wide(piece.local) for piece in own_pieces(fragment.buffers)}
-        return _InFlight(self.count, self._mean.start(own), self._whole.start(buffers))
+        if self._rounds.repeats and self._sync.latest:  # They are to be sent again, and steps go on.
+            own, buffers = ({name: v.clone() for name, v in each.items()} for each in (own, buffers))
+        # Last what may go on sending later: all ranks have to send in one order.
+        send = joined(WholeMean().start(buffers), self._mean.start(own))
+        return _InFlight(self.count, self._rounds.begin((id(self), number), send))
 
     def _end(self, fragment: Fragment, exchange: _InFlight) -> None:
-        means = exchange.main.wait()
+        arrived = exchange.round.wait()
+        means = {piece.name: arrived[piece.name] for piece in own_pieces(fragment.pieces)}
         if self._anchors:
             self._move_anchors(means)
             means = {name: self._anchors[name] for name in means}
@@ -99,9 +101,8 @@ class LocalSteps:
         for piece in own_pieces(fragment.pieces):
             common = means[piece.name].to(piece.local.dtype)
             piece.local.copy_(torch.lerp(common, piece.local, kept) if kept else common)
-        means = exchange.buffers.wait()
         for piece in own_pieces(fragment.buffers):
-            piece.local.copy_(means[piece.name])
+            piece.local.copy_(arrived[piece.name])
         spread((*fragment.pieces, *fragment.buffers))
 
     def _move_anchors(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -117,16 +118,12 @@ class LocalSteps:
     def settle(self) -> None:
         """Waits for what is in flight, whose results are still used when they are due."""
         for exchange in self._flying.values():
-            exchange.main.wait()
-            exchange.buffers.wait()
+            exchange.round.wait()
 
     def state(self) -> dict[str, Any]:
         """What the next steps depend on, beside the parameters. Waits for what is in flight."""
         self.settle()
-        flying = {
-            number: {"begun": each.begun, "main": each.main.wait(), "buffers": each.buffers.wait()}
-            for number, each in self._flying.items()
-        }
+        flying = {number: {"begun": each.begun, "main": each.round.wait()} for number, each in self._flying.items()}
         outer = None if self._outer is None else self._outer.state_dict()
         mean = self._mean.state()
         return {"count": self.count, "anchors": dict(self._anchors), "outer": outer, "mean": mean, "flying": flying}
@@ -141,7 +138,7 @@ class LocalSteps:
             self._outer.load_state_dict(state["outer"])
         self._mean.load(state["mean"])
         self._flying = {
-            number: _InFlight(each["begun"], _arrived(each["main"]), _arrived(each["buffers"]))
+            number: _InFlight(each["begun"], _arrived({**each["main"], **each.get("buffers", {})}))
             for number, each in state["flying"].items()
         }
 
@@ -163,5 +160,5 @@ def wide(local: torch.Tensor) -> torch.Tensor:
     return local.detach().to(torch.promote_types(local.dtype, torch.float32))
 
 
-def _arrived(means: Mapping[str, torch.Tensor]) -> Pending:
+def _arrived(means: Mapping[str, torch.Tensor]) -> Round:
     return Pending([], lambda: dict(means))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from autopar.sync import Gossip, LocalSGD
 
 from .averaging import Averaging, equalise
 from .replicas import Replicas
-from .rows import own_rows, part_of
+from .rows import OwnPart, own_rows
 
 
 def _dividing(name: str) -> Callable[..., Any]:
@@ -81,23 +82,23 @@ class ReplicaModule(ParallelModule):
 
     @property
     def replica(self) -> int:
-        """The index of this replica on the outermost axis of the mesh."""
+        """The index of this replica on the outermost axis of the mesh, among those that are left."""
         return self._replicas.index
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """How many there are, or are left."""
         return self._replicas.count
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of all replicas, row-major."""
-        return tuple(self._replicas.whole.mesh.mesh.flatten().tolist())
+        """The ranks of all replicas that are left, row-major."""
+        return tuple(self._replicas.whole.mesh.mesh[list(self._replicas.members.present)].flatten().tolist())
 
     @property
     def sync_text(self) -> str:
-        """``Options(sync=...)`` as text."""
-        return "" if self._averaging is None else repr(self._averaging.sync)
+        """``Options(sync=...)`` as text, as far as it is of numbers."""
+        return "" if self._averaging is None else repr(replace(self._averaging.sync, patience=None))
 
     @property
     def autopar_averaging(self) -> Averaging | None:
@@ -149,7 +150,7 @@ class ReplicaModule(ParallelModule):
 
     @property
     def _own_part(self) -> PartOf:
-        return functools.partial(part_of, index=self.replica, count=self.replicas)
+        return OwnPart(self._replicas.members)
 
     def _loader_seed(self) -> int:
         return self._common_seed
@@ -186,11 +187,8 @@ class ReplicaModule(ParallelModule):
         return sorted(names)
 
     def average_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean of ``loss``, or of any tensor, over the replicas, for a report. Collective over all ranks."""
+        """The mean of ``loss``, or of any tensor, over the replicas that are left, for a report. Collective over all
+        ranks. Raises :class:`FaultError` for what exchanges raise it for."""
         if self._averaging is None:
             raise AutoparError("a copy of a replica takes no part in exchanges: ask the model that is trained")
-        mean = loss.detach().clone()
-        peers = self._replicas.peers
-        if peers.size > 1:
-            torch.distributed.all_reduce(mean, group=peers.group)
-        return mean.div_(peers.size)
+        return self._averaging.mean_of(loss.detach())

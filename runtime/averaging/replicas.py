@@ -8,24 +8,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups, adopt_groups
 
+from .members import Members
+
 
 @dataclass(frozen=True)
 class Replicas:
     """``whole``: the groups of the mesh (replicas, \\*inside); ``own``: those of the mesh inside this replica;
-    ``peers``: the ranks at this rank's coordinate of all replicas, which hold the same shards."""
+    ``peers``: the ranks at this rank's coordinate of all replicas, which hold the same shards; ``members``: the
+    replicas that are left of them."""
 
     whole: MeshGroups
     own: MeshGroups
     peers: AxisGroup
+    members: Members
 
     @property
     def count(self) -> int:
-        return self.peers.size
+        return self.members.count
 
     @property
     def index(self) -> int:
-        """Of this rank's replica."""
-        return self.peers.index
+        """Of this rank's replica, among those that are left."""
+        return self.members.index
 
     @staticmethod
     def of(whole: MeshGroups) -> Replicas:
@@ -33,7 +37,8 @@ class Replicas:
         device each."""
         if len(whole.shape) == 1:
             whole = whole.regrouped((*whole.shape, 1))
-        return Replicas(whole, _inside(whole), whole.over((0,)))
+        peers = whole.over((0,))
+        return Replicas(whole, _inside(whole), peers, Members(peers.index, tuple(range(peers.size))))
 
 
 class _ReplicaGroups(MeshGroups):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import OptionsError
 from autopar.torch_internals.trees import tree_flatten, tree_unflatten
+
+from .members import Members
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,6 +50,17 @@ def part_of(rows: int, index: int, count: int) -> tuple[int, int]:
         )
     each, more = divmod(rows, count)
     return index * each + min(index, more), each + (index < more)
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """Which of the samples of a batch are a replica's, of as many as are left when it is asked. In another process,
+    such as a worker of a loader that reads a stream, it goes on as of the beginning."""
+
+    members: Members
+
+    def __call__(self, rows: int) -> tuple[int, int]:
+        return part_of(rows, self.members.index, self.members.count)
 
 
 def _rows(leaves: Sequence[Any]) -> int | None:

@@ -14,7 +14,7 @@ from .background import Background, Buffers, copied
 from .find import checkpoints
 from .load import Checkpoint, load
 from .manifest import MANIFEST
-from .ranks import Ranks, ranks_of
+from .ranks import LostReplicaError, Ranks, ranks_of
 from .save import write_snapshot
 from .snapshot import Training, take_snapshot
 from .stores import Folder, Store, store_of
@@ -84,10 +84,17 @@ class Checkpointer:
 
     def save(self, step: int, *, extra: Any = None) -> None:
         """Saves now, unless this step was saved already. Collective; waits for the save before to be written. Raises
-        :class:`CheckpointError` if that failed."""
-        self.finish()
-        if step == self._saved:
-            return
+        :class:`CheckpointError` if that failed; warns if it did since a replica left, without which the others go
+        on."""
+        try:
+            self.finish()
+            if step != self._saved:
+                self._save(step, extra)
+        except LostReplicaError as error:
+            self._saved = -1
+            warnings.warn(f"autopar: {error}", stacklevel=2)
+
+    def _save(self, step: int, extra: Any) -> None:
         ranks, store = ranks_of(self._training.model), store_of(self.folder)
         snapshot = take_snapshot(self._training, ranks, step, extra)
         self._saved = step
@@ -95,7 +102,7 @@ class Checkpointer:
             write_snapshot(snapshot, store, ranks)
             self._delete_old(store, ranks)
             return
-        beside = ranks_of(self._training.model, "writing beside training")
+        beside = ranks_of(self._training.model, "writing beside training", again=True)
         copy = copied(snapshot, self._buffers)
 
         def write() -> None:

@@ -7,8 +7,10 @@ collectives of the training.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,19 +20,30 @@ from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.torch_internals.collectives import world_timeout
+from autopar.runtime.torch_internals.gloo_groups import Opened
 
 Result = TypeVar("Result")
-# By purpose and ranks: the world in which a group was created, and the group.
-_GROUPS: dict[tuple[str, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
+# By purpose and ranks: the world in which a group was created, the group, and its connections.
+_GROUPS: dict[tuple[str, tuple[int, ...]], tuple[Any, dist.ProcessGroup, Opened]] = {}
+# How many times the patience of replicas a communication of theirs may take: the slowest has to write its files.
+# Chosen: ten minutes of a patience of one.
+_MOST_WAITS = 10
+
+
+class LostReplicaError(CheckpointError):
+    """A replica left in the middle, and those that are left go on (``Options(sync=...(patience=))``)."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """``count`` ranks, this one at ``index``; ``group`` is None for one. Each method is collective."""
+    """``count`` ranks, this one at ``index``; ``group`` is None for one. Each method is collective. ``may_leave``: the
+    connections of the group, if ranks may leave it. Whoever notices ends them, so that nobody waits for one that has
+    noticed, and nobody takes its next message for the one that is missing; :class:`LostReplicaError` is raised."""
 
     group: dist.ProcessGroup | None
     index: int
     count: int
+    may_leave: Opened | None = None
 
     @property
     def is_first(self) -> bool:
@@ -42,8 +55,20 @@ class Ranks:
         if self.group is None:
             return [own]
         received: list[Any] = [None] * self.count
-        dist.all_gather_object(received, own, group=self.group)
+        with self._noticing():
+            dist.all_gather_object(received, own, group=self.group)
         return received
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Within, what communicates."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.may_leave is None or isinstance(error, AutoparError):
+                raise
+            self.may_leave.interrupt()
+            raise _lost(error) from error
 
     def from_first(self, function: Callable[[], Result]) -> Result:
         """The result of ``function`` on the first rank, on all; it is called there alone. Its error is raised on all
@@ -56,7 +81,8 @@ class Ranks:
             except Exception as error:
                 failure, outcome[1] = error, _told(error)
         if self.group is not None:
-            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+            with self._noticing():
+                dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if failure is not None:
             raise failure
         if outcome[1] is not None:
@@ -69,7 +95,10 @@ class Ranks:
         :class:`CheckpointError` with the first of the errors elsewhere."""
         failure, told, result = None, None, None
         try:
-            result = function()
+            with self._noticing():
+                result = function()
+        except LostReplicaError:
+            raise
         except Exception as error:
             failure, told = error, _told(error)
         everyone = self.all(told)
@@ -81,31 +110,51 @@ class Ranks:
         return result  # type: ignore[return-value]
 
 
+def _lost(error: RuntimeError) -> LostReplicaError:
+    return LostReplicaError(
+        "a replica left in the middle of a checkpoint, which may not be there. Training may go on: the next save is of "
+        f"the replicas that are left ({_told(error).splitlines()[0]})"
+    )
+
+
 def _told(error: Exception) -> str:
     if isinstance(error, AutoparError):
         return str(error)
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def ranks_of(model: nn.Module, purpose: str = "saving") -> Ranks:
-    """The ranks that have ``model``: those of its mesh, those of all replicas, or all. Collective the first time for a
-    ``purpose``; ranks with different purposes do not disturb each other."""
+def ranks_of(model: nn.Module, purpose: str = "saving", *, again: bool = False) -> Ranks:
+    """The ranks that have ``model``: those of its mesh, those of all replicas that are left, or all. Collective the
+    first time for a ``purpose``, and each time for replicas that may leave, unless ``again``: as they were at the call
+    before. Ranks with different purposes do not disturb each other."""
     if not dist.is_initialized():
         return Ranks(None, 0, 1)
+    averaging = model.autopar_averaging if isinstance(model, ReplicaModule) else None
+    patience = None if averaging is None else averaging.sync.patience
+    if averaging is not None and not again:
+        averaging.call_roll()
     everyone = tuple(range(dist.get_world_size()))
     members = _members(model) if isinstance(model, ParallelModule) else everyone
     if len(members) == 1:
         return Ranks(None, 0, 1)
-    return Ranks(_group(purpose, members), members.index(dist.get_rank()), len(members))
+    group, opened = _group(purpose, members, patience)
+    return Ranks(group, members.index(dist.get_rank()), len(members), None if patience is None else opened)
 
 
 def _members(model: ParallelModule) -> tuple[int, ...]:
     return model.ranks if isinstance(model, ReplicaModule) else model.autopar_parts.ranks
 
 
-def _group(purpose: str, members: tuple[int, ...]) -> dist.ProcessGroup:
-    world, group = _GROUPS.get((purpose, members), (None, None))
-    if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(list(members), world_timeout("gloo"), "gloo", use_local_synchronization=True)
-        _GROUPS[purpose, members] = dist.group.WORLD, group
-    return group
+def _group(purpose: str, members: tuple[int, ...], patience: float | None) -> tuple[dist.ProcessGroup, Opened]:
+    world, group, opened = _GROUPS.get((purpose, members), (None, None, None))
+    if group is None or opened is None or world is not dist.group.WORLD:
+        limit = world_timeout("gloo") if patience is None else timedelta(seconds=_MOST_WAITS * patience)
+        try:
+            with Opened() as opened:
+                group = dist.new_group(list(members), limit, "gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            if patience is None:
+                raise
+            raise _lost(error) from error
+        _GROUPS[purpose, members] = dist.group.WORLD, group, opened
+    return group, opened

@@ -22,7 +22,7 @@ from .claim import claim
 from .find import WRITING, checkpoints
 from .index import INDEX, Entry, index_to_json
 from .manifest import MANIFEST, FileRecord, Manifest
-from .ranks import Ranks, ranks_of
+from .ranks import LostReplicaError, Ranks, ranks_of
 from .shard_files import write_text
 from .snapshot import STATE, Snapshot, Training, take_snapshot
 from .stores import Folder, Store, store_of
@@ -51,7 +51,9 @@ def save(
 
     Raises:
         CheckpointError: on every rank, if anything could not be written (then nothing is left that ``load`` would
-            take), or if something cannot be saved; names it.
+            take), or if something cannot be saved; names it. With ``Options(sync=...(patience=))`` also if a replica
+            leaves in the middle: training may go on.
+        FaultError: as of exchanges, with which replicas find out who is left.
     """
     ranks, store = ranks_of(model), store_of(folder)
     snapshot = take_snapshot(Training(model, optimizer, scheduler, dataloader), ranks, step, extra)
@@ -81,6 +83,10 @@ def write_snapshot(snapshot: Snapshot, store: Store, ranks: Ranks) -> str:
 
     try:
         final = ranks.together(write)
+    except LostReplicaError:
+        if ranks.is_first:
+            _tidy(store, name)
+        raise
     except CheckpointError:
         ranks.from_first(lambda: _tidy(store, name))
         raise

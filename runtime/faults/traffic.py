@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 
 from autopar.runtime.torch_internals.interrupt import gloo_sockets
@@ -18,13 +19,14 @@ _RETRANSMITS = 2
 def quiet_seconds() -> float:
     """For how long no message has moved between this process and other ranks through gloo; infinite where that is not
     known."""
-    quiet = float("inf")
     with gloo_sockets() as connections:
-        for each in connections:
-            information = _information(each)
-            if information is not None:
-                quiet = min(quiet, _quiet(information))
-    return quiet
+        return quiet_seconds_of(connections)
+
+
+def quiet_seconds_of(connections: Iterable[socket.socket]) -> float:
+    """As :func:`quiet_seconds`, of these connections."""
+    known = (found for each in connections if (found := _information(each)) is not None)
+    return min(map(_quiet, known), default=float("inf"))
 
 
 def _quiet(information: bytes) -> float:

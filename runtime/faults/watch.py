@@ -26,6 +26,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, ExecutionError, FaultError, IndexRangeError
 from autopar.runtime.torch_internals.interrupt import interrupt_communication, ranks_store
 
+from .addresses import own_addresses
 from .deputies import INTERRUPT
 from .diagnosis import CAUSE, LENIENCE, STILL
 from .hub import Hub
@@ -198,7 +199,7 @@ class Watch:
         if self.rank == self.ranks[0]:
             token = secrets.token_hex()
             self._hub = Hub(self.ranks, token, socket.gethostname())
-            store.set("hub", "\n".join([str(self._hub.port), token, self._record.where, *_addresses()]))
+            store.set("hub", "\n".join([str(self._hub.port), token, self._record.where, *own_addresses()]))
         await_all(store, self.ranks, self.rank, self._record.timeout)
         port, token, self._hub_where, *addresses = store.get("hub").decode().split("\n")
         hello = f'{{"rank": {self.rank}, "token": "{token}"}}'
@@ -275,21 +276,6 @@ def _interrupt() -> None:
 
 def _own_place() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _addresses() -> list[str]:
-    """Names and addresses of this host, the likeliest first."""
-    host = socket.gethostname()
-    found = [host]
-    with suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    master = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
-    with suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as towards:
-            towards.connect(address)  # Sends nothing; chooses the interface by which the ranks' store is reached.
-            found.insert(0, towards.getsockname()[0])
-    return list(dict.fromkeys(found))
 
 
 def _is_communication(error: BaseException) -> bool:

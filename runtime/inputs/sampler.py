@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -70,6 +71,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             part(self._count(len(self) - 1))
         self._used = 0
         self._begin = 0
+        # Of the batches that were given and not yet joined: their part may have been another then than it is now.
+        self._copies: deque[int] = deque()
 
     def __len__(self) -> int:
         """The number of global batches of an epoch."""
@@ -79,10 +82,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
         begin, self._begin = self._begin, 0
         self._used = begin
         order = self._order()
+        self._copies.clear()
         for batch in range(begin, len(self)):
             offset, count = self._part(self._count(batch))
             start = batch * self.batch_size + offset
-            first, last = shares(count, self._ranks)[1][self._rank]
+            copies, bounds = shares(count, self._ranks)
+            first, last = bounds[self._rank]
+            self._copies.append(copies)
             yield order[start + first : start + last].tolist()
 
     def _order(self) -> torch.Tensor:
@@ -102,7 +108,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"from_local was called for more batches than the {len(self)} of an epoch: call it once for each batch "
                 "that the loader gives, and iterate over the loader anew for the next epoch"
             )
-        copies = shares(self._part(self._count(self._used))[1], self._ranks)[0]
+        if self._copies:
+            copies = self._copies.popleft()
+        else:
+            copies = shares(self._part(self._count(self._used))[1], self._ranks)[0]
         self._used += 1
         return self._join(args, kwargs, copies)
 

@@ -55,7 +55,7 @@ def gloo_sockets() -> Iterator[list[socket.socket]]:
         with suppress(OSError):
             watched = re.findall(r"^tfd:\s*(\d+)", Path(f"/proc/self/fdinfo/{epoll}").read_text(), re.MULTILINE)
             for number in map(int, watched):
-                copy = _connection_of(number)
+                copy = connection_of(number)
                 if copy is not None:
                     found.append(copy)
     try:
@@ -91,7 +91,7 @@ def _waits_for(thread: Path) -> str | None:
     return None
 
 
-def _connection_of(number: int) -> socket.socket | None:
+def connection_of(number: int) -> socket.socket | None:
     """A copy of a descriptor, if it is a connection: gloo ends the process if it cannot listen any more."""
     with suppress(OSError):
         copy = os.dup(number)

@@ -153,6 +153,28 @@ def test_early_exit() -> None:
         run_local(lambda rank, world: os._exit(3), 1, timeout=30)
 
 
+def test_ranks_that_may_die_leave_the_others_alone() -> None:
+    def work(rank: int, world: int) -> int:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            os._exit(3)
+        time.sleep(1.0)
+        return rank
+
+    assert run_local(work, 4, timeout=60, backend=None, may_die=True) == [0, None, None, 3]
+
+
+def test_errors_of_ranks_that_may_die_are_errors() -> None:
+    def work(rank: int, world: int) -> None:
+        if rank == 1:
+            raise OptionsError("a wrong one")
+        time.sleep(600)
+
+    with pytest.raises(OptionsError, match="a wrong one"):
+        run_local(work, 2, timeout=60, backend=None, may_die=True)
+
+
 def test_hang_shows_where() -> None:
     def stuck_here(rank: int) -> None:
         if rank == 1:

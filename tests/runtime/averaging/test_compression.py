@@ -114,7 +114,7 @@ def power_mean(every: int, rank: int) -> Exchange:
         if step % every:
             return
         changes = [
-            [anchor - own + lost for own, lost in zip(group, losts, strict=True)]
+            [anchor - own + lost for own, lost in zip(group, losts, strict=False)]  # the last may have left
             for anchor, group, losts in zip(state["anchors"], groups, state["lost"], strict=True)
         ]
         matrices = [n for n, each in enumerate(changes) if gains(each[0].shape, rank)]
@@ -128,7 +128,8 @@ def power_mean(every: int, rank: int) -> Exchange:
                 p = orthogonal(torch.stack([each @ q for each in group]).sum(0))
                 state["q"][at] = torch.stack([each.T @ p for each in group]).mean(0)
                 mean = p @ state["q"][at].T
-                state["lost"][n] = [each - mean for each in group]
+            # Of what is sent whole, too, as torch does: these sum up to zero, unless a replica leaves.
+            state["lost"][n] = [each - mean for each in group]
             state["anchors"][n] -= mean
             for own in groups[n]:
                 own.copy_(state["anchors"][n])
@@ -171,6 +172,7 @@ def choco(every: int, code: Code, consensus: float) -> Exchange:
         rows = torch.eye(count, dtype=torch.float64)
         weights = torch.full((2, 2), 0.5).double() if count == 2 else (rows + rows.roll(1, 0) + rows.roll(-1, 0)) / 3
         for number, group in enumerate(zip(*(model.parameters() for model in models), strict=True)):
+            known[number] = known[number][:count]  # The last may have left.
             known[number] += torch.stack([code(own - k) for own, k in zip(group, known[number], strict=True)])
             moved = torch.tensordot(weights, known[number], 1) - known[number]
             for own, move in zip(group, moved, strict=True):

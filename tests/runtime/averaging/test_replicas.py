@@ -156,7 +156,7 @@ def test_who_loses_the_others_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch
 
     work = Mock(**{"wait.side_effect": broken, "is_completed.return_value": False})
 
-    monkeypatch.setattr(WholeMean, "start", lambda *_: Pending([work], dict))
+    monkeypatch.setattr(WholeMean, "start", lambda *_: lambda _peers: Pending([work], dict))
     with pytest.raises(FaultError, match="replica 0 of 1 lost the others in the exchange after optimizer step 1: Conn"):
         optimizer.step()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -67,23 +70,40 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """The last rank dies before its optimizer's step ``dies``, and is ``missed`` in the exchange that begins after that
+    step or was in flight. The others have ``noticed`` when this exchange ends, and divide later batches."""
+
+    dies: int
+    missed: int
+    noticed: int
+
+
 def simulated(
     exchange: Exchange,
     replicas: int,
     data: Sequence[dict[str, torch.Tensor]],
     kind: Callable[[], nn.Module] = Tied,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adam,
+    leaving: Leaving | None = None,
 ) -> list[Weights]:
-    """The weights and buffers of each of so many replicas in one process, after ``exchange`` has followed each step."""
+    """The weights and buffers of each of so many replicas in one process, after ``exchange`` has followed each step.
+    The last of them has left when the exchange of the step ``leaving.missed`` begins."""
     model = made(kind)
     models = [copy.deepcopy(model) for _ in range(replicas)]
     optimizers = [optimizer(each.parameters()) for each in models]
+    parts = replicas
     for step, batch in enumerate(data, 1):
         for index, (own, stepped) in enumerate(zip(models, optimizers, strict=True)):
-            rows = {name: value.tensor_split(replicas)[index] for name, value in batch.items()}
+            rows = {name: value.tensor_split(parts)[index] for name, value in batch.items()}
             stepped.zero_grad()
             own(**rows).backward()
             stepped.step()
+        if leaving is not None and step == leaving.missed:
+            models, optimizers = models[:-1], optimizers[:-1]
+        if leaving is not None and step == leaving.noticed:
+            parts = replicas - 1
         with torch.no_grad():
             exchange(models, step)
     return [{name: value.detach().clone() for name, value in each.state_dict().items()} for each in models]
@@ -97,16 +117,23 @@ def trained(
     *,
     own_optimizer: bool = False,
     meanwhile: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    leaving: Leaving | None = None,
     **options: Any,
 ) -> list[Weights]:
     """The whole weights and buffers of each replica, trained by autopar on local processes. ``own_optimizer``: made by
-    the user, over the DTensors; ``meanwhile``: open on every rank."""
+    the user, over the DTensors; ``meanwhile``: open on every rank. Of replicas from which ranks are ``leaving``,
+    nothing is returned."""
 
-    def work(rank: int, world: int) -> Weights:
+    def work(rank: int, world: int) -> Weights | None:
         with meanwhile():
-            return train(rank)
+            try:
+                return train(rank, world)
+            except autopar.FaultError:
+                if leaving is None or rank < world - inside:
+                    raise
+                return None
 
-    def train(rank: int) -> Weights:
+    def train(rank: int, world: int) -> Weights:
         model = made(kind)
         if rank:  # The first rank's weights are taken.
             with torch.no_grad():
@@ -114,14 +141,17 @@ def trained(
                     parameter.zero_()
         parallel = autopar.parallelize(model, mesh, data[0], options=autopar.Options(sync=sync, **options))
         optimizer = adam(parallel.parameters()) if own_optimizer else parallel.optimizer(torch.optim.AdamW, lr=0.01)
-        for batch in data:
+        for step, batch in enumerate(data, 1):
             optimizer.zero_grad()
             parallel.step(**batch)
+            if leaving is not None and step == leaving.dies and rank == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
         return whole(parallel)
 
     inside = math.prod(mesh[1:])
-    return run_local(work, math.prod(mesh), timeout=120.0, backend="gloo")[::inside]
+    found = run_local(work, math.prod(mesh), timeout=120.0, backend="gloo", may_die=leaving is not None)
+    return [each for each in found[::inside] if each is not None]
 
 
 def whole(parallel: autopar.ParallelModule) -> Weights:
