@@ -72,7 +72,7 @@ def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> i
         for other in range(axis + 1, len(placements))
         if shard_dim(placements[other]) == dim and shard_before(placements[other]) < before
     )
-    return local_before(placements, axis, mesh) * math.prod(later)
+    return local_before(placements, axis, mesh, (0,) * len(mesh)) * math.prod(later)
 
 
 def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:
