@@ -41,7 +41,7 @@ from autopar.passes.rules import RULES
 from .equivalent_nodes import without_positions
 from .fold import fold_layers
 from .prune import Live, is_live, live_placements
-from .unequal_shares import unequal_strategies
+from .unequal_shares import fitting_shares, unequal_strategies
 
 Factors = Mapping[int, frozenset[int]]
 RESHAPE = "aten.reshape.default"
@@ -127,8 +127,9 @@ FACTORING = (RESHAPE, "aten.split.Tensor", "aten.split_with_sizes.default", "ate
 
 def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
     """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`).
-    ``shares``: those in which rows may be divided, besides equal ones."""
-    shares = shares or ((),) * len(mesh)
+    ``shares``: those in which rows may be divided, besides equal ones; if these rows do not divide so, the nearest that
+    they do."""
+    shares = fitting_shares(graph, shares) or ((),) * len(mesh)
     factors, calls = reshape_factors(graph, mesh, shares), _distinct_calls(graph)
     sizes = sorted({each for each in zip(mesh, shares, strict=True) if each[0] > 1})
     offer = partial(axis_strategies, factors=factors)

@@ -7,14 +7,17 @@ A rule found by experiment is true of any division, even or not, and is asked ab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from autopar.ir.graph import Graph
 from autopar.ir.node import TensorType
 from autopar.ir.placements import (
     AxisStrategy,
     Placement,
     Placements,
+    Shares,
     is_shard,
     is_valid,
     shard,
@@ -24,6 +27,28 @@ from autopar.ir.placements import (
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.passes.rule_language.registry import OpCall
 from autopar.passes.rules import RULES
+
+
+def fitting_shares(graph: Graph, shares: Shares) -> Shares:
+    """``shares``, where they divide the rows of the graph's inputs exactly, and otherwise the shares of these rows that
+    are nearest: a program for other rows than were planned."""
+    rows = Counter(int(node.type.shape[0]) for node in graph.placeholders("input") if node.type.rank)
+    if not rows or not any(shares):
+        return ()
+    return tuple(_nearest(rows.most_common(1)[0][0], each) if each else () for each in shares)
+
+
+def _nearest(rows: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Shares of which ``rows`` are a multiple. Every device has a row, and each further one goes to the device that has
+    fewest for its share."""
+    if rows % sum(shares) == 0:
+        return shares
+    if rows < len(shares):
+        return ()
+    taken = [1] * len(shares)
+    for _ in range(rows - len(shares)):
+        taken[min(range(len(shares)), key=lambda device: (taken[device] + 1) / shares[device])] += 1
+    return tuple(taken)
 
 
 def unequal_strategies(
