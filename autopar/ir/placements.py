@@ -246,14 +246,14 @@ def local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...], coo
     return tuple(sizes)
 
 
-def largest_coordinate(placements: Placements) -> tuple[int, ...]:
-    """The coordinate of the first device that holds the most."""
-    return tuple(shares.index(max(shares)) if (shares := shares_of(p)) else 0 for p in placements)
+def fullest_coordinate(mesh: Sequence[int], shares: Shares) -> tuple[int, ...]:
+    """The coordinate of the first device that holds the most of whatever is divided in ``shares``."""
+    return tuple(each.index(max(each)) if each else 0 for each in shares or ((),) * len(mesh))
 
 
 def largest_local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...]) -> Shape:
     """The shape on the device that holds the most: at coordinate 0 if shares are equal."""
-    return local_shape(shape, placements, mesh, largest_coordinate(placements))
+    return local_shape(shape, placements, mesh, fullest_coordinate(mesh, tuple(map(shares_of, placements))))
 
 
 def local_offset(shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int) -> int:

@@ -26,6 +26,7 @@ from autopar.ir.placements import (
     Shares,
     Strategy,
     coordinate_of,
+    fullest_coordinate,
     is_valid,
     largest_local_shape,
     local_shape,
@@ -199,7 +200,7 @@ class Prices:
     @property
     def fullest(self) -> tuple[int, ...]:
         """The coordinate of the first device with the largest shares."""
-        return tuple(each.index(max(each)) if each else 0 for each in self.shares or ((),) * len(self.mesh))
+        return fullest_coordinate(self.mesh, self.shares)
 
     @cached_property
     def seats(self) -> tuple[Seat, ...]:
@@ -211,8 +212,8 @@ class Prices:
         blocks = [self.block] if self.block is not None else range(max(1, (whole.size or 0) // self.devices))
         ranks: dict[tuple[int, ...], list[int]] = {}
         for device in devices:
-            own = zip(coordinate_of(device, self.mesh), self.shares, strict=True)
-            seat = tuple(at if each else 0 for at, each in own)
+            places = zip(coordinate_of(device, self.mesh), self.shares, strict=True)
+            seat = tuple(at if each else 0 for at, each in places)
             ranks.setdefault(seat, []).extend(block * self.devices + device for block in blocks)
         found: dict[object, Seat] = {}
         for seat, members in ranks.items():

@@ -15,7 +15,6 @@ from functools import reduce
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.ir.graph import Graph
 from autopar.ir.placements import Shares, coordinate_of, parse_placements, shares_of
 
 from .alone import single_device_seconds
@@ -49,19 +48,16 @@ def divided(rows: int, finish: Sequence[Finish]) -> tuple[int, ...]:
 
 
 def divisions(request: PlanRequest, rows: int) -> tuple[Division, ...]:
-    """The meshes to try for ``rows`` rows (of a microbatch), each with equal shares and, where the cluster has devices
-    of several kinds, with unequal ones on one of its axes. Several kinds may need an axis of all devices, which is
-    tried too unless axes are fixed. Shares that pins name come instead of others."""
+    """The meshes to try for ``rows`` rows (of a microbatch). Where the cluster has devices of several kinds, rows may
+    be divided in unequal shares on one axis, besides the equal ones that the program of a mesh always has. Several
+    kinds may need an axis of all devices, which is tried too unless axes are fixed. Shares that pins name come instead
+    of others."""
     equal: tuple[Division, ...] = tuple((mesh, ()) for mesh in mesh_candidates(request))
     asked = _pinned(request)
     if asked:
-        return tuple((mesh, asked) for mesh, _ in equal if _fit(asked, mesh)) or (((request.mesh), asked),)
+        return tuple((mesh, asked) for mesh, _ in equal if _fit(asked, mesh)) or ((request.mesh, asked),)
     if not request.cluster.groups or request.roles or request.graph.caches:
         return equal
-    meshes = [mesh for mesh, _ in equal]
-    flat = (math.prod(request.mesh),)
-    if flat not in meshes and not axes_are_fixed(request):
-        meshes.append(flat)
     finish = request.shared.once(
         "row seconds",
         (request.graph, request.cluster),
@@ -69,7 +65,10 @@ def divisions(request: PlanRequest, rows: int) -> tuple[Division, ...]:
         request.loss,
         make=lambda: _seconds_of_rows(request, rows),
     )
-    return (*equal, *((mesh, shares) for mesh in meshes for shares in _unequal(mesh, rows, finish)))
+    flat = (math.prod(request.mesh),)
+    joined = [] if axes_are_fixed(request) or (flat, ()) in equal else _unequal(flat, rows, finish)
+    tried = [(mesh, shares) for mesh, _ in equal for shares in _unequal(mesh, rows, finish) or [()]]
+    return (*tried, *((flat, shares) for shares in joined))
 
 
 def _fit(shares: Shares, mesh: tuple[int, ...]) -> bool:

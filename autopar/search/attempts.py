@@ -113,10 +113,7 @@ def _least_seconds(request: PlanRequest, graph: Graph) -> Callable[[int], float]
     allow."""
     devices, cluster = math.prod(request.mesh), request.cluster
     kinds = Counter(kinds_of_blocks(cluster, devices, 1)) if cluster.groups else {0: devices}
-    alone = [
-        (count, single_device_seconds(cluster.at(first, 1), graph))
-        for first, count in kinds.items()
-    ]
+    alone = [(count, single_device_seconds(cluster.at(first, 1), graph)) for first, count in kinds.items()]
     return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
 
 

@@ -4,8 +4,8 @@ A pointwise operation can be sharded on every dim of its tensors, and a reshape 
 lead nowhere. A placement of a value is *live* if a strategy of an anchor has it, or if a strategy of another operation
 links it to a live placement. Anchors are operations that do real work (matrix products, convolutions, attention,
 lookups, normalisation, reductions to Partial) and inputs of the model. Strided and unequal shards of an anchor are not
-live by themselves; they only link live placements, so that unequal ones follow the rows of inputs. Partial operands of products are dropped too: delaying a reduction past a
-product saves nothing.
+live by themselves; they only link live placements, so that unequal ones follow the rows of inputs. Partial operands of
+products are dropped too: delaying a reduction past a product saves nothing.
 
 Equal nodes of repeated layers share what is live: it is computed once for each class, as the union over its nodes.
 

@@ -24,6 +24,7 @@ from autopar.ir.placements import (
     shard_before,
     shard_dim,
 )
+from autopar.ir.row_shares import apportioned
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.passes.rule_language.registry import OpCall
 from autopar.passes.rules import RULES
@@ -39,21 +40,10 @@ def fitting_shares(graph: Graph, shares: Shares) -> Shares:
 
 
 def _nearest(rows: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Shares of which ``rows`` are a multiple. Every device has a row, and each further one goes to the device that has
-    fewest for its share."""
-    if rows % sum(shares) == 0:
-        return shares
-    if rows < len(shares):
-        return ()
-    taken = [1] * len(shares)
-    for _ in range(rows - len(shares)):
-        taken[min(range(len(shares)), key=lambda device: (taken[device] + 1) / shares[device])] += 1
-    return tuple(taken)
+    return shares if rows % sum(shares) == 0 else apportioned(rows, shares)
 
 
-def unequal_strategies(
-    call: OpCall, offered: Callable[[OpCall], tuple[AxisStrategy, ...]]
-) -> Iterator[AxisStrategy]:
+def unequal_strategies(call: OpCall, offered: Callable[[OpCall], tuple[AxisStrategy, ...]]) -> Iterator[AxisStrategy]:
     """What ``offered`` lists for ``call``, in its shares. Only dims that the shares divide exactly are divided so, and
     no block of experts that exchanges rows: its messages assume equal shares."""
     shares = call.shares

@@ -171,8 +171,15 @@ class _Reader:
 
 
 def _bytes(kind: str, tensor: torch.Tensor, parts: int, given: Mapping[str, Any]) -> int:
-    """Bytes of the full tensor of a group of ``parts`` devices, each of which gives one like ``tensor``."""
+    """Bytes of the full tensor of a group of ``parts`` devices, each of which gives one like ``tensor``, padded to the
+    longest."""
     shape = list(tensor.shape)
+    side = "gather_" if kind == "all_to_all" else ""
+    if f"{side}size" in given:
+        size, before = given[f"{side}size"], given.get(f"{side}before", 1)
+        shares = tuple(given.get(f"{side}shares", ()))
+        lengths = [chunk_bounds(size // before, parts, index, shares)[1] for index in range(parts)]
+        shape[given[f"{side}dim"]] = before * max(lengths)
     cut = given["scatter_dim"] if kind == "all_to_all" else given["dim"] if kind == "reduce_scatter" else None
     if cut is not None:
         shares = given.get("scatter_shares" if kind == "all_to_all" else "shares", ())

@@ -130,9 +130,7 @@ def _merge_local(outer: str, inner: str) -> str | None:
     return outer or inner if not (outer and inner) or outer == inner else None
 
 
-def _inner(
-    call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer, shares: Shares
-) -> tuple[AxisStrategy, ...]:
+def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer, shares: Shares) -> tuple[AxisStrategy, ...]:
     """The strategies of one axis for ``call``, the replicated one first; does not call ``offer`` on an axis of one
     device."""
     if mesh[axis] == 1:

@@ -4,8 +4,8 @@ Every communication has the same three steps. *Split* cuts the scattered dim int
 largest, with pieces as the first dim: shape [n, ...]. The *exchange* is asynchronous, by
 :mod:`autopar.runtime.comm.gloo` or :mod:`autopar.runtime.comm.nccl`. *Join* concatenates received pieces [n, ...] along
 the gathered dim and removes the padding. Padding is only at the end of the last pieces, because shards follow
-``torch.chunk``, unless pieces have unequal ``shares``. Results are contiguous and never share memory with the operand, except for a group of one device, which
-communicates nothing and returns the operand itself.
+``torch.chunk``, unless pieces have unequal ``shares``. Results are contiguous and never share memory with the operand,
+except for a group of one device, which communicates nothing and returns the operand itself.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ class Handle:
         return WAITING.during(self._finish)
 
 
-def split_pieces(
-    tensor: torch.Tensor, dim: int, before: int, parts: int, shares: tuple[int, ...] = ()
-) -> torch.Tensor:
+def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int, shares: tuple[int, ...] = ()) -> torch.Tensor:
     """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` after ``before``, zero-padded to the largest;
     contiguous."""
     count = tensor.shape[dim] // before
@@ -61,9 +59,7 @@ def split_pieces(
     return pieces.flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
-def join_pieces(
-    pieces: torch.Tensor, dim: int, before: int, size: int, shares: tuple[int, ...] = ()
-) -> torch.Tensor:
+def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int, shares: tuple[int, ...] = ()) -> torch.Tensor:
     """The inverse of :func:`split_pieces`: [parts, ...] to a contiguous tensor of length ``size`` along
     ``dim``."""
     parts, length = pieces.shape[0], pieces.shape[dim + 1] // before
@@ -108,7 +104,8 @@ def _without_padding(tensor: torch.Tensor, dim: int, before: int, length: int) -
     """The inverse, for a dim of ``length``."""
     if before == 1 or tensor.shape[dim] == length:
         return tensor.narrow(dim, 0, length).contiguous()
-    return tensor.unflatten(dim, (before, -1)).narrow(dim + 1, 0, length // before).flatten(dim, dim + 1).contiguous()
+    split = tensor.unflatten(dim, (before, -1)).narrow(dim + 1, 0, length // before)
+    return split.flatten(dim, dim + 1).contiguous()
 
 
 def _exchange(group: AxisGroup) -> ModuleType:
@@ -266,8 +263,8 @@ class Collectives:
     def slice(
         self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1, shares: Sequence[int] = ()
     ) -> torch.Tensor:
-        """R -> S(dim/before:shares) without communication; contiguous, and not a view, which would keep the whole tensor
-        alive."""
+        """R -> S(dim/before:shares) without communication; contiguous, and not a view, which would keep the whole
+        tensor alive."""
         group = self._over(axes)
         piece = take_shard(tensor, dim, before, group.size, group.index, tuple(shares)).contiguous()
         return piece.clone() if piece.nbytes < tensor.nbytes and is_view(piece) else piece
