@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import Options
-from autopar.cluster.description import Cluster, Device, Group
+from autopar.cluster.description import Cluster, Device, Group, Link
 
 from .local_ranks import run_as_ranks
 from .pipeline_plans import BATCH, SEQUENCE, make_batch, make_model, make_step
@@ -88,18 +88,26 @@ def slower(device: Device, factor: float) -> Device:
     )
 
 
+def slower_links(links: Sequence[Link], factor: float) -> tuple[Link, ...]:
+    """``links`` at ``factor`` times their speed."""
+    return tuple(replace(link, bandwidth=link.bandwidth * factor, latency=link.latency / factor) for link in links)
+
+
 def clusters() -> tuple[Cluster, Cluster]:
     """The cluster of these processes, and one whose devices are alike, with the same sum of speeds."""
     local = Cluster.get("local")
+    # A message is copied by the processes at its ends: all of them wait for the slowest, or take as long as the mean.
     # The rates are those of processes that share cores; with a quota, none shares.
     alone = local.sharing / local.cores
     source = f"{local.source}; processes held to {', '.join(map(str, SHARES))} of a core"
+    mean, least = (alone * share for share in (sum(SHARES) / len(SHARES), min(SHARES)))
     alike = replace(
         local, name="alike", sharing=1, cores=1.0, source=source,
-        device=slower(local.device, alone * sum(SHARES) / len(SHARES)),
+        device=slower(local.device, mean), links=slower_links(local.links, mean),
     )  # fmt: skip
     groups = (Group(1, slower(local.device, alone * share)) for share in SHARES)
-    return replace(alike.with_groups(*groups), name="unequal"), alike
+    unequal = replace(alike, name="unequal", links=slower_links(local.links, least))
+    return unequal.with_groups(*groups), alike
 
 
 def asked() -> Mapping[str, tuple[Options, Cluster]]:

@@ -107,7 +107,7 @@ def _counts_alike(outer: Placements, placement: Placement) -> bool:
 
 def _no_empty_shard(tensor: TensorType | None, placement: Placement, devices: int) -> bool:
     dim = shard_dim(placement)
-    if tensor is None or dim is None:
+    if tensor is None or dim is None or shares_of(placement):  # Shares divide exactly, and none is 0.
         return True
     return chunk_bounds(int(tensor.shape[dim]), devices, devices - 1)[1] > 0
 

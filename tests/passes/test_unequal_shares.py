@@ -25,6 +25,7 @@ from tests.zoo.check import Case, check_assignment, make_case, prices_for, progr
 MESHES: list[tuple[int, tuple[int, ...], Shares]] = [
     (5, (2,), ((1, 4),)),
     (4, (3,), ((1, 2, 1),)),
+    (9, (4,), ((4, 1, 1, 3),)),
     (8, (2, 2), ((3, 1), ())),
     (8, (2, 2), ((), (3, 1))),
 ]
