@@ -59,7 +59,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
         lines = [f"mesh   ({names})", f"       {reading}"]
     yield from (clip(line, page_width()) for line in lines)
     if any(plan.shares):
-        yield trim(f"rows   {rows_text(plan)}, since devices differ in speed", page_width())
+        yield clip(f"rows   {rows_text(plan)}, since devices differ in speed", page_width())
     status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
     step = f"predicted step {duration(p.step_seconds)}"
     peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
