@@ -19,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def _cut(layers: Sequence[int], ranks: Sequence[int], schedule: str, microbatche
     return Options(stages=len(set(ranks)), schedule=schedule, microbatches=microbatches, pins=pins)
 
 
-def _rows(shares: Sequence[int], zero: int) -> Options:
+def _rows(shares: Sequence[int], zero: Literal[0, 1]) -> Options:
     """Data parallelism in which the ranks have rows in these shares."""
     return Options(stages=1, zero=zero, pins={"transformer": f"S(0:{'+'.join(map(str, shares))})"})
 

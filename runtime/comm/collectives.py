@@ -105,7 +105,7 @@ def _without_padding(tensor: torch.Tensor, dim: int, before: int, length: int) -
     if before == 1 or tensor.shape[dim] == length:
         return tensor.narrow(dim, 0, length).contiguous()
     split = tensor.unflatten(dim, (before, -1)).narrow(dim + 1, 0, length // before)
-    return split.flatten(dim, dim + 1).contiguous()
+    return split.flatten(dim, dim + 1).contiguous()  # type: ignore[no-any-return]
 
 
 def _exchange(group: AxisGroup) -> ModuleType:
