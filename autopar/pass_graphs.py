@@ -80,7 +80,7 @@ class _Graphs:
         later: Mapping[str, Callable[[], Graph | Program]] = {
             "step": lambda: self.step,
             SaveActivations.name: lambda: self.saved,
-            "annotate": lambda: annotate(self.saved, self.plan.mesh),
+            "annotate": lambda: annotate(self.saved, self.plan.mesh, self.plan.shares),
             "fold": lambda: fold_layers(self.saved, apart=pinned_apart(self.saved, self.plan.pinned)),
             "recompute": lambda: self.recomputed[0],
             "native": lambda: with_native_operations(self.job).graph,
@@ -116,6 +116,6 @@ class _Graphs:
     @cached_property
     def job(self) -> Lowering:
         graph, assignment = self.recomputed
-        prices = Prices.of(self.cluster, self.plan.mesh, annotate(self.saved, self.plan.mesh))
+        prices = Prices.of(self.cluster, self.plan.mesh, annotate(self.saved, self.plan.mesh, self.plan.shares))
         coordinate = coordinate_of(self.rank, self.plan.mesh)
         return Lowering(graph, assignment, coordinate, prices.path, BUCKET_BYTES)

@@ -9,7 +9,7 @@ as long as on the slowest process. The same plans are priced, so predictions sta
 
 *Equal*: what the planner finds if it is told that all devices are alike, equally many layers on each, and data
 parallelism. *By hand*: the layers of each rank, or of each pair of ranks, the number of microbatches and the schedule
-are fixed; the rest is the planner's.
+are fixed, or the rows of each rank; the rest is the planner's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import Options
-from autopar.cluster.description import Cluster, Device, Group
+from autopar.cluster.description import Cluster, Device, Group, Link
 
 from .local_ranks import run_as_ranks
 from .pipeline_plans import BATCH, SEQUENCE, make_batch, make_model, make_step
@@ -54,18 +54,23 @@ def _cut(layers: Sequence[int], ranks: Sequence[int], schedule: str, microbatche
     return Options(stages=len(set(ranks)), schedule=schedule, microbatches=microbatches, pins=pins)
 
 
+def _rows(shares: Sequence[int], zero: Literal[0, 1]) -> Options:
+    """Data parallelism in which the ranks have rows in these shares."""
+    return Options(stages=1, zero=zero, pins={"transformer": f"S(0:{'+'.join(map(str, shares))})"})
+
+
 _INORDER, _SLOW_FIRST = (0, 1, 2, 3), (2, 3, 0, 1)
 BY_HAND: Mapping[str, Options] = {
-    "3 3 1 1, 1f1b, 4 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 4),
-    "3 3 1 1, 1f1b, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 8),
-    "3 3 1 1, 1f1b, 16 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 16),
-    "3 3 1 1, zb-h1, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "zb-h1", 8),
-    "4 2 1 1, 1f1b, 8 microbatches": _cut((4, 2, 1, 1), _INORDER, "1f1b", 8),
-    "slow first: 1 1 3 3, 1f1b, 8 microbatches": _cut((1, 1, 3, 3), _SLOW_FIRST, "1f1b", 8),
-    "pairs: 6 2, 1f1b, 4 microbatches": _cut((6, 2), (0, 1), "1f1b", 4),
-    "pairs: 6 2, 1f1b, 8 microbatches": _cut((6, 2), (0, 1), "1f1b", 8),
-    "pairs, slow first: 2 6, 1f1b, 8 microbatches": _cut((2, 6), (1, 0), "1f1b", 8),
-    "pairs: 3 1 1 3, zb-v, 4 microbatches": _cut((3, 1, 1, 3), (0, 1, 1, 0), "zb-v", 4),
+    "layers 3 3 1 1, 1f1b, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "1f1b", 8),
+    "layers 3 3 1 1, zb-h1, 8 microbatches": _cut((3, 3, 1, 1), _INORDER, "zb-h1", 8),
+    "layers 4 2 1 1, 1f1b, 8 microbatches": _cut((4, 2, 1, 1), _INORDER, "1f1b", 8),
+    "layers, slow first: 1 1 3 3, 1f1b, 8 microbatches": _cut((1, 1, 3, 3), _SLOW_FIRST, "1f1b", 8),
+    "layers of pairs: 6 2, 1f1b, 4 microbatches": _cut((6, 2), (0, 1), "1f1b", 4),
+    "layers of pairs: 3 1 1 3, zb-v, 4 microbatches": _cut((3, 1, 1, 3), (0, 1, 1, 0), "zb-v", 4),
+    "rows 6 6 2 2": _rows((6, 6, 2, 2), 0),
+    "rows 6 6 2 2, state in shards": _rows((6, 6, 2, 2), 1),
+    "rows 5 5 3 3": _rows((5, 5, 3, 3), 0),
+    "rows 7 7 1 1": _rows((7, 7, 1, 1), 0),
 }
 
 
@@ -83,18 +88,26 @@ def slower(device: Device, factor: float) -> Device:
     )
 
 
+def slower_links(links: Sequence[Link], factor: float) -> tuple[Link, ...]:
+    """``links`` at ``factor`` times their speed."""
+    return tuple(replace(link, bandwidth=link.bandwidth * factor, latency=link.latency / factor) for link in links)
+
+
 def clusters() -> tuple[Cluster, Cluster]:
     """The cluster of these processes, and one whose devices are alike, with the same sum of speeds."""
     local = Cluster.get("local")
+    # A message is copied by the processes at its ends: all of them wait for the slowest, or take as long as the mean.
     # The rates are those of processes that share cores; with a quota, none shares.
     alone = local.sharing / local.cores
     source = f"{local.source}; processes held to {', '.join(map(str, SHARES))} of a core"
+    mean, least = (alone * share for share in (sum(SHARES) / len(SHARES), min(SHARES)))
     alike = replace(
         local, name="alike", sharing=1, cores=1.0, source=source,
-        device=slower(local.device, alone * sum(SHARES) / len(SHARES)),
+        device=slower(local.device, mean), links=slower_links(local.links, mean),
     )  # fmt: skip
     groups = (Group(1, slower(local.device, alone * share)) for share in SHARES)
-    return replace(alike.with_groups(*groups), name="unequal"), alike
+    unequal = replace(alike, name="unequal", links=slower_links(local.links, least))
+    return unequal.with_groups(*groups), alike
 
 
 def asked() -> Mapping[str, tuple[Options, Cluster]]:
@@ -136,7 +149,8 @@ def run(arguments: argparse.Namespace) -> None:
 def layers_of(plan: autopar.Plan) -> str:
     """The layers of each stage, by the share of their operations: ``3 3 1 1``, or ``2.6 3.4`` where one is cut."""
     if plan.stages == 1:
-        return "all"
+        rows = next(filter(None, plan.shares), ())
+        return f"all; rows {' '.join(str(BATCH * n // sum(rows)) for n in rows)}" if rows else "all"
     counts = [0] * plan.stages
     for line in plan.lines:
         counts[line.stage] += line.kind == "compute" and line.module.startswith("transformer.h.")
@@ -170,6 +184,7 @@ def report(models: Mapping[str, Any], measured: Mapping[str, float], arguments: 
                 "stages": plan.stages,
                 "layers": layers_of(plan),
                 "schedule": plan.schedule,
+                "rows": list(next(filter(None, plan.shares), ())),
                 "microbatches": plan.microbatches,
             }
             for name, plan in plans.items()

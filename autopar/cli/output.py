@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.ir.placements import StridedShard, short
+from autopar.ir.placements import StridedShard, UnequalShard, short
 from autopar.ir.plan_record import PlanRecord
 from autopar.plans.json import plan_to_dict
 
@@ -30,7 +30,7 @@ def jsonable(value: Any) -> Json:
             return value
         case float():
             return value if math.isfinite(value) else None
-        case TorchPlacement() | StridedShard():
+        case TorchPlacement() | StridedShard() | UnequalShard():
             return short(value)
         case torch.Tensor():
             return jsonable(value.tolist())

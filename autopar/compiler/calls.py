@@ -366,7 +366,7 @@ class Compiler:
 
     def _annotate_alike(self, graph: Graph) -> Graph:
         assert self.plan is not None
-        return annotated_alike(graph, self.plan.mesh, self.ranks)
+        return annotated_alike(graph, self.plan.mesh, self.ranks, self.plan.shares)
 
     def _lowered(
         self,

@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_type
 from autopar.ir.node import TensorType
-from autopar.ir.placements import parse_placement
+from autopar.ir.placements import Shares, parse_placement
 from autopar.passes.annotate.annotate import annotate, needs_finding
 from autopar.passes.probe.found_rules import KNOWN, Known
 from autopar.placement.prices import Options, placement_options
@@ -46,17 +46,17 @@ def offers(plan: Plan, graph: Graph, annotated: Callable[[Graph], Graph], ranks:
     return make() if needs_finding(graph) else on_first_rank(ranks, lambda: _cached(_key(plan, graph), make))
 
 
-def annotated_alike(graph: Graph, mesh: tuple[int, ...], ranks: AxisGroup) -> Graph:
+def annotated_alike(graph: Graph, mesh: tuple[int, ...], ranks: AxisGroup, shares: Shares = ()) -> Graph:
     """The annotated ``graph``, with the rules that the first rank found for operations without one: ranks must agree on
     them, and one search is enough. Collective."""
 
     def find() -> Known:
-        annotate(graph, mesh)
+        annotate(graph, mesh, shares)
         return KNOWN
 
     if needs_finding(graph):
         KNOWN.adopt(on_first_rank(ranks, find))
-    return annotate(graph, mesh)
+    return annotate(graph, mesh, shares)
 
 
 def _cached(key: str, make: Callable[[], Through]) -> Through:

@@ -8,17 +8,21 @@ A *placements* tuple has one entry per mesh axis, outermost axis first, in torch
 after batch and sequence were flattened into one (``before`` = batch), and of a fused query-key-value projection
 sharded by heads (``before`` = 3). It equals torch's ``_StridedShard(dim, split_factor=before)``.
 
+``UnequalShard(dim, shares, before)``, printed ``S(dim:3+1)`` or ``S(dim/before:3+1)``, divides the same factor in the
+proportion of ``shares``, one for each device of the axis: rows of a batch among devices of unequal speed. Their sum
+divides the factor, so that what is cut in proportion stays so when dims are joined or split. Parameters never have it.
+
 Meaning of several axes on one dim: axes whose placements have the same ``before`` chunk the dim one after the other,
 outermost axis first, by ``torch.chunk`` (so D=257 on 4 gives 65, 65, 65, 62); axes with different ``before`` shard
-different factors and do not interact. Invariants, checked by :func:`is_valid`: a strided factor divides evenly, and
-each factor lies wholly before or behind every other factor of its dim.
+different factors and do not interact. Invariants, checked by :func:`is_valid`: a strided factor divides evenly,
+shares divide exactly, and each factor lies wholly before or behind every other factor of its dim.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -41,19 +45,35 @@ class StridedShard:
         return f"S({self.dim}/{self.before})"
 
 
-Placement = TorchPlacement | StridedShard
+@dataclass(frozen=True)
+class UnequalShard:
+    """``S(dim:3+1)``: see the module docstring."""
+
+    dim: int
+    shares: tuple[int, ...]
+    before: int = 1
+
+    def __str__(self) -> str:
+        factor = f"/{self.before}" if self.before > 1 else ""
+        return f"S({self.dim}{factor}:{'+'.join(map(str, self.shares))})"
+
+
+Placement = TorchPlacement | StridedShard | UnequalShard
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
+Shares = tuple[tuple[int, ...], ...]
+"""For each axis of a mesh the shares in which it may divide rows, empty if equal ones; empty if all axes have these."""
 
 REPLICATE = Replicate()
 PARTIAL_SUM = Partial("sum")
-_PATTERN = re.compile(r"^(?:(R)|S\((\d+)\)|S\((\d+)/(\d+)\)|P(?:\((\w+)\))?)$")
+OWN_KINDS = (StridedShard, UnequalShard)
+_PATTERN = re.compile(r"^(?:(R)|S\((\d+)(?:/(\d+))?(?::(\d+(?:\+\d+)*))?\)|P(?:\((\w+)\))?)$")
 
 
 @cache
 def _divides(kind: Any) -> bool:
     """Whether placements of that class divide a dim; cached, since torch's own ``isinstance`` is slow here."""
-    return issubclass(kind, (Shard, StridedShard))
+    return issubclass(kind, (Shard, *OWN_KINDS))
 
 
 def is_shard(placement: Placement) -> bool:
@@ -69,11 +89,18 @@ def shard_dim(placement: Placement) -> int | None:
 
 def shard_before(placement: Placement) -> int:
     """The size of the factor before the sharded one: 1 for a plain ``Shard``."""
-    return placement.before if isinstance(placement, StridedShard) else 1
+    return placement.before if isinstance(placement, OWN_KINDS) else 1
 
 
-def shard(dim: int, before: int = 1) -> Placement:
-    """``Shard(dim)``, or ``StridedShard(dim, before)`` if ``before`` is more than 1."""
+def shares_of(placement: Placement) -> tuple[int, ...]:
+    """The shares in which it divides its dim; empty: equal ones."""
+    return placement.shares if isinstance(placement, UnequalShard) else ()
+
+
+def shard(dim: int, before: int = 1, shares: tuple[int, ...] = ()) -> Placement:
+    """``Shard(dim)``, or what divides the factor behind ``before``, in these ``shares``."""
+    if shares:
+        return UnequalShard(dim, shares, before)
     return Shard(dim) if before == 1 else StridedShard(dim, before)
 
 
@@ -102,13 +129,12 @@ def parse_placement(text: str) -> Placement:
     """One placement from its short string; ``P`` means ``P(sum)``. Raises :class:`OptionsError`."""
     match = _PATTERN.match(text.strip())
     if match is None:
-        raise OptionsError(f"{text!r} is not a placement; write R, S(dim), S(dim/before) or P(sum)")
+        raise OptionsError(f"{text!r} is not a placement; write R, S(dim), S(dim/before), S(dim:3+1) or P(sum)")
     if match[1]:
         return REPLICATE
     if match[2]:
-        return Shard(int(match[2]))
-    if match[3]:
-        return StridedShard(int(match[3]), int(match[4]))
+        shares = tuple(map(int, match[4].split("+"))) if match[4] else ()
+        return shard(int(match[2]), int(match[3] or 1), shares)
     return Partial(match[5] or "sum")
 
 
@@ -118,7 +144,7 @@ NOT = "not "
 
 def parse_placements(text: str) -> Placements:
     """Placements from ``"(S(0),R)"`` or ``"S(0),R"``, one per mesh axis."""
-    parts = re.findall(r"R|S\([\d/]+\)|P\(\w+\)|P|[^\s,()]+", text)
+    parts = re.findall(r"R|S\([\d/:+]+\)|P\(\w+\)|P|[^\s,()]+", text)
     return tuple(map(parse_placement, parts))
 
 
@@ -131,10 +157,21 @@ def factor_groups(placements: Placements, dim: int) -> list[tuple[int, tuple[int
     return [(before, tuple(axes)) for before, axes in sorted(axes_by_before.items())]
 
 
-def _dim_is_valid(size: int, groups: list[tuple[int, tuple[int, ...]]], mesh: Sequence[int]) -> bool:
+def _parts(placement: Placement, devices: int) -> int:
+    """In how many equal parts a dim is read that is divided so."""
+    return sum(shares_of(placement)) or devices
+
+
+def _dim_is_valid(
+    size: int, groups: list[tuple[int, tuple[int, ...]]], placements: Placements, mesh: Sequence[int]
+) -> bool:
     for position, (before, axes) in enumerate(groups):
-        degree = math.prod(mesh[axis] for axis in axes)
+        degrees = [_parts(placements[axis], mesh[axis]) for axis in axes]
+        degree = math.prod(degrees)
         if before > 1 and (size % before or (size // before) % degree):
+            return False
+        unequal = [place for place, axis in enumerate(axes) if shares_of(placements[axis])]
+        if unequal and size // before % math.prod(degrees[: unequal[-1] + 1]):
             return False
         if position + 1 < len(groups) and groups[position + 1][0] % (before * degree):
             return False
@@ -147,28 +184,49 @@ def is_valid(placements: Placements, shape: Shape, mesh: tuple[int, ...]) -> boo
     dims = {shard_dim(p) for p in placements if is_shard(p)}
     if any(dim is None or dim >= len(shape) for dim in dims):
         return False
-    return all(_dim_is_valid(shape[d], factor_groups(placements, d), mesh) for d in dims if d is not None)
+    if any(len(shares_of(p)) not in (0, devices) for p, devices in zip(placements, mesh, strict=True)):
+        return False
+    return all(_dim_is_valid(shape[d], factor_groups(placements, d), placements, mesh) for d in dims if d is not None)
 
 
 def is_even(placements: Placements, shape: Shape, mesh: Sequence[int]) -> bool:
     """Whether every sharded dim is divided evenly."""
+    if any(map(shares_of, placements)):
+        return False
     dims = {d for d in map(shard_dim, placements) if d is not None}
     return all(shape[d] % math.prod(mesh[a] for a, p in enumerate(placements) if shard_dim(p) == d) == 0 for d in dims)
 
 
-def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of piece ``index`` of ``torch.chunk(size, parts)``; length 0 past the end."""
+def chunk_bounds(size: int, parts: int, index: int, shares: tuple[int, ...] = ()) -> tuple[int, int]:
+    """Start and length of piece ``index`` of a dim: those of ``torch.chunk(size, parts)``, with length 0 past the end,
+    or those of ``shares``, whose sum divides the size.
+
+    >>> chunk_bounds(8, 2, 1, (3, 1))
+    (6, 2)
+    """
+    if shares:
+        unit = size // sum(shares)
+        return unit * sum(shares[:index]), unit * shares[index]
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(step, size - start)
 
 
-def local_before(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
-    """``before`` of the placement of ``axis``, as counted on a device: divided by the degrees of the factors before
-    it."""
-    before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
-    outer = (i for i, p in enumerate(placements) if shard_dim(p) == dim and shard_before(p) < before)
-    return before // math.prod(mesh[i] for i in outer)
+def local_before(placements: Placements, axis: int, mesh: Sequence[int], coordinate: Sequence[int]) -> int:
+    """``before`` of the placement of ``axis``, as counted on a device: divided as the factors before it are."""
+    return _before_after(placements, axis, mesh, coordinate, range(len(placements)))
+
+
+def _before_after(
+    placements: Placements, axis: int, mesh: Sequence[int], coordinate: Sequence[int], cut: Iterable[int]
+) -> int:
+    """The same where only the axes ``cut`` have divided the dim."""
+    dim, left = shard_dim(placements[axis]), shard_before(placements[axis])
+    for outer in cut:
+        placement = placements[outer]
+        if shard_dim(placement) == dim and shard_before(placement) < shard_before(placements[axis]):
+            left = chunk_bounds(left, mesh[outer], coordinate[outer], shares_of(placement))[1]
+    return left
 
 
 @lru_cache(maxsize=1 << 18)
@@ -176,19 +234,26 @@ def local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...], coo
     """Shape of what the device at ``coordinate`` of the mesh holds."""
     sizes = list(shape)
     for axis, placement in enumerate(placements):
-        dim = shard_dim(placement)
-        if isinstance(placement, StridedShard):
-            sizes[placement.dim] //= mesh[axis]
-        elif dim is not None:
-            strided = math.prod(p.before for p in placements if isinstance(p, StridedShard) and p.dim == dim) > 1
-            size = sizes[dim]
-            sizes[dim] = size // mesh[axis] if strided else chunk_bounds(size, mesh[axis], coordinate[axis])[1]
+        dim, shares = shard_dim(placement), shares_of(placement)
+        if dim is None:
+            continue
+        # Where a factor lies before or behind another, both divide evenly, and the order does not matter.
+        strided = any(shard_before(p) > 1 and shard_dim(p) == dim for p in placements)
+        if strided and not shares:
+            sizes[dim] //= mesh[axis]
+        else:
+            sizes[dim] = chunk_bounds(sizes[dim], mesh[axis], coordinate[axis], shares)[1]
     return tuple(sizes)
 
 
+def fullest_coordinate(mesh: Sequence[int], shares: Shares) -> tuple[int, ...]:
+    """The coordinate of the first device that holds the most of whatever is divided in ``shares``."""
+    return tuple(each.index(max(each)) if each else 0 for each in shares or ((),) * len(mesh))
+
+
 def largest_local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...]) -> Shape:
-    """The shape on the device at coordinate 0, which holds the most."""
-    return local_shape(shape, placements, mesh, (0,) * len(mesh))
+    """The shape on the device that holds the most: at coordinate 0 if shares are equal."""
+    return local_shape(shape, placements, mesh, fullest_coordinate(mesh, tuple(map(shares_of, placements))))
 
 
 def local_offset(shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int) -> int:
@@ -196,7 +261,7 @@ def local_offset(shape: Shape, placements: Placements, mesh: Sequence[int], coor
     offset, size = 0, shape[dim]
     for axis, placement in enumerate(placements):
         if shard_dim(placement) == dim:
-            start, size = chunk_bounds(size, mesh[axis], coordinate[axis])
+            start, size = chunk_bounds(size, mesh[axis], coordinate[axis], shares_of(placement))
             offset += start
     return offset
 
@@ -219,19 +284,21 @@ def local_runs(
             runs.append((start // unit, count // unit, unit))
         start, count = 0, unit
         for axis in axes:
-            moved, count = chunk_bounds(count, mesh[axis], coordinate[axis])
+            moved, count = chunk_bounds(count, mesh[axis], coordinate[axis], shares_of(placements[axis]))
             start += moved
     return (*runs, (start, count, 1))
 
 
-def take_shard(tensor: torch.Tensor, dim: int, before: int, parts: int, index: int) -> torch.Tensor:
+def take_shard(
+    tensor: torch.Tensor, dim: int, before: int, parts: int, index: int, shares: tuple[int, ...] = ()
+) -> torch.Tensor:
     """Piece ``index`` of ``parts`` of the factor of ``dim`` that follows ``before`` (a view when ``before`` is 1)."""
     if before == 1:
-        start, length = chunk_bounds(tensor.shape[dim], parts, index)
+        start, length = chunk_bounds(tensor.shape[dim], parts, index, shares)
         return tensor.narrow(dim, start, length)
     count = tensor.shape[dim] // before
     split = tensor.unflatten(dim, (before, count))
-    piece: torch.Tensor = split.narrow(dim + 1, index * (count // parts), count // parts)
+    piece: torch.Tensor = split.narrow(dim + 1, *chunk_bounds(count, parts, index, shares))
     return piece.flatten(dim, dim + 1)
 
 
@@ -243,14 +310,9 @@ def take_local(
     for axis, placement in enumerate(placements):
         dim = shard_dim(placement)
         if dim is not None:
-            before = local_before(placements, axis, mesh)
-            # Earlier strided axes of an outer factor already cut the local dim, later ones have not yet.
-            before *= math.prod(
-                mesh[later]
-                for later in range(axis + 1, len(placements))
-                if shard_dim(placements[later]) == dim and shard_before(placements[later]) < shard_before(placement)
-            )
-            tensor = take_shard(tensor, dim, before, mesh[axis], coordinate[axis])
+            # Earlier axes of an outer factor have cut the local dim already, later ones have not yet.
+            before = _before_after(placements, axis, mesh, coordinate, range(axis))
+            tensor = take_shard(tensor, dim, before, mesh[axis], coordinate[axis], shares_of(placement))
     return tensor
 
 

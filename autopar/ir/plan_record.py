@@ -12,7 +12,7 @@ from autopar.precision import Precision
 
 from .assignment import Assignment, ParameterPlacement
 from .node import RECOMPUTED
-from .placements import Placements, Strategy
+from .placements import Placements, Shares, Strategy, shares_of
 from .planned_pipeline import PlannedPipeline
 from .planned_sync import PlannedSync
 from .program import CollectiveKind
@@ -245,6 +245,16 @@ class PlanRecord:
         """Bytes that a plan without stages may hold on every device: those of the smallest, where they differ."""
         limits = self.pipeline.limits if self.pipeline is not None else ()
         return min(limits, default=self.memory_limit)
+
+    @cached_property
+    def shares(self) -> Shares:
+        """For each axis of the mesh the unequal shares in which some rows are divided; empty: there are none."""
+        found: list[tuple[int, ...]] = [()] * len(self.mesh)
+        for strategy in self.strategies.values():
+            for places in strategy.places:
+                for axis, place in enumerate(places[: len(found)]):
+                    found[axis] = found[axis] or shares_of(place)
+        return tuple(found) if any(found) else ()
 
     @cached_property
     def parameter_nodes(self) -> Mapping[str, str]:

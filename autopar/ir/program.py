@@ -19,8 +19,9 @@ The four communicating ones start asynchronously and return a handle; every hand
 bucketed form, ``collective.all_reduce_bucket([x, y, ...], axes, op)`` and
 ``collective.reduce_scatter_bucket`` / ``all_gather_bucket`` with lists of dims, which ``collective.wait`` turns into as
 many results. ``before`` is counted on the device (see :func:`autopar.ir.placements.local_before`); uneven shards are
-padded by the runtime to the largest. ``axes`` are mesh axes, outermost first: the devices that differ only there, in
-row-major order.
+padded by the runtime to the largest. Pieces in unequal shares have ``shares`` as well (all-to-all: ``gather_shares``,
+``scatter_shares``), and no bucketed form. ``axes`` are mesh axes, outermost first: the devices that differ only there,
+in row-major order.
 
 Text forms: ``str`` shows what runs; :meth:`Program.to_text` also says what goes in and comes out, and which module an
 instruction belongs to, and :meth:`Program.from_text` reads both.

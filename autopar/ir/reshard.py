@@ -13,7 +13,7 @@ S(d) -> S(e)            ``all_to_all``        one axis
 
 When several axes chunk the same factor of a dim (see :mod:`autopar.ir.placements`), a hop may touch only the
 innermost of them: what the outer ones hold is contiguous only then. ``bytes`` follow nccl-tests: the full tensor of
-the group (all-gather output, reduce-scatter input), padding of uneven shards included.
+the group (all-gather output, reduce-scatter input), padding of uneven and unequal shards included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from .placements import (
     is_shard,
     is_valid,
     largest_local_shape,
+    shard_before,
     shard_dim,
+    shares_of,
     short,
 )
 from .program import CollectiveKind
@@ -77,11 +79,21 @@ def _kind(source: Placement, target: Placement) -> str | None:
 def _is_innermost(placements: Placements, axes: tuple[int, ...]) -> bool:
     """Whether no other axis inside ``axes`` chunks the same factor as one of them."""
     return not any(
-        is_shard(placements[axis]) and placements[inner] == placements[axis]
+        is_shard(placements[axis]) and _same_factor(placements[inner], placements[axis])
         for axis in axes
         for inner in range(axis + 1, len(placements))
         if inner not in axes
     )
+
+
+def _same_factor(first: Placement, second: Placement) -> bool:
+    return shard_dim(first) == shard_dim(second) and shard_before(first) == shard_before(second)
+
+
+def longest_piece(size: int, placement: Placement, devices: int) -> int:
+    """The length of the longest piece of a dim of ``size`` that is divided so."""
+    shares = shares_of(placement)
+    return size // sum(shares) * max(shares) if shares else -(-size // devices)
 
 
 def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]) -> int:
@@ -97,7 +109,7 @@ def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements
     elif kind == "all_to_all":
         dim = shard_dim(target[changed[0]])
         assert dim is not None
-        local[dim] = -(-local[dim] // group) * group
+        local[dim] = longest_piece(local[dim], target[changed[0]], group) * group
     return group * math.prod(local) * tensor.dtype.itemsize
 
 

@@ -28,7 +28,7 @@ def predicted(
         memory or breakdown.memory,
     )
     dtype = working_dtype(instance.graph)
-    possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
+    possible = devices_flops(cluster, instance.prices.devices, dtype) * seconds
     return Predicted(
         step_seconds=seconds,
         compute_seconds=compute,
@@ -37,6 +37,13 @@ def predicted(
         **memory_figures(memory),
         mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
     )
+
+
+def devices_flops(cluster: Cluster, devices: int, dtype: torch.dtype) -> float:
+    """FLOPs a second of the first ``devices`` together."""
+    if not cluster.groups:
+        return devices * cluster.device.flops(dtype)
+    return sum(cluster.at(rank, 1).device.flops(dtype) for rank in range(devices))
 
 
 def working_dtype(graph: Graph) -> torch.dtype:

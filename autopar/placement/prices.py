@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster.description import Cluster
+from autopar.cluster.groups import least_device
 from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
 from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
@@ -22,10 +23,15 @@ from autopar.ir.placements import (
     REPLICATE,
     Placement,
     Placements,
+    Shares,
     Strategy,
+    coordinate_of,
+    fullest_coordinate,
     is_valid,
     largest_local_shape,
+    local_shape,
     shard_dim,
+    shares_of,
     short,
 )
 from autopar.ir.reshard import Collective, Hop, neighbours
@@ -128,19 +134,34 @@ def _shortest_paths(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], 
     return best, next_state
 
 
+@dataclass(frozen=True)
+class Seat:
+    """One of the devices, at ``coordinate`` of the mesh, or several like it; ``cluster`` has its rates."""
+
+    cluster: Cluster
+    coordinate: tuple[int, ...]
+
+    def holds(self, kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:
+        """The type of its shard of a tensor of global type ``kind``."""
+        shape = local_shape(tuple(map(int, kind.shape)), placements, mesh, self.coordinate)
+        return TensorType(shape, kind.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Prices:
     """Prices on ``mesh`` (a shape) of ``cluster``. Computed prices are cached.
 
     ``options[type][axis]`` are the placements through which tensors of a type may be resharded (see
     :func:`placement_options`). ``exchanged``: bytes of all unsharded gradients (or weights) that a step exchanges; a
-    bucket never holds more than these.
+    bucket never holds more than these. ``whole``: the cluster, of which :meth:`on_block` takes the block ``block``.
     """
 
     cluster: Cluster
     mesh: tuple[int, ...]
     options: Mapping[TensorType, Options]
     exchanged: int
+    whole: Cluster | None = None
+    block: int | None = None
     _calls: dict[object, tuple[Any, Strategy]] = field(default_factory=dict)
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
@@ -162,8 +183,45 @@ class Prices:
             return self
         if block not in self._blocks:
             own = self.cluster.at(block * self.devices, self.devices)
-            self._blocks[block] = replace(self, cluster=own, _calls={}, _nodes={}, _blocks={})
+            self._blocks[block] = replace(
+                self, cluster=own, whole=self.cluster, block=block, _calls={}, _nodes={}, _blocks={}
+            )
         return self._blocks[block]
+
+    @cached_property
+    def shares(self) -> Shares:
+        """For each axis the unequal shares in which some strategy divides rows; empty: there are none."""
+        found = [set[tuple[int, ...]]() for _ in self.mesh]
+        for per_axis in self.options.values():
+            for axis, places in enumerate(per_axis):
+                found[axis].update(filter(None, map(shares_of, places)))
+        return tuple(max(each, default=()) for each in found) if any(found) else ()
+
+    @property
+    def fullest(self) -> tuple[int, ...]:
+        """The coordinate of the first device with the largest shares."""
+        return fullest_coordinate(self.mesh, self.shares)
+
+    @cached_property
+    def seats(self) -> tuple[Seat, ...]:
+        """The devices that take turns at being the slowest: one seat of each kind of device and share of the rows. It
+        is one, what all can do in step, where all shares are equal."""
+        if not self.shares:
+            return (Seat(self.cluster, (0,) * len(self.mesh)),)
+        whole, devices = self.whole or self.cluster, range(self.devices)
+        blocks = [self.block] if self.block is not None else range(max(1, (whole.size or 0) // self.devices))
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for device in devices:
+            places = zip(coordinate_of(device, self.mesh), self.shares, strict=True)
+            seat = tuple(at if each else 0 for at, each in places)
+            ranks.setdefault(seat, []).extend(block * self.devices + device for block in blocks)
+        found: dict[object, Seat] = {}
+        for seat, members in ranks.items():
+            kinds = dict.fromkeys(whole.at(rank, 1) for rank in members)
+            own = replace(self.cluster, device=least_device([kind.device for kind in kinds]), groups=())
+            rows = tuple(each[at] for at, each in zip(seat, self.shares, strict=True) if each)
+            found.setdefault((own, rows), Seat(own, seat))
+        return tuple(found.values())
 
     def of_call(
         self, what: str, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy, compute: Callable[[], Number]
@@ -179,18 +237,23 @@ class Prices:
         return found
 
     def node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
-        """Seconds of one run of ``node`` under ``strategy`` on the device with the largest shards."""
+        """Seconds of one run of ``node`` under ``strategy`` on the device that takes longest: that with the largest
+        shards, or, of unequal shares, the slowest with its own rows. The sum over operations is thus an upper bound,
+        which is reached where one device is always the slowest."""
         return self.of_call("seconds", node, inputs, strategy, lambda: self._node(node, inputs, strategy))
 
     def _node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
-        local_in = tuple(local_type(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
+        return max(self._node_at(seat, node, inputs, strategy) for seat in self.seats)
+
+    def _node_at(self, seat: Seat, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
+        local_in = tuple(seat.holds(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
         outputs = zip(node.types, strategy.outputs, strict=True)
-        local_out = tuple(t and local_type(t, p, self.mesh) for t, p in outputs)
-        key: tuple[object, ...] = (node.form, local_in, local_out, strategy.local)
+        local_out = tuple(t and seat.holds(t, p, self.mesh) for t, p in outputs)
+        key: tuple[object, ...] = (node.form, local_in, local_out, strategy.local, seat.coordinate)
         if strategy.local.removeprefix("autopar.") in EXCHANGES:
             key = (*key, strategy.inputs)  # Which axes rows travel over.
         if key not in self._nodes:
-            seconds = node_seconds(self.cluster, node, local_in, local_out, strategy.local)
+            seconds = node_seconds(seat.cluster, node, local_in, local_out, strategy.local)
             self._nodes[key] = seconds + self.exchange(node, inputs, strategy)[1]
         return self._nodes[key]
 
@@ -218,7 +281,7 @@ class Prices:
         if not bucketed or wire.kind == "all_to_all":  # All-to-alls are not bucketed.
             return copies + collective_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes)
         bucket = self._bucket_bytes(kind, wire.bytes)
-        packing = 2.0 * self._larger_bytes(kind, hop) / self.cluster.device.memory_bandwidth
+        packing = self._copying(kind, hop)
         return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
 
     def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
@@ -233,11 +296,15 @@ class Prices:
         dims = {shard_dim(hop.source[axis]), shard_dim(hop.target[axis])} - {None}
         if dims <= {0}:
             return 0.0
-        return 2.0 * self._larger_bytes(kind, hop) / self.cluster.device.memory_bandwidth
+        return self._copying(kind, hop)
 
-    def _larger_bytes(self, kind: TensorType, hop: Hop) -> int:
-        """Bytes on the larger side of a hop. They are copied once, into a bucket or out of it."""
-        return max(local_bytes(kind, hop.source, self.mesh), local_bytes(kind, hop.target, self.mesh))
+    def _copying(self, kind: TensorType, hop: Hop) -> float:
+        """Seconds to copy the larger side of a hop once, into a bucket or out of it."""
+        return max(
+            2.0 * int(seat.holds(kind, place, self.mesh).bytes) / seat.cluster.device.memory_bandwidth
+            for seat in self.seats
+            for place in (hop.source, hop.target)
+        )
 
     def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:
         """The reshard table of tensors of this type, between all placements that occur in the graph."""

@@ -9,7 +9,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
-from autopar.ir.placements import Strategy, is_shard, shard_before, shard_dim, short
+from autopar.ir.placements import Placement, Strategy, is_shard, shard_before, shard_dim, shares_of, short
 from autopar.plans.plan import Plan
 
 
@@ -78,8 +78,8 @@ def refit_plan(plan: Plan, original: Graph, other: Graph) -> Assignment:
 def _kind(strategy: Strategy) -> object:
     """The strategy without the sizes inside its placements."""
 
-    def kind(places: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple((shard_dim(p), shard_before(p) > 1) if is_shard(p) else p for p in places)  # type: ignore[arg-type]
+    def kind(places: tuple[Placement, ...]) -> tuple[object, ...]:
+        return tuple((shard_dim(p), shard_before(p) > 1, bool(shares_of(p))) if is_shard(p) else p for p in places)
 
     return tuple(map(kind, strategy.inputs)), tuple(map(kind, strategy.outputs)), strategy.local
 
@@ -91,7 +91,8 @@ def _check_inputs(assignment: Assignment, original: Graph, other: Graph, names: 
         for dim, (before, after) in enumerate(zip(old, new, strict=True)):
             parts = 1
             for axis, placement in enumerate(place):
-                parts *= assignment.mesh[axis] if shard_dim(placement) == dim else 1
+                # Rows are shared anew if they are unequal.
+                parts *= assignment.mesh[axis] if shard_dim(placement) == dim and not shares_of(placement) else 1
             if before % parts == 0 and after % parts:
                 raise PlanMismatchError(
                     f"the input {node.target!r} has shape {tuple(new)}, but the plan was made for {tuple(old)} "

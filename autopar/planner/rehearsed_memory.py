@@ -46,7 +46,7 @@ def exact_memory(
     if instance.repeats != ONCE or not graph.gradients:
         return ExactMemory(None, holdings)
     prices = instance.prices
-    job = Lowering(graph, assignment, (0,) * len(prices.mesh), prices.path, BUCKET_BYTES)
+    job = Lowering(graph, assignment, prices.fullest, prices.path, BUCKET_BYTES)
     try:
         footprint = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
     except Exception as error:  # Any operation may lack an implementation for tensors without data.

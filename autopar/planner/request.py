@@ -10,6 +10,7 @@ from autopar.cluster.description import Cluster
 from autopar.cost import usable_bytes, usable_host_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
+from autopar.ir.placements import Shares
 from autopar.layout import Layout
 from autopar.options import Options
 
@@ -24,6 +25,7 @@ class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
+    ``shares``: those in which rows may be divided on each axis, besides equal ones.
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
     ``propose``: finds layouts worth trying for this request, where there are too many to try. ``shared``: what requests
     made from this one have in common."""
@@ -41,6 +43,7 @@ class PlanRequest:
     host_limit: float | None = None
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
+    shares: Shares = ()
     tied: tuple[tuple[str, str], ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)

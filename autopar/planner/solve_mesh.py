@@ -66,9 +66,9 @@ def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolu
 
 def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
     """Returns the annotated graph and its placement program, with layers folded."""
-    once, mesh, cluster = request.shared.once, request.mesh, request.cluster
+    once, mesh, cluster, shares = request.shared.once, request.mesh, request.cluster, request.shares
     with timings.phase("annotate"):
-        annotated = once("annotated graph", (graph,), mesh, make=lambda: annotate(graph, mesh))
+        annotated = once("annotated graph", (graph,), mesh, shares, make=lambda: annotate(graph, mesh, shares))
         prices = once("prices", (annotated, cluster), mesh, make=lambda: Prices.of(cluster, mesh, annotated))
     with timings.phase("price"):
         return annotated, formulate(request, annotated, prices)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.ir.placements import StridedShard
+from autopar.ir.placements import OWN_KINDS
 
 # Numbers that may be infinite: bounds that no solver proved, time without a limit, and links within a device.
 _UNBOUNDED = ("objective", "bound", "gap", "unawaited", "bandwidth")
@@ -38,7 +38,7 @@ def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
         yield from _of_tuple(value, arguments, where)
     elif origin is collections.abc.Mapping:
         yield from _of_mapping(value, arguments, where)
-    elif dataclasses.is_dataclass(kind) and kind is not StridedShard:
+    elif dataclasses.is_dataclass(kind) and kind not in OWN_KINDS:
         yield from wrong_fields(value, kind, where)
     else:
         yield from _of_plain(value, kind, where)
@@ -60,7 +60,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _of_union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
-    if isinstance(value, (TorchPlacement, StridedShard)):
+    if isinstance(value, (TorchPlacement, *OWN_KINDS)):
         return
     if value is None and type(None) in kinds:
         return

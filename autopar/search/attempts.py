@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.ir.graph import Graph
-from autopar.ir.node import VIEWS
-from autopar.ir.placements import REPLICATE, Strategy
-from autopar.placement.prices import Prices
+from autopar.planner.alone import single_device_seconds
 from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction
 
@@ -116,10 +113,7 @@ def _least_seconds(request: PlanRequest, graph: Graph) -> Callable[[int], float]
     allow."""
     devices, cluster = math.prod(request.mesh), request.cluster
     kinds = Counter(kinds_of_blocks(cluster, devices, 1)) if cluster.groups else {0: devices}
-    alone = [
-        (count, single_device_seconds(replace(request, cluster=cluster.at(first, 1)), graph))
-        for first, count in kinds.items()
-    ]
+    alone = [(count, single_device_seconds(cluster.at(first, 1), graph)) for first, count in kinds.items()]
     return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
 
 
@@ -134,21 +128,3 @@ def _hops(request: PlanRequest, layout: StageLayout) -> float:
     devices = math.prod(layout.mesh)
     pairs = ((s, s + 1) for s in range(layout.stages - 1))
     return 2.0 * sum(message_rate(request.cluster, s, t, devices)[0] for s, t in pairs)
-
-
-@cache
-def _whole(operands: int, results: int) -> Strategy:
-    """The only strategy of an operation on one device."""
-    return Strategy(((REPLICATE,),) * operands, ((REPLICATE,),) * results)
-
-
-def single_device_seconds(request: PlanRequest, graph: Graph) -> tuple[float, float]:
-    """Seconds to compute a step on one device, and the part of them that is paid again for each further microbatch: the
-    kernel launches. However a step is divided, this is the least sum over its devices."""
-    prices = Prices(request.cluster, (1,), {}, exchanged=0)
-    nodes = [node for node in graph.nodes if not node.is_placeholder]
-    seconds = sum(
-        prices.node(node, tuple(map(graph.type_of, node.operands)), _whole(len(node.operands), len(node.types)))
-        for node in nodes
-    )
-    return seconds, request.cluster.device.launch_seconds * sum(node.op not in VIEWS for node in nodes)

@@ -17,7 +17,8 @@ from autopar.ir.plan_record import Predicted
 from autopar.options import without_stages
 from autopar.placement.predicted import predicted
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, mesh_candidates
+from autopar.planner.request import PlanRequest
+from autopar.planner.row_shares import divisions, on_mesh
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
@@ -249,15 +250,15 @@ def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candid
     graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
     candidates: list[Candidate] = []
     failure: InfeasibleError | None = None
-    for mesh in mesh_candidates(request):
-        on_mesh = replace(request, mesh=mesh)
+    for division in divisions(request, batch):
+        inside = on_mesh(request, division)
         try:
-            solved, priced = solve_mesh(on_mesh, graph, timings)
+            solved, priced = solve_mesh(inside, graph, timings)
         except InfeasibleError as error:
             failure = failure or error
             continue
-        make = partial(make_plan, on_mesh, graph, solved, priced, timings)
-        figures = partial(_figures, on_mesh, solved)
+        make = partial(make_plan, inside, graph, solved, priced, timings)
+        figures = partial(_figures, inside, solved)
         candidates.append(Candidate(solved.breakdown.seconds, None, make, figures, priced))
     return candidates, failure
 

@@ -109,7 +109,7 @@ def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
         if strategy is None and node.op == SAVED_ACTIVATION and homes[0] is not None:
             strategy = _resting(homes[0])
         if strategy is None:
-            annotated = annotated or annotate(graph, uncut.mesh)
+            annotated = annotated or annotate(graph, uncut.mesh, prices.shares)
             strategy = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
         strategies[node.name] = strategy
     recomputed_names = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & uncut.recomputed)

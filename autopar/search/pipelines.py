@@ -144,7 +144,9 @@ class _Pipeline:
             shared=request.shared,
         )
         solution = search_within(pipeline_request)
-        solved = _Solved(request, replace(inside, mesh=solution.uncut.prices.mesh), timings, solution)
+        prices = solution.uncut.prices
+        chosen = replace(inside, mesh=prices.mesh, shares=prices.shares)
+        solved = _Solved(request, chosen, timings, solution)
         return replace(solved.candidate(), improved=solved.improved)
 
     def _alone(self) -> Callable[[], Graph] | None:

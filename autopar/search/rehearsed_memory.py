@@ -41,7 +41,7 @@ class ExactStages:
 
 
 def exact_stages(solution: PipelineSolution) -> ExactStages:
-    """Measures the memory of the stages of ``solution``, once, by rehearsing the program of the first device of
+    """Measures the memory of the stages of ``solution``, once, by rehearsing the program of the fullest device of
     each."""
     if "stages" not in solution.measured:
         solution.measured["stages"] = _rehearsed(solution)
@@ -109,9 +109,9 @@ def _of_rank(solution: PipelineSolution, rank: int) -> ExactMemory:
 
 
 def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
-    """The program of the first device of a rank, without results and inputs."""
+    """The program of the fullest device of a rank, without results and inputs."""
     breakdown, prices = solution.breakdown, solution.uncut.prices
-    inside = (0,) * len(prices.mesh)
+    inside = prices.fullest
     held = breakdown.schedule.held[rank]
     jobs = {
         c: Lowering(

@@ -78,8 +78,8 @@ def reprice(
     )
     if plan.pipeline is not None:
         return _reprice_staged(plan, plan.pipeline, request)
-    other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
-    assignment = refit_plan(plan, annotate(planned, plan.mesh), other)
+    other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh, plan.shares)
+    assignment = refit_plan(plan, annotate(planned, plan.mesh, plan.shares), other)
     return make_plan(request, other, _solution_of(request, other, assignment, ONCE), {}, Timings())
 
 
@@ -96,7 +96,9 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest)
         )
         for batch in (plan.batch, request.batch)
     )
-    planned, other = (annotate(SaveActivations()(microbatched.graph), plan.mesh) for microbatched in (before, pieces))
+    planned, other = (
+        annotate(SaveActivations()(microbatched.graph), plan.mesh, plan.shares) for microbatched in (before, pieces)
+    )
     repeats = inner_repeats(count, stages)
     solved = _solution_of(request, other, refit_plan(plan, planned, other), repeats)
     renamed = corresponding(before.graph, pieces.graph)

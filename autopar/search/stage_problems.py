@@ -9,7 +9,8 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, mesh_candidates
+from autopar.planner.request import PlanRequest
+from autopar.planner.row_shares import divisions, on_mesh
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 
@@ -42,9 +43,8 @@ class StagePrograms:
                 f"{repeats.stages} stages take at least {self._least:.3g} s: not searched with less memory"
             )
         limited = replace(self.request, repeats=repeats, memory_limit=limit, host_limit=host)
-        solved = [
-            solve_only(replace(limited, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.request)
-        ]
+        tried = divisions(self.request, max(1, self.request.batch // repeats.microbatches))
+        solved = [solve_only(on_mesh(limited, division), graph, self.timings) for division in tried]
         unequal = bool(self.request.cluster.groups)
         self._least = min(
             solution.unlimited / (blocks_worth(solution, repeats.stages) if unequal else repeats.stages)

@@ -21,6 +21,7 @@ from autopar.arguments import Batch, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import TraceError
 from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.placements import fullest_coordinate
 from autopar.ir.program import Program
 from autopar.ir.reshard import Collective
 from autopar.options import Options
@@ -264,13 +265,14 @@ def _later(
 
 
 def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
-    """Where the collectives of the first rank's program differ from those of its plan; with stages, those of the first
-    rank of each stage."""
-    if isinstance(program, Program):
-        return () if any(program.coordinate) else difference(collectives_of(program), _priced(plan, 0))
+    """Where the collectives of the program of a rank with the largest shards differ from those of its plan; with
+    stages, those of such a rank of each stage."""
     lines_of_ranks: list[tuple[str, ...]] = [()] * dist.get_world_size()
     own_lines: tuple[str, ...] = ()
-    if not any(program.coordinate[1:]):
+    fullest = fullest_coordinate(plan.mesh, plan.shares)
+    if isinstance(program, Program):
+        own_lines = difference(collectives_of(program), _priced(plan, 0)) if program.coordinate == fullest else ()
+    elif program.coordinate[1:] == fullest:
         lines = difference(collectives_of_stage(program), _priced(plan, program.stage))
         own_lines = tuple(f"stage {program.stage}: {line}" for line in lines)
     dist.all_gather_object(lines_of_ranks, own_lines)

@@ -24,10 +24,12 @@ from autopar.ir.placements import (
     AxisStrategy,
     Placement,
     Placements,
+    Shares,
     Strategy,
-    StridedShard,
     is_shard,
     is_valid,
+    shard,
+    shard_before,
     shard_dim,
 )
 from autopar.passes.probe.found_rules import found_strategies, refuted, source
@@ -39,6 +41,7 @@ from autopar.passes.rules import RULES
 from .equivalent_nodes import without_positions
 from .fold import fold_layers
 from .prune import Live, is_live, live_placements
+from .unequal_shares import fitting_shares, unequal_strategies
 
 Factors = Mapping[int, frozenset[int]]
 RESHAPE = "aten.reshape.default"
@@ -46,10 +49,16 @@ REPLICATED_PLACEHOLDERS = ("buffer", "constant", "tangent", "random")
 
 
 def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
-    """The strategies of one axis except the replicated one, including strided variants for ``factors``."""
+    """The strategies of one axis except the replicated one, including strided variants for ``factors``, and those that
+    divide rows in the call's shares."""
     if call.op == SAVED_ACTIVATION:
         return ()
-    strategies = tuple(RULES[call.op](call)) if call.op in RULES else found_strategies(call)
+    equal = _equal_strategies(call, factors)
+    return (*equal, *unequal_strategies(call, partial(_equal_strategies, factors=factors)))
+
+
+def _equal_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
+    strategies = tuple(RULES[call.op](call)) if call.op in RULES else found_strategies(replace(call, shares=()))
     variants = [v for strategy in strategies for v in strided_variants(call, strategy, factors)]
     return tuple(dict.fromkeys([*strategies, *variants]))
 
@@ -94,39 +103,41 @@ def _has_rule(node: Node) -> bool:
     return node.is_placeholder or node.op == SAVED_ACTIVATION or node.op in RULES
 
 
-def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
+def reshape_factors(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Factors:
     """For each dim size, the factors ``before`` of the strided shards that reshapes of the graph can produce: only
     these matter."""
     factors: defaultdict[int, set[int]] = defaultdict(set)
 
     def offer(call: OpCall) -> tuple[AxisStrategy, ...]:
-        strategies = tuple(RULES[call.op](call))
+        strategies = axis_strategies(call, {})
         for strategy in strategies:
-            for tensor, placement in (
-                *zip(call.inputs, strategy.inputs, strict=True),
-                *zip(call.outputs, strategy.outputs, strict=True),
-            ):
-                if tensor is not None and isinstance(placement, StridedShard):
-                    factors[int(tensor.shape[placement.dim])].add(placement.before)
+            for tensor, placement in zip(call.tensors, strategy.places, strict=True):
+                dim, before = shard_dim(placement), shard_before(placement)
+                if tensor is not None and dim is not None and before > 1:
+                    factors[int(tensor.shape[dim])].add(before)
         return strategies
 
     for call in {op_call(graph, node) for node in graph.nodes if node.op in FACTORING and node.op in RULES}:
-        compose(call, mesh, offer)
+        compose(call, mesh, offer, shares)
     return {size: frozenset(befores) for size, befores in factors.items()}
 
 
 FACTORING = (RESHAPE, "aten.split.Tensor", "aten.split_with_sizes.default", "aten.cat.default")
 
 
-def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
-    """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`)."""
-    factors, calls = reshape_factors(graph, mesh), _distinct_calls(graph)
-    sizes = sorted({size for size in mesh if size > 1})
-    single = [_strategies(graph, calls, (size,), partial(axis_strategies, factors=factors)) for size in sizes]
+def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
+    """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`).
+    ``shares``: those in which rows may be divided, besides equal ones; if these rows do not divide so, the nearest that
+    they do."""
+    shares = fitting_shares(graph, shares) or ((),) * len(mesh)
+    factors, calls = reshape_factors(graph, mesh, shares), _distinct_calls(graph)
+    sizes = sorted({each for each in zip(mesh, shares, strict=True) if each[0] > 1})
+    offer = partial(axis_strategies, factors=factors)
+    single = [_strategies(graph, calls, (size,), offer, (unequal,)) for size, unequal in sizes]
     joined = _joined(graph, single)
     live = live_placements(graph, joined, fold_layers(graph).classes)
     wanted = _wanted(graph, calls, live)
-    composed = _strategies(graph, calls, mesh, partial(_live_offers, factors=factors, wanted=wanted))
+    composed = _strategies(graph, calls, mesh, partial(_live_offers, factors=factors, wanted=wanted), shares)
     return replace(graph, strategies=_pruned(graph, composed, live))
 
 
@@ -204,7 +215,7 @@ def _key(call: OpCall) -> OpCall:
     """The call without the positions that it indexes, and without its sizes, which sharding changes."""
     inputs = tuple(TensorType((0,) * t.rank, t.dtype) for t in call.inputs)
     outputs = tuple(t and TensorType((0,) * t.rank, t.dtype) for t in call.outputs)
-    return replace(_without_positions(call), inputs=inputs, outputs=outputs, size=1)
+    return replace(_without_positions(call), inputs=inputs, outputs=outputs, size=1, shares=())
 
 
 def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
@@ -225,17 +236,18 @@ def _strategies(
     calls: Mapping[str, OpCall],
     mesh: tuple[int, ...],
     offer: Callable[[OpCall], tuple[AxisStrategy, ...]],
+    shares: Shares,
 ) -> dict[str, tuple[Strategy, ...]]:
     """All strategies of every node. Each of ``calls`` (:func:`_distinct_calls`) is composed once."""
     cache: dict[int, tuple[Strategy, ...]] = {}
     strategies: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.is_placeholder:
-            strategies[node.name] = placeholder_strategies(node, mesh)
+            strategies[node.name] = placeholder_strategies(node, mesh, shares)
         elif node.op != SAVED_ACTIVATION:
             call = calls[node.name]
             if id(call) not in cache:
-                cache[id(call)] = _composed(call, mesh, offer, node)
+                cache[id(call)] = _composed(call, mesh, offer, shares, node)
             strategies[node.name] = cache[id(call)]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -245,28 +257,40 @@ def _strategies(
 
 
 def _composed(
-    call: OpCall, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]], node: Node
+    call: OpCall,
+    mesh: tuple[int, ...],
+    offer: Callable[[OpCall], tuple[AxisStrategy, ...]],
+    shares: Shares,
+    node: Node,
 ) -> tuple[Strategy, ...]:
     try:
-        return compose(call, mesh, offer)
+        return compose(call, mesh, offer, shares)
     except OperatorError as error:
         where = f"in module {node.module!r}" if node.module else "in the model"
         raise OperatorError(f"{error} ({where}{f', {node.source}' if node.source else ''})") from error
 
 
-def placeholder_strategies(node: Node, mesh: tuple[int, ...]) -> tuple[Strategy, ...]:
-    """The placements a placeholder may have at the start of a step; for a parameter all in which it can be stored."""
+def placeholder_strategies(node: Node, mesh: tuple[int, ...], shares: Shares = ()) -> tuple[Strategy, ...]:
+    """The placements a placeholder may have at the start of a step; for a parameter all in which it can be stored, for
+    an input also unequal ``shares`` of its rows."""
     if node.op in REPLICATED_PLACEHOLDERS:
         return (Strategy((), ((REPLICATE,) * len(mesh),)),)
     empty = node.op == "param"
-    return tuple(Strategy((), (p,)) for p in plain_placements(node.type, mesh, empty_shards=empty))
+    rows = shares if node.op == "input" and node.type.rank else ()
+    return tuple(Strategy((), (p,)) for p in plain_placements(node.type, mesh, empty_shards=empty, shares=rows))
 
 
-def plain_placements(kind: TensorType, mesh: tuple[int, ...], *, empty_shards: bool = False) -> list[Placements]:
-    """All placements of Replicate and plain Shard on axes of more than one device; shards that are empty on a device
-    only if ``empty_shards``."""
+def plain_placements(
+    kind: TensorType, mesh: tuple[int, ...], *, empty_shards: bool = False, shares: Shares = ()
+) -> list[Placements]:
+    """All placements of Replicate and plain Shard on axes of more than one device, and of ``shares`` of dim 0; shards
+    that are empty on a device only if ``empty_shards``."""
     shape = tuple(int(size) for size in kind.shape)
-    per_axis = [[REPLICATE, *(Shard(d) for d in range(len(shape)))] if n > 1 else [REPLICATE] for n in mesh]
+    plain = [Shard(d) for d in range(len(shape))]
+    per_axis = [
+        [REPLICATE, *(plain if devices > 1 else []), *([shard(0, 1, each)] if each else [])]
+        for devices, each in zip(mesh, shares or ((),) * len(mesh), strict=True)
+    ]
     valid = [tuple(choice) for choice in product(*per_axis) if is_valid(tuple(choice), shape, mesh)]
     everywhere = (REPLICATE,) * len(mesh)
     return [p for p in valid if empty_shards or p == everywhere or shardable(shape, p, mesh)]

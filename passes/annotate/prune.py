@@ -3,9 +3,9 @@
 A pointwise operation can be sharded on every dim of its tensors, and a reshape on every factor; most of these shards
 lead nowhere. A placement of a value is *live* if a strategy of an anchor has it, or if a strategy of another operation
 links it to a live placement. Anchors are operations that do real work (matrix products, convolutions, attention,
-lookups, normalisation, reductions to Partial) and inputs of the model. Strided shards of an anchor are not live by
-themselves; they only link live placements. Partial operands of products are dropped too: delaying a reduction past a
-product saves nothing.
+lookups, normalisation, reductions to Partial) and inputs of the model. Strided and unequal shards of an anchor are not
+live by themselves; they only link live placements, so that unequal ones follow the rows of inputs. Partial operands of
+products are dropped too: delaying a reduction past a product saves nothing.
 
 Equal nodes of repeated layers share what is live: it is computed once for each class, as the union over its nodes.
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
-from autopar.ir.placements import REPLICATE, Placement, Strategy, StridedShard, is_shard
+from autopar.ir.placements import OWN_KINDS, REPLICATE, Placement, Strategy, is_shard
 
 ANCHORS = [
     "mm",
@@ -69,7 +69,7 @@ def is_anchor(node: Node) -> bool:
 
 def _anchors(node: Node, strategy: Strategy) -> bool:
     """Whether a strategy's placements are live by themselves."""
-    if any(isinstance(p[0], StridedShard) for p in strategy.places):
+    if any(isinstance(p[0], OWN_KINDS) for p in strategy.places):
         return False
     reduces = any(isinstance(p[0], Partial) for p in strategy.outputs)
     operands = [p[0] for p in strategy.inputs]

@@ -31,7 +31,7 @@ def collectives_of(program: Program) -> Counter[Collective]:
     """How often ``program`` runs each collective in a step: refresh, forward and backward.
 
     Bytes are those of the full tensor of a group, padding included, as in :mod:`autopar.ir.reshard`; the program must
-    be that of the mesh's first rank, which holds the largest shards.
+    be that of a rank which holds the largest shards: the mesh's first, unless shares are unequal.
 
     >>> from autopar.ir.program import Program, Section
     >>> empty = Section("forward", (), (), ())
@@ -164,16 +164,26 @@ class _Reader:
             shape[given["gather_dim"]] = given["gather_size"]
         cut = given.get("scatter_dim", given.get("dim") if kind in ("slice", "reduce_scatter") else None)
         if cut is not None:
-            shape[cut] = chunk_bounds(shape[cut], parts, index)[1]
+            before = given.get("scatter_before", given.get("before", 1))
+            shares = tuple(given.get("scatter_shares", given.get("shares", ())))
+            shape[cut] = before * chunk_bounds(shape[cut] // before, parts, index, shares)[1]
         return shape
 
 
 def _bytes(kind: str, tensor: torch.Tensor, parts: int, given: Mapping[str, Any]) -> int:
-    """Bytes of the full tensor of a group of ``parts`` devices, each of which gives one like ``tensor``."""
+    """Bytes of the full tensor of a group of ``parts`` devices, each of which gives one like ``tensor``, padded to the
+    longest."""
     shape = list(tensor.shape)
+    side = "gather_" if kind == "all_to_all" else ""
+    if f"{side}size" in given:
+        size, before = given[f"{side}size"], given.get(f"{side}before", 1)
+        shares = tuple(given.get(f"{side}shares", ()))
+        lengths = [chunk_bounds(size // before, parts, index, shares)[1] for index in range(parts)]
+        shape[given[f"{side}dim"]] = before * max(lengths)
     cut = given["scatter_dim"] if kind == "all_to_all" else given["dim"] if kind == "reduce_scatter" else None
     if cut is not None:
-        shape[cut] = -(-shape[cut] // parts) * parts
+        shares = given.get("scatter_shares" if kind == "all_to_all" else "shares", ())
+        shape[cut] = shape[cut] * max(shares) * parts // sum(shares) if shares else -(-shape[cut] // parts) * parts
     gathered = parts if kind in ("all_gather", "all_to_all") else 1
     return gathered * math.prod(shape) * tensor.dtype.itemsize
 

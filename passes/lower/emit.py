@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Partial
 
 from autopar.ir.node import Arg, TensorType, Value
-from autopar.ir.placements import local_before, local_shape, shard_dim
+from autopar.ir.placements import Placement, local_before, local_shape, shard_dim, shares_of
 from autopar.ir.program import Instruction, Section
 from autopar.ir.reshard import Hop
 
@@ -33,15 +33,23 @@ def hop_arguments(hop: Hop, kind: TensorType, mesh: tuple[int, ...], coordinate:
     if isinstance(source, Partial):
         arguments["op"] = source.reduce_op
     if hop.kind in ("slice", "reduce_scatter"):
-        arguments |= {"dim": shard_dim(target), "before": local_before(hop.target, axis, mesh)}
+        arguments |= {"dim": shard_dim(target), "before": local_before(hop.target, axis, mesh, coordinate)}
+        arguments |= _in_shares("shares", target)
     elif hop.kind == "all_gather" and gathered is not None:
-        before = local_before(hop.source, axis, mesh)
-        arguments |= {"dim": gathered, "size": after[gathered], "before": before}
+        before = local_before(hop.source, axis, mesh, coordinate)
+        arguments |= {"dim": gathered, "size": after[gathered], "before": before} | _in_shares("shares", source)
     elif hop.kind == "all_to_all" and gathered is not None:
         arguments |= {"gather_dim": gathered, "gather_size": after[gathered]}
-        arguments |= {"gather_before": local_before(hop.source, axis, mesh)}
-        arguments |= {"scatter_dim": shard_dim(target), "scatter_before": local_before(hop.target, axis, mesh)}
+        arguments |= {"gather_before": local_before(hop.source, axis, mesh, coordinate)}
+        scatter_before = local_before(hop.target, axis, mesh, coordinate)
+        arguments |= {"scatter_dim": shard_dim(target), "scatter_before": scatter_before}
+        arguments |= _in_shares("gather_shares", source) | _in_shares("scatter_shares", target)
     return tuple(arguments.items())
+
+
+def _in_shares(name: str, placement: Placement) -> dict[str, Arg]:
+    shares = shares_of(placement)
+    return {name: shares} if shares else {}
 
 
 @dataclass
@@ -127,8 +135,8 @@ class Buckets:
             self.results[key] = value
             return
         arguments = dict(hop_arguments(path[0], kind, self.emitter.mesh, self.emitter.coordinate))
-        # Pieces of several all-to-alls have no common layout, so they are not bucketed.
-        alone = key if path[0].kind == "all_to_all" else None
+        # Pieces of several all-to-alls, or of unequal shares, have no common layout, so they are not bucketed.
+        alone = key if path[0].kind == "all_to_all" or "shares" in arguments else None
         group = (path[0].kind, path[0].axes, arguments.get("op"), kind.dtype, alone)
         members = self.open.setdefault(group, [])
         members.append(_Member(key, value, kind, path))

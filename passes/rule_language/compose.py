@@ -20,8 +20,8 @@ from autopar.ir.placements import (
     AxisStrategy,
     Placement,
     Placements,
+    Shares,
     Strategy,
-    StridedShard,
     chunk_bounds,
     factor_groups,
     is_valid,
@@ -29,6 +29,7 @@ from autopar.ir.placements import (
     shard,
     shard_before,
     shard_dim,
+    shares_of,
 )
 
 from .registry import OpCall, Operand
@@ -50,9 +51,9 @@ def op_call(graph: Graph, node: Node, size: int = 1) -> OpCall:
 
 
 def _local_sizes(size: int, placement: Placement, devices: int) -> set[int]:
-    if isinstance(placement, StridedShard):
-        return {size // devices}
-    return {chunk_bounds(size, devices, index)[1] for index in (0, devices - 1)}
+    before, shares = shard_before(placement), shares_of(placement)
+    indices = range(devices) if shares else (0, devices - 1)
+    return {before * chunk_bounds(size // before, devices, index, shares)[1] for index in indices}
 
 
 def _local_types(tensor: TensorType | None, placement: Placement, devices: int) -> list[TensorType | None]:
@@ -92,14 +93,21 @@ def _global_before(outer: Placements, dim: int, before: int, mesh: tuple[int, ..
 
 def _extend(outer: Placements, placement: Placement, mesh: tuple[int, ...]) -> Placements:
     dim = shard_dim(placement)
-    if isinstance(placement, StridedShard) and dim is not None:
-        placement = shard(dim, _global_before(outer, dim, shard_before(placement), mesh))
+    if shard_before(placement) > 1 and dim is not None:
+        placement = shard(dim, _global_before(outer, dim, shard_before(placement), mesh), shares_of(placement))
     return (*outer, placement)
+
+
+def _counts_alike(outer: Placements, placement: Placement) -> bool:
+    """Whether ``before`` of ``placement`` is the same on all devices of the ``outer`` axes: not if these divide the
+    factor before it in unequal shares."""
+    dim = shard_dim(placement)
+    return shard_before(placement) == 1 or not any(shares_of(p) for p in outer if shard_dim(p) == dim)
 
 
 def _no_empty_shard(tensor: TensorType | None, placement: Placement, devices: int) -> bool:
     dim = shard_dim(placement)
-    if tensor is None or dim is None:
+    if tensor is None or dim is None or shares_of(placement):  # Shares divide exactly, and none is 0.
         return True
     return chunk_bounds(int(tensor.shape[dim]), devices, devices - 1)[1] > 0
 
@@ -122,25 +130,27 @@ def _merge_local(outer: str, inner: str) -> str | None:
     return outer or inner if not (outer and inner) or outer == inner else None
 
 
-def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer) -> tuple[AxisStrategy, ...]:
+def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer, shares: Shares) -> tuple[AxisStrategy, ...]:
     """The strategies of one axis for ``call``, the replicated one first; does not call ``offer`` on an axis of one
     device."""
     if mesh[axis] == 1:
         return (replicated(call),)
-    here = replace(call, size=mesh[axis])
+    here = replace(call, size=mesh[axis], shares=shares[axis] if shares else ())
     offered = dict.fromkeys([replicated(call), *offer(here)])
     return tuple(strategy for strategy in offered if _fits(call, strategy, mesh[axis]))
 
 
-def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer) -> Iterator[Strategy]:
+def _walk(
+    calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer, shares: Shares
+) -> Iterator[Strategy]:
     if axis == len(mesh):
         yield outer
         return
-    offers = [_inner(call, mesh, axis, offer) for call in calls]
+    offers = [_inner(call, mesh, axis, offer, shares) for call in calls]
     common = [strategy for strategy in offers[0] if all(strategy in other for other in offers[1:])]
     for strategy in common:
         local = _merge_local(outer.local, strategy.local)
-        if local is None:
+        if local is None or not all(map(_counts_alike, outer.places, strategy.places)):
             continue
         grown = Strategy(
             tuple(_extend(o, p, mesh) for o, p in zip(outer.inputs, strategy.inputs, strict=True)),
@@ -148,7 +158,7 @@ def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int
             local,
         )
         left = list(dict.fromkeys(c for call in calls for c in local_calls(call, strategy, mesh[axis])))
-        yield from _walk(left, grown, mesh, axis + 1, offer)
+        yield from _walk(left, grown, mesh, axis + 1, offer, shares)
 
 
 def _is_valid(call: OpCall, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
@@ -156,15 +166,18 @@ def _is_valid(call: OpCall, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
     return all(t is None or is_valid(p, tuple(map(int, t.shape)), mesh) for t, p in pairs)
 
 
-def compose(call: OpCall, mesh: tuple[int, ...], offer: Offer) -> tuple[Strategy, ...]:
+def compose(call: OpCall, mesh: tuple[int, ...], offer: Offer, shares: Shares = ()) -> tuple[Strategy, ...]:
     """All strategies of ``call`` on ``mesh``, the fully replicated one first; ``offer(call)`` lists those of one axis
-    of ``call.size`` devices."""
+    of ``call.size`` devices, with ``call.shares``."""
     start = Strategy(((),) * len(call.inputs), ((),) * len(call.outputs))
-    strategies = dict.fromkeys(_walk([call], start, mesh, 0, offer))
+    strategies = dict.fromkeys(_walk([call], start, mesh, 0, offer, shares))
     return tuple(strategy for strategy in strategies if _is_valid(call, strategy, mesh))
 
 
 def shardable(shape: tuple[int, ...], placements: Placements, mesh: tuple[int, ...]) -> bool:
-    """Whether plain shards of a tensor of that shape are non-empty on every device."""
-    last = tuple(devices - 1 for devices in mesh)
-    return all(local_shape(shape, placements, mesh, last))
+    """Whether shards of a tensor of that shape are non-empty on every device."""
+    least = tuple(
+        each.index(min(each)) if (each := shares_of(placement)) else devices - 1
+        for placement, devices in zip(placements, mesh, strict=True)
+    )
+    return all(local_shape(shape, placements, mesh, least))

@@ -32,7 +32,16 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import AutoparError
 from autopar.ir.node import TensorType
-from autopar.ir.placements import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement, StridedShard, chunk_bounds, shard_dim
+from autopar.ir.placements import (
+    OWN_KINDS,
+    PARTIAL_SUM,
+    REPLICATE,
+    AxisStrategy,
+    Placement,
+    StridedShard,
+    chunk_bounds,
+    shard_dim,
+)
 
 from .registry import OpCall, Rule, rule
 
@@ -233,7 +242,7 @@ def strided_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> 
 def agnostic_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
     """:func:`strided_variants` of an operation that is known to be agnostic."""
     # Excludes local operations, which count positions, and shards that are strided already.
-    if strategy.local or any(isinstance(p, StridedShard) for p in strategy.places):
+    if strategy.local or any(isinstance(p, OWN_KINDS) for p in strategy.places):
         return
     sizes = _sharded_sizes(call, strategy.places)
     if len(sizes) != 1:

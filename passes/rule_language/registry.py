@@ -34,7 +34,7 @@ class OpCall:
 
     ``args`` and ``kwargs`` are as in :class:`autopar.ir.node.Node`, with :class:`Operand` for tensors. ``inputs[i]`` is
     the type of operand i (the same tensor passed twice is two operands); ``outputs`` has None for results that are not
-    tensors.
+    tensors. ``shares``: those in which the axis may divide rows, besides equal ones. Rules do not see them.
     """
 
     op: str
@@ -43,6 +43,7 @@ class OpCall:
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
     size: int
+    shares: tuple[int, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorType | None, ...]:

@@ -4,8 +4,8 @@ Every communication has the same three steps. *Split* cuts the scattered dim int
 largest, with pieces as the first dim: shape [n, ...]. The *exchange* is asynchronous, by
 :mod:`autopar.runtime.comm.gloo` or :mod:`autopar.runtime.comm.nccl`. *Join* concatenates received pieces [n, ...] along
 the gathered dim and removes the padding. Padding is only at the end of the last pieces, because shards follow
-``torch.chunk``. Results are contiguous and never share memory with the operand, except for a group of one device, which
-communicates nothing and returns the operand itself.
+``torch.chunk``, unless pieces have unequal ``shares``. Results are contiguous and never share memory with the operand,
+except for a group of one device, which communicates nothing and returns the operand itself.
 """
 
 from __future__ import annotations
@@ -43,10 +43,14 @@ class Handle:
         return WAITING.during(self._finish)
 
 
-def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> torch.Tensor:
+def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int, shares: tuple[int, ...] = ()) -> torch.Tensor:
     """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` after ``before``, zero-padded to the largest;
     contiguous."""
     count = tensor.shape[dim] // before
+    if shares:
+        pieces = tensor.unflatten(dim, (before, count)).split([count // sum(shares) * n for n in shares], dim + 1)
+        longest = _longest(count, parts, shares)
+        return torch.stack([pad_to(piece, dim + 1, longest).flatten(dim, dim + 1) for piece in pieces])
     length = -(-count // parts)
     if parts * length != count:
         padding = [0, 0] * (tensor.dim() - 1 - dim) + [0, parts * length - count]
@@ -55,10 +59,15 @@ def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> tor
     return pieces.flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
-def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int) -> torch.Tensor:
+def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int, shares: tuple[int, ...] = ()) -> torch.Tensor:
     """The inverse of :func:`split_pieces`: [parts, ...] to a contiguous tensor of length ``size`` along
     ``dim``."""
     parts, length = pieces.shape[0], pieces.shape[dim + 1] // before
+    if shares:
+        each = pieces.unflatten(dim + 1, (before, length))
+        unit = size // before // sum(shares)
+        cut = [piece.narrow(dim + 1, 0, unit * n) for piece, n in zip(each, shares, strict=True)]
+        return torch.cat(cut, dim + 1).flatten(dim, dim + 1)
     if before == 1 and parts * length != size:
         cut = [piece.narrow(dim, 0, chunk_bounds(size, parts, k)[1]) for k, piece in enumerate(pieces)]
         return torch.cat(cut, dim)
@@ -74,9 +83,29 @@ def pad_to(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _local_length(size: int, before: int, group: AxisGroup) -> int:
+def _longest(count: int, parts: int, shares: tuple[int, ...]) -> int:
+    """The length of the longest piece of ``count`` elements."""
+    return max(chunk_bounds(count, parts, index, shares)[1] for index in range(parts)) if shares else -(-count // parts)
+
+
+def _local_length(size: int, before: int, group: AxisGroup, shares: tuple[int, ...] = ()) -> int:
     """The length of this rank's piece along a dim of global ``size``."""
-    return before * chunk_bounds(size // before, group.size, group.index)[1]
+    return before * chunk_bounds(size // before, group.size, group.index, shares)[1]
+
+
+def _padded(tensor: torch.Tensor, dim: int, before: int, longest: int) -> torch.Tensor:
+    """``tensor`` with ``longest`` elements along the factor of ``dim`` after ``before``, contiguous."""
+    if before == 1 or tensor.shape[dim] == before * longest:
+        return pad_to(tensor, dim, before * longest)
+    return pad_to(tensor.unflatten(dim, (before, -1)), dim + 1, longest).flatten(dim, dim + 1)
+
+
+def _without_padding(tensor: torch.Tensor, dim: int, before: int, length: int) -> torch.Tensor:
+    """The inverse, for a dim of ``length``."""
+    if before == 1 or tensor.shape[dim] == length:
+        return tensor.narrow(dim, 0, length).contiguous()
+    split = tensor.unflatten(dim, (before, -1)).narrow(dim + 1, 0, length // before)
+    return split.flatten(dim, dim + 1).contiguous()  # type: ignore[no-any-return]
 
 
 def _exchange(group: AxisGroup) -> ModuleType:
@@ -129,25 +158,31 @@ class Collectives:
             return Handle(lambda: tensor)
         return Handle(_exchange(group).all_reduce(tensor.contiguous(), op, group))
 
-    def all_gather(self, tensor: torch.Tensor, axes: Axes, dim: int, size: int, before: int = 1) -> Handle:
-        """S(dim/before) -> R; ``size``: the length of ``dim`` in the result."""
+    def all_gather(
+        self, tensor: torch.Tensor, axes: Axes, dim: int, size: int, before: int = 1, shares: Sequence[int] = ()
+    ) -> Handle:
+        """S(dim/before:shares) -> R; ``size``: the length of ``dim`` in the result."""
         group = self._over(axes)
         if group.size == 1:
             return Handle(lambda: tensor)
-        padded = pad_to(tensor, dim, -(-size // before // group.size) * before)
+        of_each = tuple(shares)
+        padded = _padded(tensor, dim, before, _longest(size // before, group.size, of_each))
         if padded.numel() == 0:
             return Handle(lambda: tensor.new_empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])))
         received = _exchange(group).all_gather(padded, group)
-        return Handle(lambda: join_pieces(received(), dim, before, size))
+        return Handle(lambda: join_pieces(received(), dim, before, size, of_each))
 
-    def reduce_scatter(self, tensor: torch.Tensor, axes: Axes, op: str, dim: int, before: int = 1) -> Handle:
-        """P(op) -> S(dim/before)."""
-        group = self._over(axes)
+    def reduce_scatter(
+        self, tensor: torch.Tensor, axes: Axes, op: str, dim: int, before: int = 1, shares: Sequence[int] = ()
+    ) -> Handle:
+        """P(op) -> S(dim/before:shares)."""
+        group, of_each = self._over(axes), tuple(shares)
         if group.size == 1 or tensor.numel() == 0:
-            return Handle(lambda: take_shard(tensor, dim, before, group.size, group.index))
-        length = _local_length(tensor.shape[dim], before, group)
-        received = _exchange(group).reduce_scatter(split_pieces(tensor, dim, before, group.size), op, group)
-        return Handle(lambda: received().narrow(dim, 0, length).contiguous())
+            return Handle(lambda: take_shard(tensor, dim, before, group.size, group.index, of_each))
+        length = _local_length(tensor.shape[dim], before, group, of_each)
+        pieces = split_pieces(tensor, dim, before, group.size, of_each)
+        received = _exchange(group).reduce_scatter(pieces, op, group)
+        return Handle(lambda: _without_padding(received(), dim, before, length))
 
     def all_to_all(
         self,
@@ -158,20 +193,23 @@ class Collectives:
         gather_before: int,
         scatter_dim: int,
         scatter_before: int,
+        gather_shares: Sequence[int] = (),
+        scatter_shares: Sequence[int] = (),
     ) -> Handle:
-        """S(gather_dim/gather_before) -> S(scatter_dim/scatter_before); ``gather_size``: the length of ``gather_dim``
-        in the result."""
-        group = self._over(axes)
+        """S(gather_dim/gather_before:gather_shares) -> S(scatter_dim/scatter_before:scatter_shares); ``gather_size``:
+        the length of ``gather_dim`` in the result."""
+        group, gathered, scattered = self._over(axes), tuple(gather_shares), tuple(scatter_shares)
         if group.size == 1:
             return Handle(lambda: tensor)
-        length = _local_length(tensor.shape[scatter_dim], scatter_before, group)
-        padded = pad_to(tensor, gather_dim, -(-gather_size // gather_before // group.size) * gather_before)
-        pieces = split_pieces(padded, scatter_dim, scatter_before, group.size)
+        length = _local_length(tensor.shape[scatter_dim], scatter_before, group, scattered)
+        longest = _longest(gather_size // gather_before, group.size, gathered)
+        padded = _padded(tensor, gather_dim, gather_before, longest)
+        pieces = split_pieces(padded, scatter_dim, scatter_before, group.size, scattered)
         received: Finish = _exchange(group).all_to_all(pieces, group) if pieces.numel() else lambda: pieces
 
         def finish() -> torch.Tensor:
-            pieces_of_rank = received().narrow(scatter_dim + 1, 0, length)
-            return join_pieces(pieces_of_rank, gather_dim, gather_before, gather_size)
+            pieces_of_rank = _without_padding(received(), scatter_dim + 1, scatter_before, length)
+            return join_pieces(pieces_of_rank, gather_dim, gather_before, gather_size, gathered)
 
         return Handle(finish)
 
@@ -222,11 +260,13 @@ class Collectives:
             lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
         )
 
-    def slice(self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1) -> torch.Tensor:
-        """R -> S(dim/before) without communication; contiguous, and not a view, which would keep the whole tensor
-        alive."""
+    def slice(
+        self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1, shares: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """R -> S(dim/before:shares) without communication; contiguous, and not a view, which would keep the whole
+        tensor alive."""
         group = self._over(axes)
-        piece = take_shard(tensor, dim, before, group.size, group.index).contiguous()
+        piece = take_shard(tensor, dim, before, group.size, group.index, tuple(shares)).contiguous()
         return piece.clone() if piece.nbytes < tensor.nbytes and is_view(piece) else piece
 
     def partial(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:

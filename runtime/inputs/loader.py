@@ -84,9 +84,11 @@ class BatchShares(Sampler[list[int]]):
         position: Position,
         call: Callable[[], AbstractContextManager[None]] = nullcontext,
         part: PartOf = whole,
+        weights: tuple[int, ...] = (),
     ) -> None:
         self.position = position
         self._batches, self._exchange, self._call, self._part = batches, exchange, call, part
+        self._weights = weights
         self._shares: deque[Share] = deque()
 
     def __len__(self) -> int:
@@ -99,7 +101,7 @@ class BatchShares(Sampler[list[int]]):
             everyones = list(batch)
             first, count = self._part(len(everyones))
             indices = everyones[first : first + count]
-            copies, bounds = shares(len(indices), len(self._exchange.ranks))
+            copies, bounds = shares(len(indices), len(self._exchange.ranks), self._weights)
             self._shares.append(Share(copies, _digest(indices)))
             yield indices[slice(*bounds[self._exchange.index])]
 
@@ -150,10 +152,11 @@ class StreamShares(IterableDataset[tuple[Share, list[Any]]]):
         rank: int,
         ranks: int,
         part: PartOf = whole,
+        weights: tuple[int, ...] = (),
     ) -> None:
         self.stream, self.batch_size, self.drop_last = stream, batch_size, drop_last
         self.skip = 0
-        self._rank, self._ranks, self._part = rank, ranks, part
+        self._rank, self._ranks, self._part, self._weights = rank, ranks, part, weights
 
     def set_epoch(self, epoch: int) -> None:
         """Tells it to the stream, if that has an epoch."""
@@ -166,7 +169,7 @@ class StreamShares(IterableDataset[tuple[Share, list[Any]]]):
                 return
             first, count = self._part(len(batch))
             batch = batch[first : first + count]
-            copies, bounds = shares(count, self._ranks)
+            copies, bounds = shares(count, self._ranks, self._weights)
             yield Share(copies, len(batch).to_bytes(DIGEST_BYTES, "little")), batch[slice(*bounds[self._rank])]
 
 

@@ -10,20 +10,27 @@ import torch
 from torch.utils.data import Sampler
 
 from autopar.errors import OptionsError
+from autopar.ir.row_shares import apportioned
 
 Join = Callable[[tuple[Any, ...], Mapping[str, Any], int], Any]
 
 
-def shares(count: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
+def shares(count: int, ranks: int, weights: tuple[int, ...] = ()) -> tuple[int, list[tuple[int, int]]]:
     """Divides ``count`` samples among ``ranks``. Returns ``(copies, bounds)``; ``bounds[rank]``: start and end of the
-    samples that the rank reads. Shares differ by at most one sample. If there are fewer samples than ranks, each
-    ``copies`` neighbouring ranks read the same samples, so that every rank reads some.
+    samples that the rank reads. Shares differ by at most one sample, or are about in proportion to ``weights``. If
+    there are fewer samples than ranks, each ``copies`` neighbouring ranks read the same samples, so that every rank
+    reads some.
 
     >>> shares(10, 4)
     (1, [(0, 3), (3, 6), (6, 8), (8, 10)])
     >>> shares(3, 4)
     (2, [(0, 2), (0, 2), (2, 3), (2, 3)])
+    >>> shares(8, 2, (3, 1))
+    (1, [(0, 6), (6, 8)])
     """
+    taken = apportioned(count, weights) if weights else ()
+    if taken:
+        return 1, [(sum(taken[:rank]), sum(taken[: rank + 1])) for rank in range(ranks)]
     parts = max(part for part in range(1, ranks + 1) if ranks % part == 0 and part <= max(count, 1))
     copies, size, longer = ranks // parts, count // parts, count % parts
     starts = [part * size + min(part, longer) for part in range(parts + 1)]
@@ -59,6 +66,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int,
         drop_last: bool,
         part: PartOf = whole,
+        weights: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         if type(batch_size) is not int or batch_size < 1:
@@ -66,7 +74,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.batch_size, self.drop_last, self.shuffle, self.seed = batch_size, drop_last, shuffle, seed
         self.epoch = 0
         self._size, self._rank, self._ranks, self._join = size, rank, ranks, join
-        self._part = part
+        self._part, self._weights = part, weights
         if len(self):  # The last batch may be too small for a part of it: an error now rather than after an epoch.
             part(self._count(len(self) - 1))
         self._used = 0
@@ -86,7 +94,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         for batch in range(begin, len(self)):
             offset, count = self._part(self._count(batch))
             start = batch * self.batch_size + offset
-            copies, bounds = shares(count, self._ranks)
+            copies, bounds = shares(count, self._ranks, self._weights)
             first, last = bounds[self._rank]
             self._copies.append(copies)
             yield order[start + first : start + last].tolist()
@@ -111,7 +119,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if self._copies:
             copies = self._copies.popleft()
         else:
-            copies = shares(self._part(self._count(self._used))[1], self._ranks)[0]
+            copies = shares(self._part(self._count(self._used))[1], self._ranks, self._weights)[0]
         self._used += 1
         return self._join(args, kwargs, copies)
 

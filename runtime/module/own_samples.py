@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset
 
 from autopar.errors import AutoparError, OptionsError
+from autopar.ir.row_shares import rank_shares
 from autopar.runtime.calls.kind import leaf_names
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups
@@ -44,6 +45,7 @@ class OwnSamples:
     _random: RandomState
     _watch: Watch
     _pad_to: int | None
+    _plan: Any
 
     def from_local(self, *args: Any, **kwargs: Any) -> Any:
         """Joins the samples that each rank read (for example with a ``DistributedSampler``) to the global batch: a dict
@@ -90,6 +92,7 @@ class OwnSamples:
             seed=self._loader_seed() if seed is None else seed,
             drop_last=drop_last,
             part=self._own_part,
+            weights=self._row_weights,
         )
 
     def dataloader(
@@ -129,7 +132,7 @@ class OwnSamples:
             if shuffle or sampler is not None or batch_sampler is not None:
                 raise OptionsError("a stream comes in its own order: shuffle it itself, such as stream.shuffle(seed=0)")
             size = checked_batch_size(batch_size)
-            shared = StreamShares(dataset, size, drop_last, rank, ranks, self._own_part)
+            shared = StreamShares(dataset, size, drop_last, rank, ranks, self._own_part, self._row_weights)
             return stream_loader(shared, self._finished, options)
         if sampler is not None and shuffle:
             raise OptionsError("shuffle=True and a sampler exclude each other: the sampler gives the order")
@@ -144,8 +147,17 @@ class OwnSamples:
         elif batch_sampler is None:
             batch_sampler = BatchSampler(sampler, checked_batch_size(batch_size), drop_last)
         position, call = Position(order), lambda: self._watch.call(_LOADER)
-        batches = BatchShares(batch_sampler, self._exchange, position, call, self._own_part)
+        batches = BatchShares(batch_sampler, self._exchange, position, call, self._own_part, self._row_weights)
         return batch_loader(dataset, batches, self._finished, options)
+
+    @property
+    def _row_weights(self) -> tuple[int, ...]:
+        """The shares in which ranks read a batch: those of the plan, if there is one by now, and it divides rows in
+        unequal shares among these ranks."""
+        plan = self._plan
+        if plan is None or plan.sync is not None:
+            return ()
+        return rank_shares(plan.stages, plan.mesh, plan.shares)
 
     @property
     def _own_part(self) -> PartOf:

@@ -123,7 +123,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
         self._compilation = compilation
         self._checks = InputChecks(self._exchange, check_inputs)
         self._watch = watch or Watch(self._exchange.ranks, self._exchange.index)
-        self._plan: object | None = None
+        self._plan: Any = None
         self._outputs: OutputsWanted = "all"
         self._timelines: list[Timeline] | None = None
         self._told: set[int] = set()

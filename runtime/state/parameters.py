@@ -26,6 +26,7 @@ from autopar.errors import AutoparError
 from autopar.ir.placements import (
     Placements,
     StridedShard,
+    UnequalShard,
     local_before,
     local_shape,
     shard_before,
@@ -72,7 +73,7 @@ def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> i
         for other in range(axis + 1, len(placements))
         if shard_dim(placements[other]) == dim and shard_before(placements[other]) < before
     )
-    return local_before(placements, axis, mesh) * math.prod(later)
+    return local_before(placements, axis, mesh, (0,) * len(mesh)) * math.prod(later)
 
 
 def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:
@@ -84,6 +85,7 @@ def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[Torch
             factor = before_when_cut(placements, axis, mesh)
             converted.append(Shard(placement.dim) if factor == 1 else strided_shard(placement.dim, factor))
         else:
+            assert not isinstance(placement, UnequalShard), "parameters are never in unequal shares"
             converted.append(placement)
     return tuple(converted)
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.ir.placements import parse_placements, shares_of
 from autopar.options import Options
+from benchmarks.pipeline_plans import BATCH
 from benchmarks.unequal import BY_HAND, EQUAL, FOUND, LAYERS, SHARES, asked, clusters
 
 
-def test_ten_plans_by_hand_place_every_layer() -> None:
+def test_ten_plans_by_hand_place_every_layer_or_row() -> None:
     assert len(BY_HAND) == 10
-    for options in BY_HAND.values():
+    for name, options in BY_HAND.items():
+        if name.startswith("rows"):
+            (shares,) = (shares_of(p) for text in options.pins.values() for p in parse_placements(text))
+            assert len(shares) == len(SHARES)
+            assert sum(shares) == BATCH
+            continue
         assert set(options.pins) == {f"transformer.h.{layer}" for layer in range(LAYERS)}
         assert {text.removeprefix("stage ") for text in options.pins.values()} == set(map(str, range(options.stages)))
 

@@ -199,18 +199,20 @@ def _one(kind: str, pieces: list[torch.Tensor], index: int, kw: Mapping[str, Any
     """What the member at ``index`` of a group gets; ``pieces`` are what its members give."""
     n = len(pieces)
     if kind == "slice":
-        return take_shard(pieces[index], kw["dim"], kw["before"], n, index).contiguous()
+        return take_shard(pieces[index], kw["dim"], kw["before"], n, index, tuple(kw.get("shares", ()))).contiguous()
     if kind == "partial":
         return pieces[index] if index == 0 else torch.zeros_like(pieces[index])
     if kind == "all_gather":
         return _join(pieces, kw["dim"], kw["before"], kw["size"])
     if kind == "all_to_all":
         whole = _join(pieces, kw["gather_dim"], kw["gather_before"], kw["gather_size"])
-        return take_shard(whole, kw["scatter_dim"], kw["scatter_before"], n, index)
+        return take_shard(whole, kw["scatter_dim"], kw["scatter_before"], n, index, tuple(kw.get("scatter_shares", ())))
     stacked = torch.stack([p.clone() for p in pieces])
     total = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin, "avg": stacked.mean}[kw["op"]](0)
     total = total.to(pieces[0].dtype)
-    return take_shard(total, kw["dim"], kw["before"], n, index) if kind == "reduce_scatter" else total
+    if kind != "reduce_scatter":
+        return total
+    return take_shard(total, kw["dim"], kw["before"], n, index, tuple(kw.get("shares", ())))
 
 
 def _join(pieces: list[torch.Tensor], dim: int, before: int, size: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from autopar.cluster.description import Cluster
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import Arg, Node, TensorType, map_arg
+from autopar.ir.placements import Shares
 from autopar.ir.program import Program
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
@@ -182,9 +183,9 @@ def prices_for(annotated: Graph, mesh: tuple[int, ...]) -> Prices:
     return Prices.of(Cluster.get("dgx-a100-80gb"), mesh, annotated)
 
 
-def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range) -> None:
+def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range, shares: Shares = ()) -> None:
     """Random assignments of the graph on a mesh all give what one device gives."""
-    annotated = annotate(case.graph, mesh)
+    annotated = annotate(case.graph, mesh, shares)
     prices = prices_for(annotated, mesh)
     for seed in seeds:
         check_assignment(case, annotated, random_assignment(annotated, mesh, seed), prices, f"mesh {mesh}, seed {seed}")

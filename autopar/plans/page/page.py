@@ -16,7 +16,7 @@ from autopar.plans.views.module_tree import ModuleRow, module_rows
 from autopar.plans.views.page_width import fixed_width
 from autopar.plans.views.quantities import duration, share, signed_duration, size
 from autopar.plans.views.stage_table import schedule_line
-from autopar.plans.views.stages import busiest_stage, mesh_text
+from autopar.plans.views.stages import busiest_stage, mesh_text, rows_text
 from autopar.plans.views.step_timeline import step_timeline
 from autopar.plans.views.summary import plan_text
 from autopar.plans.views.table import plan_table
@@ -81,7 +81,7 @@ def _context(plan: PlanRecord, record: FileName | None, whatif: WhatIf[Any] | No
     return {
         "plan": plan,
         "contents": list(_contents(bool(measured), bool(stages), bool(whatif), bool(baselines))),
-        "mesh": mesh_text(plan),
+        "mesh": " · ".join(filter(None, (mesh_text(plan), rows_text(plan)))),
         "parts": _parts(plan),
         "timeline": timeline_picture(timeline),
         "measured": measured,

@@ -205,6 +205,17 @@ def mesh_text(plan: PlanRecord) -> str:
     return ", ".join([f"pp={plan.stages}", *(inner if math.prod(plan.mesh) > 1 else ())])
 
 
+def rows_text(plan: PlanRecord) -> str:
+    """Which device has how many rows where shares are unequal: ``dp: 6+2 of 8 rows``; empty where they are equal."""
+    rows = plan.batch // plan.microbatches
+    of_axes = [
+        f"{name}: {'+'.join(str(rows * each // sum(shares)) for each in shares)} of {rows} rows"
+        for name, shares in zip(plan.axis_names, plan.shares, strict=False)
+        if shares
+    ]
+    return ", ".join(of_axes) + (" of a microbatch" if of_axes and plan.microbatches > 1 else "")
+
+
 def stages_holding(plan: PlanRecord, names: Iterable[str]) -> tuple[int, ...]:
     """The stages that compute one of ``names``; if none does, those that compute a node that reads one of them."""
     wanted = set(names)
