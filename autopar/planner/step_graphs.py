@@ -30,7 +30,10 @@ def graph_alone(graph: Graph, loss: str | None, batch: int, count: int) -> Graph
     """:func:`pipelined_graph` of a batch of the size of one of ``count`` microbatches. Raises :class:`OptionsError`
     where the graph is not known at that size: a symbolic size means 2 or more."""
     if not graph.symbols or batch % count or batch // count < 2:
-        only = "holds for this batch size only (its code loops over samples, or makes a number of x.shape[0] by int())"
+        only = (
+            "holds for this batch size only (its code loops over samples, makes a number of x.shape[0] by int(), or "
+            "needs it to equal another size)"
+        )
         why = "is known for batches of 2 or more" if graph.symbols else only
         raise OptionsError(
             f'batch_statistics="microbatch", microbatches={count}: the trace of this model {why}, and microbatches of '
