@@ -15,7 +15,6 @@ from typing import Any
 from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.plan_record import PlanRecord
-from autopar.options import Options
 from autopar.plans.views.what_if import Answer, Sweep, WhatIf, in_order
 from autopar.progress import shown
 
@@ -33,6 +32,10 @@ def what_if(plan: PlanRecord, asked: Mapping[Sweep, Sequence[Any] | None]) -> Wh
     not known."""
     question = question_of(plan)
     wanted = {sweep: _values(sweep, values) for sweep, values in asked.items() if values is not None}
+    for precision in wanted.get("precision", ()):
+        replace(question.options, precision=precision)  # Checks it.
+    for cluster in wanted.get("cluster", ()):
+        Cluster.get(cluster)
     if not wanted:
         wanted = dict(_unasked(plan, question))
     answers: list[Answer[Any]] = []
@@ -56,21 +59,11 @@ def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
         if sweep in ("memory_limit", "batch") and not _is_positive(value):
             what = "bytes per device" if sweep == "memory_limit" else "samples"
             raise OptionsError(f"{sweep}={value!r} is not a positive number of {what}")
-        if sweep in ("precision", "cluster"):
-            _check_named(sweep, value)
         if sweep == "devices" and not all(map(_is_positive, value if isinstance(value, (tuple, list)) else (value,))):
             raise OptionsError(f"devices={value!r} is neither a number of devices nor a shape such as (2, 8)")
     if sweep == "devices":
         given = tuple(tuple(value) if isinstance(value, list) else value for value in given)
     return tuple(value for i, value in enumerate(given) if value not in given[:i])
-
-
-def _check_named(sweep: Sweep, value: Any) -> None:
-    """Raises :class:`OptionsError` for a precision or cluster that there is not."""
-    if sweep == "precision":
-        Options(precision=value)
-    else:
-        Cluster.get(value)
 
 
 def _is_positive(value: object) -> bool:
