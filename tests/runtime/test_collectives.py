@@ -20,6 +20,7 @@ from autopar.ir.placements import (
     local_before,
     parse_placements,
     shard,
+    shares_of,
     take_local,
 )
 from autopar.runtime.comm import gloo
@@ -87,6 +88,21 @@ def test_split_and_join_are_inverse(shape: tuple[int, ...], dim: int, before: in
         placements = (shard(dim, before),)
         assert torch.equal(pieces[index].narrow(dim, 0, length), take_local(tensor, placements, (parts,), (index,)))
     expect(join_pieces(pieces, dim, before, shape[dim]), tensor, (shape, dim))
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("shares", [(3, 1), (1, 2, 1), (2, 5)])
+def test_unequal_shares_are_split_and_joined(before: int, shares: tuple[int, ...]) -> None:
+    size = before * sum(shares) * 2
+    tensor = torch.arange(2 * size * 2).reshape(2, size, 2)
+    pieces = split_pieces(tensor, 1, before, len(shares), shares)
+    for index, share in enumerate(shares):
+        own_piece = take_local(tensor, (shard(1, before, shares),), (len(shares),), (index,))
+        assert own_piece.shape[1] == before * share * 2
+        padded = pieces[index].unflatten(1, (before, -1))
+        assert torch.equal(padded[:, :, : share * 2].flatten(1, 2), own_piece)
+        assert not padded[:, :, share * 2 :].any()
+    expect(join_pieces(pieces, 1, before, size, shares), tensor, (before, shares))
 
 
 def gathers(collectives: Collectives) -> None:
@@ -224,19 +240,25 @@ def test_axes_that_share_a_dim() -> None:
             ("S(0),S(0/2)", 8),
             ("S(0),S(0/6)", 24),
             ("S(0/3),S(0/3)", 24),
+            ("S(0:3+1),S(0)", 12),
+            ("S(0),S(0:1+2)", 6),
+            ("S(0/3:3+1),S(0/3:1+2)", 36),
+            ("S(0:3+1),S(0/4)", 24),
         ):
             placements = parse_placements(text)
+            first, second = map(shares_of, placements)
+            here = collectives.groups.coordinate
             assert is_valid(placements, (size, 2), mesh)
             tensor = torch.arange(2.0 * size).reshape(size, 2)
             outer = (placements[0], parse_placements("R")[0])
             half = own(collectives, tensor, outer)
-            before = local_before(placements, 1, mesh)
-            local = collectives.slice(half, (1,), 0, before)
+            before = local_before(placements, 1, mesh, here)
+            local = collectives.slice(half, (1,), 0, before, second)
             expect(local, own(collectives, tensor, placements), text)
-            found = collectives.wait(collectives.all_gather(local, (1,), 0, half.shape[0], before))
+            found = collectives.wait(collectives.all_gather(local, (1,), 0, half.shape[0], before, second))
             expect(found, half, text)
-            before = local_before(outer, 0, mesh)
-            expect(collectives.wait(collectives.all_gather(half, (0,), 0, size, before)), tensor, text)
+            before = local_before(outer, 0, mesh, here)
+            expect(collectives.wait(collectives.all_gather(half, (0,), 0, size, before, first)), tensor, text)
 
     on_mesh((2, 2), work)
 
