@@ -327,7 +327,7 @@ def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
             report.error.add_note(note)
             raise report.error
         raise WorkerError(note)
-    stuck = [worker for worker in workers if worker.report is None and worker.open]
+    stuck = [worker for worker in workers if worker.report is None and not worker.done]
     for worker in stuck:
         worker.signal(signal.SIGUSR1)
     # Chosen: the time to write the traces.

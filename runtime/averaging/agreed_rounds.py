@@ -223,6 +223,8 @@ class AgreedRounds:
         if made in self._open:
             self._open.remove(made)
             self._concluded[made.lane], self._ended = (made.epoch, made.number), time.monotonic()
+            if made.epoch == self._epoch:
+                self._vain = 0
             # Here, and not where it was agreed on: all ranks of a replica are at the same step here.
             present = self._epochs[made.epoch]
             if len(present) < self._members.count:

@@ -198,6 +198,12 @@ class Averaging:
         with self._faults(self._steps):
             return self.mean({"": value})[""]
 
+    def holds_anywhere(self, holds: bool) -> bool:
+        """Whether ``holds`` on some rank of some replica. Collective over all ranks. Raises :class:`FaultError`."""
+        with self._faults(self._steps):
+            at_this_place = bool(self.mean({"": torch.tensor(float(holds))})[""])
+            return not self._everywhere(not at_this_place)
+
     def settle(self) -> None:
         """Waits for what is in flight, so that the process may leave or save."""
         for exchanges in self._exchanges.values():

@@ -98,7 +98,10 @@ class ReplicaModule(ParallelModule):
     @property
     def sync_text(self) -> str:
         """``Options(sync=...)`` as text, as far as it is of numbers."""
-        return "" if self._averaging is None else repr(replace(self._averaging.sync, patience=None))
+        if self._averaging is None:
+            return ""
+        # As checkpoints have it that were written before there was a patience.
+        return repr(replace(self._averaging.sync, patience=None)).replace(", patience=None", "")
 
     @property
     def autopar_averaging(self) -> Averaging | None:

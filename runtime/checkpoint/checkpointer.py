@@ -14,7 +14,7 @@ from .background import Background, Buffers, copied
 from .find import checkpoints
 from .load import Checkpoint, load
 from .manifest import MANIFEST
-from .ranks import LostReplicaError, Ranks, ranks_of
+from .ranks import LostReplicaError, Ranks, anywhere, ranks_of
 from .save import write_snapshot
 from .snapshot import Training, take_snapshot
 from .stores import Folder, Store, store_of
@@ -88,7 +88,10 @@ class Checkpointer:
         on."""
         try:
             self.finish()
-            if step != self._saved:
+        except LostReplicaError as error:  # Others may not have noticed, and go on to save.
+            warnings.warn(f"autopar: {error}", stacklevel=2)
+        try:
+            if anywhere(self._training.model, step != self._saved):
                 self._save(step, extra)
         except LostReplicaError as error:
             self._saved = -1

@@ -135,10 +135,29 @@ def ranks_of(model: nn.Module, purpose: str = "saving", *, again: bool = False) 
         averaging.call_roll()
     everyone = tuple(range(dist.get_world_size()))
     members = _members(model) if isinstance(model, ParallelModule) else everyone
+    if not again and anywhere(model, patience is not None and _is_interrupted(members)):
+        _forget(members)
     if len(members) == 1:
         return Ranks(None, 0, 1)
     group, opened = _group(purpose, members, patience)
     return Ranks(group, members.index(dist.get_rank()), len(members), None if patience is None else opened)
+
+
+def anywhere(model: nn.Module, holds: bool) -> bool:
+    """Whether ``holds`` on some rank, if replicas may leave, so that ranks of which only some notice that do the same;
+    otherwise whether it holds here. Collective."""
+    averaging = model.autopar_averaging if isinstance(model, ReplicaModule) else None
+    may_leave = averaging is not None and averaging.sync.patience is not None
+    return averaging.holds_anywhere(holds) if averaging is not None and may_leave else holds
+
+
+def _is_interrupted(members: tuple[int, ...]) -> bool:
+    return any(opened.interrupted for (_, ranks), (_, _, opened) in _GROUPS.items() if ranks == members)
+
+
+def _forget(members: tuple[int, ...]) -> None:
+    for key in [key for key in _GROUPS if key[1] == members]:
+        del _GROUPS[key]
 
 
 def _members(model: ParallelModule) -> tuple[int, ...]:

@@ -20,7 +20,10 @@ from .interrupt import connection_of, gloo_sockets
 
 
 class Opened:
-    """The connections that this process opens within the context: those of a group that is made there."""
+    """The connections that this process opens within the context: those of a group that is made there.
+    ``interrupted``: whether this process has ended them."""
+
+    interrupted = False
 
     def __enter__(self) -> Self:
         self._inodes = set(_sockets().values())
@@ -44,6 +47,7 @@ class Opened:
 
     def interrupt(self) -> None:
         """Makes every communication through them fail, here and at their other ends."""
+        self.interrupted = True
         with ExitStack() as stack:
             for each in self.connections(stack):
                 with suppress(OSError):

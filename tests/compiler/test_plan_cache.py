@@ -113,6 +113,7 @@ _OTHER: dict[str, Any] = {
     "host_limit": 2.0**30,
     "notes": ("slow",),
     "tied": (("head.weight", "0.weight"),),
+    "shares": ((3, 1),),
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {
