@@ -64,5 +64,6 @@ def saves(rank: int, world: int, folder: str) -> int:
 def test_a_save_that_breaks_does_not_break_the_next(tmp_path: Path) -> None:
     warned = run_local(partial(saves, folder=str(tmp_path)), 2, timeout=200)
     names = {path.name for path in tmp_path.glob("step-*")}
-    assert {"step-000001", "step-000003", "step-000004"} <= names
+    # That of the first step may have been in flight.
+    assert {"step-000002", "step-000003", "step-000004"} <= names
     assert max(warned) <= 1
