@@ -214,18 +214,19 @@ def chunk_bounds(size: int, parts: int, index: int, shares: tuple[int, ...] = ()
 
 def local_before(placements: Placements, axis: int, mesh: Sequence[int], coordinate: Sequence[int]) -> int:
     """``before`` of the placement of ``axis``, as counted on a device: divided as the factors before it are."""
-    return _before_after(placements, axis, mesh, coordinate, range(len(placements)))
+    return before_after(placements, axis, mesh, coordinate, range(len(placements)))
 
 
-def _before_after(
+def before_after(
     placements: Placements, axis: int, mesh: Sequence[int], coordinate: Sequence[int], cut: Iterable[int]
 ) -> int:
-    """The same where only the axes ``cut`` have divided the dim."""
+    """:func:`local_before` where only the axes ``cut`` have divided the dim."""
     dim, left = shard_dim(placements[axis]), shard_before(placements[axis])
     for outer in cut:
         placement = placements[outer]
         if shard_dim(placement) == dim and shard_before(placement) < shard_before(placements[axis]):
-            left = chunk_bounds(left, mesh[outer], coordinate[outer], shares_of(placement))[1]
+            shares = shares_of(placement)
+            left = chunk_bounds(left, mesh[outer], coordinate[outer], shares)[1] if shares else left // mesh[outer]
     return left
 
 
@@ -311,7 +312,7 @@ def take_local(
         dim = shard_dim(placement)
         if dim is not None:
             # Earlier axes of an outer factor have cut the local dim already, later ones have not yet.
-            before = _before_after(placements, axis, mesh, coordinate, range(axis))
+            before = before_after(placements, axis, mesh, coordinate, range(axis))
             tensor = take_shard(tensor, dim, before, mesh[axis], coordinate[axis], shares_of(placement))
     return tensor
 

@@ -27,9 +27,8 @@ from autopar.ir.placements import (
     Placements,
     StridedShard,
     UnequalShard,
-    local_before,
+    before_after,
     local_shape,
-    shard_before,
     shard_dim,
     take_local,
 )
@@ -67,13 +66,7 @@ Stored = tuple[TensorSlot, Place]
 def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
     """``before`` of the shard on ``axis`` if axes are cut from the outermost to the innermost, as
     :func:`autopar.ir.placements.take_local` and torch do."""
-    before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
-    later = (
-        mesh[other]
-        for other in range(axis + 1, len(placements))
-        if shard_dim(placements[other]) == dim and shard_before(placements[other]) < before
-    )
-    return local_before(placements, axis, mesh, (0,) * len(mesh)) * math.prod(later)
+    return before_after(placements, axis, mesh, (0,) * len(mesh), range(axis))
 
 
 def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:

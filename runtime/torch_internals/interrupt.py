@@ -92,7 +92,8 @@ def _waits_for(thread: Path) -> str | None:
 
 
 def connection_of(number: int) -> socket.socket | None:
-    """A copy of a descriptor, if it is a connection: gloo ends the process if it cannot listen any more."""
+    """A copy of a descriptor, if it is a connection: gloo ends the process if it cannot listen any more. Relies on that
+    (2.11)."""
     with suppress(OSError):
         copy = os.dup(number)
         try:
