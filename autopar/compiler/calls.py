@@ -158,7 +158,7 @@ class Compiler:
             with evaluated_first(base):
                 check_same_graph(self.plan, base)
             if self.plan.pipeline is None:
-                self._offers(step_graph(base.graph, base.loss, self.plan.batch))
+                self._planned_prices(step_graph(base.graph, base.loss, self.plan.batch))
         self._base = base
 
     def _may_be_for_training(self, base: Prepared) -> bool:
@@ -259,7 +259,7 @@ class Compiler:
         assignment = self.plan.assignment(names)
         same = base is self._base and batch == self.plan.batch
         if same:
-            prices = Prices(self.cluster, self.plan.mesh, self._offers(planned), exchanged_bytes(planned))
+            prices = self._planned_prices(planned)
         else:
             other = self._annotate_alike(step_graph(base.graph, base.loss, batch))
             assignment = refit(assignment, self._annotate(self._base, self.plan.batch), other)
@@ -317,7 +317,7 @@ class Compiler:
 
         optimizer, index, holds_for = self.options.optimizer, self.ranks.index, self._base.traced.holds_for
         return StageCompiler(
-            self.plan, self.cluster, optimizer, index, self._annotate_alike, self._offers, solve, holds_for
+            self.plan, self.cluster, optimizer, index, self._annotate_alike, self._planned_prices, solve, holds_for
         )
 
     def _check_padded(self, request: Request, batch: int) -> None:
@@ -357,12 +357,12 @@ class Compiler:
             self._annotated[batch] = self._annotate_alike(step_graph(base.graph, base.loss, batch))
         return self._annotated[batch]
 
-    def _offers(self, graph: Graph) -> Through:
-        """What the ``graph`` that was planned offers; see :func:`offers`."""
+    def _planned_prices(self, graph: Graph) -> Prices:
+        """The prices of the ``graph`` that was planned, which is checked by :func:`offers`."""
         assert self.plan is not None
         if self._through is None:
             self._through = offers(self.plan, graph, self._annotate_alike, self.ranks)
-        return self._through
+        return Prices(self.cluster, self.plan.mesh, self._through, exchanged_bytes(graph))
 
     def _annotate_alike(self, graph: Graph) -> Graph:
         assert self.plan is not None

@@ -7,11 +7,10 @@ they are cached under a hash of these. Later runs, and the other ranks, need not
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 
-from autopar.content.disk_cache import read, write
+from autopar.content.disk_cache import key_of, read, write
 from autopar.content.source_hash import code_version
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
@@ -72,8 +71,7 @@ def _cached(key: str, make: Callable[[], Through]) -> Through:
 
 
 def _key(plan: Plan, graph: Graph) -> str:
-    parts = (code_version(), plan_identity(plan), " ".join(plan.nodes), graph.to_text())
-    return hashlib.sha256("\n".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
+    return key_of((code_version(), plan_identity(plan), " ".join(plan.nodes), graph.to_text()))
 
 
 def _text(through: Through) -> str:

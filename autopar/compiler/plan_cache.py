@@ -8,7 +8,6 @@ this process, with the phase ``cache`` alone.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.content.cache_folder import caching_enabled
-from autopar.content.disk_cache import read, write
+from autopar.content.disk_cache import key_of, read, write
 from autopar.content.source_hash import code_version
 from autopar.content.tensor_digest import tensor_digest
 from autopar.errors import AutoparError, OperatorError
@@ -104,10 +103,7 @@ def _is_cacheable(request: PlanRequest, plan: Plan) -> bool:
 
 def plan_key(request: PlanRequest) -> str:
     """A hash of everything that a plan depends on."""
-    digest = hashlib.sha256()
-    for line in _ingredients(request):
-        digest.update(f"{len(line)}:{line}\n".encode())
-    return digest.hexdigest()
+    return key_of(_ingredients(request))
 
 
 def _ingredients(request: PlanRequest) -> Iterator[str]:

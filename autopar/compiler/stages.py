@@ -26,7 +26,7 @@ from autopar.passes.pipeline.cut_candidates import cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
 from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
-from autopar.placement.prices import BUCKET_BYTES, Prices, exchanged_bytes
+from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.step_graphs import graph_alone
 from autopar.plans.plan import Plan
@@ -36,7 +36,6 @@ from autopar.schedule.schedule import Schedule
 from autopar.search.chunks import place_chunks
 from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
-from .offers import Through
 from .pipeline import pipeline_program
 
 Annotate = Callable[[Graph], Graph]
@@ -54,15 +53,15 @@ class CompiledStages:
 @dataclass(frozen=True)
 class StageCompiler:
     """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters have the
-    planned placements) work on the mesh inside a stage; ``offers`` is :func:`autopar.compiler.offers.offers` of the
-    planned graph. ``holds_for``: whether the traced graph holds at a batch size."""
+    planned placements) work on the mesh inside a stage; ``planned_prices`` are those of the planned
+    graph. ``holds_for``: whether the traced graph holds at a batch size."""
 
     plan: Plan
     cluster: Cluster
     optimizer: str
     index: int
     annotate: Annotate
-    offers: Callable[[Graph], Through]
+    planned_prices: Callable[[Graph], Prices]
     solve: Solve
     holds_for: Callable[[int], bool]
 
@@ -76,7 +75,7 @@ class StageCompiler:
         same with a symbolic batch size."""
         pieces = self._pieces(graph, symbolic)
         graph = SaveActivations()(pieces.graph)
-        prices = Prices(self.cluster, self.plan.mesh, self.offers(graph), exchanged_bytes(graph))
+        prices = self.planned_prices(graph)
         assignment = self.plan.assignment({node.target: node.name for node in graph.placeholders("param")})
         return self._program(pieces, cut(pieces, self.pipeline.cuts), assignment, prices)
 

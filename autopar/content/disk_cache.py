@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from .cache_folder import cache_folder, caching_enabled
@@ -24,6 +25,14 @@ _SUFFIX = ".kept"
 # Chosen: nothing is written for that long.
 _ABANDONED_SECONDS = 86_400.0
 _log = logging.getLogger(__name__)
+
+
+def key_of(parts: Iterable[str]) -> str:
+    """A hash of texts, of which none can pass for a part of another."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{len(part)}:{part}\n".encode())
+    return digest.hexdigest()
 
 
 def read(kind: str, key: str) -> str | None:

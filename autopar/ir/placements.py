@@ -212,6 +212,11 @@ def chunk_bounds(size: int, parts: int, index: int, shares: tuple[int, ...] = ()
     return start, min(step, size - start)
 
 
+def longest_chunk(size: int, parts: int, shares: tuple[int, ...] = ()) -> int:
+    """The length of the longest of these pieces."""
+    return size // sum(shares) * max(shares) if shares else -(-size // parts)
+
+
 def local_before(placements: Placements, axis: int, mesh: Sequence[int], coordinate: Sequence[int]) -> int:
     """``before`` of the placement of ``axis``, as counted on a device: divided as the factors before it are."""
     return before_after(placements, axis, mesh, coordinate, range(len(placements)))

@@ -35,6 +35,7 @@ from .placements import (
     is_shard,
     is_valid,
     largest_local_shape,
+    longest_chunk,
     shard_before,
     shard_dim,
     shares_of,
@@ -90,12 +91,6 @@ def _same_factor(first: Placement, second: Placement) -> bool:
     return shard_dim(first) == shard_dim(second) and shard_before(first) == shard_before(second)
 
 
-def longest_piece(size: int, placement: Placement, devices: int) -> int:
-    """The length of the longest piece of a dim of ``size`` that is divided so."""
-    shares = shares_of(placement)
-    return size // sum(shares) * max(shares) if shares else -(-size // devices)
-
-
 def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]) -> int:
     """Bytes of the full tensor of a group, uneven shards padded to the largest."""
     shape: Shape = tuple(int(s) for s in tensor.shape)
@@ -109,7 +104,7 @@ def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements
     elif kind == "all_to_all":
         dim = shard_dim(target[changed[0]])
         assert dim is not None
-        local[dim] = longest_piece(local[dim], target[changed[0]], group) * group
+        local[dim] = longest_chunk(local[dim], group, shares_of(target[changed[0]])) * group
     return group * math.prod(local) * tensor.dtype.itemsize
 
 

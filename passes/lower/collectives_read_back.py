@@ -17,7 +17,7 @@ import torch
 from autopar.ir.chunk_program import ChunkProgram
 from autopar.ir.node import Arg, Value
 from autopar.ir.pipeline_program import PipelineProgram
-from autopar.ir.placements import chunk_bounds, local_shape
+from autopar.ir.placements import chunk_bounds, local_shape, longest_chunk
 from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
 from autopar.ir.reshard import Collective
 from autopar.ops.exchanged_experts import EXCHANGES, message_bytes
@@ -178,12 +178,11 @@ def _bytes(kind: str, tensor: torch.Tensor, parts: int, given: Mapping[str, Any]
     if f"{side}size" in given:
         size, before = given[f"{side}size"], given.get(f"{side}before", 1)
         shares = tuple(given.get(f"{side}shares", ()))
-        lengths = [chunk_bounds(size // before, parts, index, shares)[1] for index in range(parts)]
-        shape[given[f"{side}dim"]] = before * max(lengths)
+        shape[given[f"{side}dim"]] = before * longest_chunk(size // before, parts, shares)
     cut = given["scatter_dim"] if kind == "all_to_all" else given["dim"] if kind == "reduce_scatter" else None
     if cut is not None:
-        shares = given.get("scatter_shares" if kind == "all_to_all" else "shares", ())
-        shape[cut] = shape[cut] * max(shares) * parts // sum(shares) if shares else -(-shape[cut] // parts) * parts
+        shares = tuple(given.get("scatter_shares" if kind == "all_to_all" else "shares", ()))
+        shape[cut] = longest_chunk(shape[cut], parts, shares) * parts
     gathered = parts if kind in ("all_gather", "all_to_all") else 1
     return gathered * math.prod(shape) * tensor.dtype.itemsize
 

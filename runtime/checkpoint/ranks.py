@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime.averaging.averaging import Averaging
 from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.torch_internals.collectives import world_timeout
@@ -129,13 +130,13 @@ def ranks_of(model: nn.Module, purpose: str = "saving", *, again: bool = False) 
     before. Ranks with different purposes do not disturb each other."""
     if not dist.is_initialized():
         return Ranks(None, 0, 1)
-    averaging = model.autopar_averaging if isinstance(model, ReplicaModule) else None
+    averaging = _may_leave(model)
     patience = None if averaging is None else averaging.sync.patience
     if averaging is not None and not again:
         averaging.call_roll()
     everyone = tuple(range(dist.get_world_size()))
     members = _members(model) if isinstance(model, ParallelModule) else everyone
-    if not again and anywhere(model, patience is not None and _is_interrupted(members)):
+    if averaging is not None and not again and averaging.holds_anywhere(_is_interrupted(members)):
         _forget(members)
     if len(members) == 1:
         return Ranks(None, 0, 1)
@@ -146,9 +147,14 @@ def ranks_of(model: nn.Module, purpose: str = "saving", *, again: bool = False) 
 def anywhere(model: nn.Module, holds: bool) -> bool:
     """Whether ``holds`` on some rank, if replicas may leave, so that ranks of which only some notice that do the same;
     otherwise whether it holds here. Collective."""
+    averaging = _may_leave(model)
+    return holds if averaging is None else averaging.holds_anywhere(holds)
+
+
+def _may_leave(model: nn.Module) -> Averaging | None:
+    """The exchanges of replicas that may leave; None if there are none."""
     averaging = model.autopar_averaging if isinstance(model, ReplicaModule) else None
-    may_leave = averaging is not None and averaging.sync.patience is not None
-    return averaging.holds_anywhere(holds) if averaging is not None and may_leave else holds
+    return None if averaging is None or averaging.sync.patience is None else averaging
 
 
 def _is_interrupted(members: tuple[int, ...]) -> bool:

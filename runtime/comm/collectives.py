@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.placements import chunk_bounds, take_shard
+from autopar.ir.placements import chunk_bounds, longest_chunk, take_shard
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.ops.masked import LOCAL_OPS
 from autopar.torch_internals.tensors import is_view
@@ -49,7 +49,7 @@ def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int, shares
     count = tensor.shape[dim] // before
     if shares:
         pieces = tensor.unflatten(dim, (before, count)).split([count // sum(shares) * n for n in shares], dim + 1)
-        longest = _longest(count, parts, shares)
+        longest = longest_chunk(count, parts, shares)
         return torch.stack([pad_to(piece, dim + 1, longest).flatten(dim, dim + 1) for piece in pieces])
     length = -(-count // parts)
     if parts * length != count:
@@ -81,11 +81,6 @@ def pad_to(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     if missing:
         tensor = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing])
     return tensor.contiguous()
-
-
-def _longest(count: int, parts: int, shares: tuple[int, ...]) -> int:
-    """The length of the longest piece of ``count`` elements."""
-    return max(chunk_bounds(count, parts, index, shares)[1] for index in range(parts)) if shares else -(-count // parts)
 
 
 def _local_length(size: int, before: int, group: AxisGroup, shares: tuple[int, ...] = ()) -> int:
@@ -166,7 +161,7 @@ class Collectives:
         if group.size == 1:
             return Handle(lambda: tensor)
         of_each = tuple(shares)
-        padded = _padded(tensor, dim, before, _longest(size // before, group.size, of_each))
+        padded = _padded(tensor, dim, before, longest_chunk(size // before, group.size, of_each))
         if padded.numel() == 0:
             return Handle(lambda: tensor.new_empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])))
         received = _exchange(group).all_gather(padded, group)
@@ -202,7 +197,7 @@ class Collectives:
         if group.size == 1:
             return Handle(lambda: tensor)
         length = _local_length(tensor.shape[scatter_dim], scatter_before, group, scattered)
-        longest = _longest(gather_size // gather_before, group.size, gathered)
+        longest = longest_chunk(gather_size // gather_before, group.size, gathered)
         padded = _padded(tensor, gather_dim, gather_before, longest)
         pieces = split_pieces(padded, scatter_dim, scatter_before, group.size, scattered)
         received: Finish = _exchange(group).all_to_all(pieces, group) if pieces.numel() else lambda: pieces

@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.placements import Shares, shares_of
+from autopar.ir.placements import Shares, Strategy, shares_of
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
 from autopar.placement.breakdown import cost_breakdown
-from autopar.placement.parameter_choices import parameter_choices
 from autopar.placement.placed_step import PlacedStep
 from tests.planner.test_uneven import case
-from tests.zoo.check import Case, check_assignment, make_case, prices_for, programs
+from tests.zoo.check import Case, check_assignment, make_case, prices_for, programs, random_assignment
 
 MESHES: list[tuple[int, tuple[int, ...], Shares]] = [
     (5, (2,), ((1, 4),)),
@@ -50,19 +49,15 @@ def coupled(rows: int) -> Case:
     return make_case(Coupled(), (torch.randn(rows, 6, generator=generator), labels))
 
 
+def mostly_unequal(generator: random.Random, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """Those that divide in unequal shares, most of the time that there are any."""
+    unequal = tuple(s for s in offered if any(shares_of(p) for places in s.places for p in places))
+    return unequal if unequal and generator.random() < 0.7 else offered
+
+
 def divided(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignment:
     """A random assignment in which most nodes that can be are divided in unequal shares."""
-    generator = random.Random(seed)
-    parameters, strategies = {}, {}
-    for node in graph.nodes:
-        offered = graph.strategies[node.name]
-        if node.op == "param":
-            parameters[node.name] = generator.choice(parameter_choices(offered, True))
-            continue
-        unequal = [s for s in offered if any(shares_of(p) for places in s.places for p in places)]
-        likely = unequal if unequal and generator.random() < 0.7 else offered
-        strategies[node.name] = generator.choice(likely)
-    return Assignment(mesh, strategies, parameters)
+    return random_assignment(graph, mesh, seed, mostly_unequal)
 
 
 def check(one: Case, mesh: tuple[int, ...], shares: Shares, seed: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,7 +18,7 @@ from autopar.cluster.description import Cluster
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import Arg, Node, TensorType, map_arg
-from autopar.ir.placements import Shares
+from autopar.ir.placements import Shares, Strategy
 from autopar.ir.program import Program
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
@@ -37,6 +37,7 @@ from tests.helpers.interpret import interpret
 from tests.helpers.lowering import plain
 from tests.helpers.simulate import World
 
+Narrowed = Callable[[random.Random, tuple[Strategy, ...]], tuple[Strategy, ...]]
 Results = dict[tuple[str, str], torch.Tensor | None]
 
 
@@ -160,8 +161,9 @@ def compare(found: Mapping[tuple[str, str], Any], expected: Results, message: st
         )
 
 
-def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int, plainness: float = 0.0) -> Assignment:
-    """Any strategy for every node, any resting places for every parameter: what a planner could choose."""
+def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int, narrowed: Narrowed | None = None) -> Assignment:
+    """Any strategy for every node, any resting places for every parameter: what a planner could choose. ``narrowed``
+    leaves some of the strategies of a node to choose from."""
     generator = random.Random(seed)
     parameters, strategies = {}, {}
     for node in graph.nodes:
@@ -169,7 +171,7 @@ def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int, plainness:
         if node.op == "param":
             parameters[node.name] = generator.choice(parameter_choices(offered, True))
         else:
-            strategies[node.name] = generator.choice(offered)
+            strategies[node.name] = generator.choice(narrowed(generator, offered) if narrowed else offered)
     return Assignment(mesh, strategies, parameters)
 
 
