@@ -102,13 +102,14 @@ class StageCompiler:
         Raises:
             InfeasibleError: the device cannot hold it.
         """
-        owners = cut(self._pieces(planned, planned_symbolic), self.pipeline.cuts).owners
+        planned_stages = cut(self._pieces(planned, planned_symbolic), self.pipeline.cuts)
         count = self.plan.microbatches
         while not _divides(graph, symbolic, count):
             count -= 1
         pieces = self._other_pieces(graph, symbolic, count)
-        cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
-        homes = {path: chunks[0] for path, chunks in owners.items() if chunks}
+        holders, chunks = planned_stages.holders(), self.pipeline.chunks
+        cuts = cuts_for_owners(pieces.graph, holders, chunks) if self.pipeline.cuts else ()
+        homes = {path: users[0] for path, users in planned_stages.owners.items() if users}
         annotated = self.annotate(SaveActivations()(pieces.graph))
         trains = any(output.kind == "gradient" for output in graph.outputs)
         prices = self._prices(annotated)

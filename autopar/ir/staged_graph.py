@@ -53,6 +53,14 @@ class Staged:
     prelude: Graph | None = None
     own_statistics: bool = False
 
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter and each cache, by name, the chunks that use it: where it rests."""
+        caches: dict[str, tuple[int, ...]] = {}
+        for index, chunk in enumerate(self.chunks):
+            for node in chunk.placeholders("cache"):
+                caches[node.target] = (*caches.get(node.target, ()), index)
+        return {**self.owners, **caches}
+
     def links(self) -> tuple[tuple[int, int], ...]:
         """The pairs of chunks between which forward values are sent."""
         return tuple(dict.fromkeys((e.source, e.target) for e in sorted(self.edges) if e.phase == "forward"))

@@ -152,19 +152,19 @@ def _differentiable(graph: Graph) -> frozenset[str]:
 
 
 def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: int) -> tuple[str, ...]:
-    """Cuts that put every use of a parameter into one of its ``owners`` (chunks, by path), with each operation as early
-    as possible. The owners come from another graph of the same model.
+    """Cuts that put every use of a parameter or cache into one of its ``owners`` (chunks, by path), with each operation
+    as early as possible. The owners come from another graph of the same model.
 
     ``graph`` may be a different trace (without dropout, forward only). Raises :class:`OptionsError` if its operations
     are ordered differently, so that no cut fits.
     """
     layout = ChunkLayout(graph, ())
-    paths = {node.name: node.target for node in graph.placeholders("param")}
+    paths = {node.name: node.target for node in (*graph.placeholders("param"), *graph.placeholders("cache"))}
     order = [node for node in graph if node.phase == "forward" and node.name in layout.home]
     starts: dict[int, int] = {}
     chunk = 0
     for index, node in enumerate(order):
-        for path in sorted(_parameters_of(layout, node, paths)):
+        for path in sorted(_held_of(layout, node, paths)):
             later = [owner for owner in owners.get(path, ()) if owner >= chunk]
             if owners.get(path) and not later:
                 raise OptionsError(
@@ -176,8 +176,8 @@ def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: 
     return _cuts(order, starts, count)
 
 
-def _parameters_of(layout: ChunkLayout, node: Node, paths: Mapping[str, str]) -> set[str]:
-    """The parameters that an operation reads, directly or through repeated operations."""
+def _held_of(layout: ChunkLayout, node: Node, paths: Mapping[str, str]) -> set[str]:
+    """Which of ``paths``, by placeholder, an operation reads, directly or through repeated operations."""
     waiting = [] if node.name in layout.repeated else list(node.operands)
     paths_read: set[str] = set()
     while waiting:

@@ -341,6 +341,28 @@ def test_evaluation_is_cut_as_training_is() -> None:
     assert evaluation.owners == staged.owners
 
 
+CACHED = """
+graph()
+%w: f32[4, 4] = param("w")
+%v: f32[4, 4] = param("v")
+%x: f32[2, 4] = input("x")
+%c: f32[2, 4] = cache("keys")
+%h: f32[2, 4] = aten.mm.default(%x, %w)
+%k: f32[2, 4] = aten.add.Tensor(%c, %h)
+%y: f32[2, 4] = aten.mm.default(%k, %v)
+return output "0" = %y
+return mutation "keys" = %k
+"""
+
+
+@pytest.mark.parametrize("name, chunk", [("k", 1), ("y", 0)])
+def test_a_cache_stays_where_another_program_has_it(name: str, chunk: int) -> None:
+    graph = Graph.from_text(CACHED)
+    staged = cut(graph, (name,))
+    assert staged.holders()["keys"] == (chunk,)
+    assert cuts_for_owners(graph, staged.holders(), 2) == (name,)
+
+
 def test_no_cut_fits_parameters_that_lie_in_another_order() -> None:
     forward = Graph.from_text(SKIP.split("backward %ge")[0].replace('backward %g: f32[] = tangent("0")\n', ""))
     with pytest.raises(OptionsError, match="uses 'v' in stage 1, but stages \\(0,\\) have it"):
