@@ -5,9 +5,10 @@
 First the machine is measured, as ``autopar calibrate`` and ``autopar calibrate --disk`` do, and the rate at which
 processes copy memory, which host memory is to them. Then one decoder trains under several plans in the same processes,
 taking turns: with everything on the device, with optimizer state in host memory, with optimizer state on the disk of
-``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory. The disk is measured again between the
-steps, and priced so. Medians of rounds are compared with what the plans say: of the step, and of the part that a tier
-changes, the update or the rest of the step.
+``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory; weights have the same placements in all. A
+disk of a virtual machine is twice as fast in one second as in another: it is measured directly before and after each
+step that uses it, and that step is priced with the mean of both. Given are medians of rounds, predicted and measured:
+of the step, and of the part that a tier changes, the update or the rest of the step.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ from autopar.calibration.disk import calibrate_disk, with_disk
 from autopar.calibration.machine import calibrate
 from autopar.calibration.measure_disk import DiskRounds, DiskSample
 from autopar.cluster.description import Cluster, machine_memory
+from autopar.ir.placements import short
+from autopar.planner.prepare import prepare
 from autopar.runtime.launch import run_local
+from autopar.search.reprice import reprice
 
 from .memory import Decoder
 from .report import describe_machine, emit, make_table
 
-ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 4, 64, 2048, 512, 4
+ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 4, 64, 256, 512, 4
+# Small, and so is the vocabulary: where gradients are zero, or so small that their squares are denormal, as once a model
+# has learnt its only batch, an update takes processors ten times as long.
+LEARNING_RATE = 1e-5
 # What rests elsewhere, and which part of a step that changes.
 WAYS: Mapping[str, tuple[Any, str]] = {
     "nothing": (False, "update"),
@@ -87,29 +94,50 @@ def token_ids() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def options_of(offload: Any) -> autopar.Options:
-    """Of all ways; only ``offload`` differs."""
+def options_of(offload: Any, pins: Mapping[str, str] | None = None) -> autopar.Options:
+    """Of all ways; only ``offload`` differs. ``pins``: placements of weights, by path."""
     return autopar.Options(
-        offload=offload, stages=1, mesh_search=False, microbatches=1, zero=1, recompute="none", check_inputs="never"
-    )
+        offload=offload, stages=1, mesh_search=False, microbatches=1, zero=1, recompute="none", check_inputs="never",
+        pins=pins or {},
+    )  # fmt: skip
 
 
-def work(rank: int, world: int, cluster: Cluster, rounds: int) -> tuple[dict[str, Any], DiskSample]:
-    """By way, seconds of each round, and whether losses are those of nothing offloaded; and the disk, measured between
-    the steps."""
+def decoder() -> Decoder:
+    """The model, the same each time."""
+    torch.manual_seed(0)
+    return Decoder(WIDTH, 8, LAYERS, VOCABULARY)
+
+
+def plan_of(offload: Any, processes: int, cluster: Cluster, pins: Mapping[str, str]) -> Any:
+    """A plan of the model."""
+    options = options_of(offload, pins)
+    return autopar.plan(decoder(), (processes,), (token_ids(),), cluster=cluster, options=options)
+
+
+def weights_of(plan: Any) -> dict[str, str]:
+    """Pins that give weights the placements of ``plan``."""
+    return {path: ",".join(map(short, each.weight)) for path, each in plan.parameters.items()}
+
+
+def work(
+    rank: int, world: int, cluster: Cluster, pins: Mapping[str, str], rounds: int
+) -> tuple[dict[str, Any], dict[str, list[DiskSample]]]:
+    """By way, seconds of each round, and whether losses are those of nothing offloaded; and the disk around each step
+    that uses it."""
     ids = token_ids()
     made: dict[str, tuple[Any, torch.optim.Optimizer]] = {}
     for name, (offload, _) in WAYS.items():
-        torch.manual_seed(0)
-        model = Decoder(WIDTH, 8, LAYERS, VOCABULARY)
-        parallel = autopar.parallelize(model, (world,), (ids,), options=options_of(offload), cluster=cluster)
-        made[name] = parallel, parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+        options = options_of(offload, pins)
+        parallel = autopar.parallelize(decoder(), (world,), (ids,), options=options, cluster=cluster)
+        made[name] = parallel, parallel.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
     disk = DiskRounds(dist.barrier)
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in made}
     losses: dict[str, list[float]] = {name: [] for name in made}
+    disks: dict[str, list[DiskSample]] = {name: [] for name in made if uses_disk(name)}
     for turn in range(rounds + 2):
-        disk.once()
         for name, (model, optimizer) in made.items():
+            if name in disks:
+                disk.once()
             dist.barrier()
             begin = time.perf_counter()
             losses[name].append(float(model.step(ids)))
@@ -119,30 +147,69 @@ def work(rank: int, world: int, cluster: Cluster, rounds: int) -> tuple[dict[str
             dist.barrier()
             end = time.perf_counter()
             optimizer.zero_grad()
+            if name in disks:
+                disk.once()
             if turn > 1:  # The first steps make state and files.
                 seconds[name].append({"step": end - begin, "update": end - middle, "rest": middle - begin})
-    ways = {name: {"rounds": seconds[name], "same_losses": losses[name] == losses["nothing"]} for name in made}
-    return ways, disk.sample(statistics.median)
+                if name in disks:
+                    disks[name].append(disk.sample(statistics.fmean, last=2))
+    placed = {name: model.plan.strategies for name, (model, _) in made.items()}
+    ways = {
+        name: {
+            "rounds": seconds[name],
+            "same_losses": losses[name] == losses["nothing"],
+            "same_placements": placed[name] == placed["nothing"],
+        }
+        for name in made
+    }
+    return ways, disks
+
+
+def uses_disk(name: str) -> bool:
+    """Whether a way keeps anything on the disk."""
+    offload, _ = WAYS[name]
+    return isinstance(offload, Mapping) and "nvme" in offload.values()
+
+
+def prices_of(plan: Any, disks: Sequence[Sequence[DiskSample]], cluster: Cluster) -> list[dict[str, float]]:
+    """What ``plan`` says of each round, with the disk as the processes measured it around that: once, without."""
+    if not disks:
+        return [predicted(plan)]
+    prepared = prepare(decoder(), (token_ids(),), {}, device="cpu", loss_fn=None)
+    options = options_of(False)
+    clusters = [replace(cluster, device=with_disk(cluster.device, samples)) for samples in disks]
+    return [predicted(reprice(plan, prepared, ROWS, cluster=each, options=options)) for each in clusters]
+
+
+def row_of(
+    name: str, each: Mapping[str, Any], disks: Sequence[Sequence[DiskSample]], cluster: Cluster, plan: Any
+) -> dict[str, Any]:
+    """The figures of one way. ``each``: what the first process measured; ``disks``: by round, those of all."""
+    rounds = each["rounds"]
+    said = prices_of(plan, disks, cluster)
+    said = said if len(said) > 1 else said * len(rounds)
+    parts = ("step", "update", "rest")
+    return {
+        "offloaded": name, "part": WAYS[name][1],
+        "predicted": {k: statistics.median(s[k] for s in said) for k in parts},
+        "measured": {k: statistics.median(r[k] for r in rounds) for k in parts},
+        "error": {k: statistics.median(s[k] / r[k] - 1 for s, r in zip(said, rounds, strict=True)) for k in parts},
+        "same_losses": each["same_losses"], "same_placements": each["same_placements"], "peak_bytes": plan.predicted.peak_bytes, "rounds": rounds,
+        "predicted_rounds": said if disks else [],
+    }  # fmt: skip
 
 
 def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, Any]:
     """All figures of a run."""
     begin = time.perf_counter()
     whole = with_host_memory(cluster or measured_cluster(processes), processes, rounds)
-    ranks = run_local(work, processes, timeout=900, args=(whole, rounds))
-    # On a machine with other work the disk is as slow as it was between these steps.
-    whole = replace(whole, device=with_disk(whole.device, [sample for _, sample in ranks]))
+    pins = weights_of(plan_of(False, processes, whole, {}))
+    ranks = run_local(work, processes, timeout=900, args=(whole, pins, rounds))
     rows = []
-    for name, (offload, part) in WAYS.items():
-        each, model = ranks[0][0][name], Decoder(WIDTH, 8, LAYERS, VOCABULARY)
-        plan = autopar.plan(model, (processes,), (token_ids(),), cluster=whole, options=options_of(offload))
-        said = predicted(plan)
-        measured = {k: statistics.median(r[k] for r in each["rounds"]) for k in ("step", "update", "rest")}
-        rows.append({
-            "offloaded": name, "part": part, "predicted": said, "measured": measured,
-            "error": {k: said[k] / measured[k] - 1 for k in measured},
-            "same_losses": each["same_losses"], "peak_bytes": plan.predicted.peak_bytes, "rounds": each["rounds"],
-        })  # fmt: skip
+    for name, (offload, _) in WAYS.items():
+        disks = list(zip(*(found.get(name, ()) for _, found in ranks), strict=True))
+        plan = plan_of(offload, processes, whole, pins)
+        rows.append(row_of(name, ranks[0][0][name], disks, whole, plan))
     device = whole.device
     names = ("nvme_read_bandwidth", "nvme_write_bandwidth", "nvme_latency", "host_bandwidth")
     return {
@@ -151,7 +218,7 @@ def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, A
         "processes": processes,
         "cluster": whole.source,
         "rates": {name: getattr(device, name) for name in names},
-        "parameters": sum(p.numel() for p in Decoder(WIDTH, 8, LAYERS, VOCABULARY).parameters()),
+        "parameters": sum(p.numel() for p in decoder().parameters()),
         "ways": rows,
         "seconds": time.perf_counter() - begin,
         "load_average": os.getloadavg()[0],  # Of the last minute: above the processes, others were at work too.
@@ -164,8 +231,9 @@ def table(found: Mapping[str, Any]) -> Table:
     for row in found["ways"]:
         pairs = [(row["predicted"][k], row["measured"][k], row["error"][k]) for k in ("step", "update", "rest")]
         numbers = [f"{1e3 * said:.0f} / {1e3 * was:.0f} ({error:+.0%})" for said, was, error in pairs]
-        cells.append([row["offloaded"], *numbers, "yes" if row["same_losses"] else "no"])
-    columns = ["outside of the device's memory", "step", "update", "rest", "same losses"]
+        same = ["yes" if row[name] else "no" for name in ("same_placements", "same_losses")]
+        cells.append([row["offloaded"], *numbers, *same])
+    columns = ["outside of the device's memory", "step", "update", "rest", "same placements", "same losses"]
     return make_table("offload: ms predicted / measured", columns, cells)
 
 

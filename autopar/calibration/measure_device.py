@@ -45,9 +45,9 @@ POOL_BYTES = 128 << 20
 CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
 # Chosen: 256 KiB of float32, which take much longer than a launch and stay in a cache near the core.
 FUNCTION_ELEMENTS = 1 << 16
-# Parameters of layers, enough of them that one update takes longer than a time slice.
-# Chosen: 8 MiB in all.
-UPDATED = 8 * ((256, 1024), (1024,))
+# Parameters of layers, so many that they, their gradients and their state are larger than caches, as a model's are.
+# Chosen: 32 MiB in all.
+UPDATED = 32 * ((256, 1024), (1024,))
 
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 Job = Callable[[], object]

@@ -91,9 +91,9 @@ class DiskRounds:
             task()
             times.append((time.perf_counter() - begin) / count)
 
-    def sample(self, typical: Callable[[Sequence[float]], float] = lower_quartile) -> DiskSample:
-        """All rounds in one."""
-        whole, update, read, write = map(typical, self.taken)
+    def sample(self, typical: Callable[[Sequence[float]], float] = lower_quartile, last: int = 0) -> DiskSample:
+        """All rounds in one, or the ``last`` ones."""
+        whole, update, read, write = (typical(times[-last:]) for times in self.taken)
         return DiskSample(whole, update, read, write, self.free)
 
 
