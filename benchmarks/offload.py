@@ -42,8 +42,8 @@ from .memory import Decoder
 from .report import describe_machine, emit, make_table
 
 ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 4, 64, 256, 512, 4
-# Small, and so is the vocabulary: where gradients are zero, or so small that their squares are denormal, as once a model
-# has learnt its only batch, an update takes processors ten times as long.
+# Small, and so is the vocabulary: where gradients are zero, or so small that their squares are denormal, as once a
+# model has learnt its only batch, an update takes processors ten times as long.
 LEARNING_RATE = 1e-5
 # What rests elsewhere, and which part of a step that changes.
 WAYS: Mapping[str, tuple[Any, str]] = {
@@ -194,7 +194,8 @@ def row_of(
         "predicted": {k: statistics.median(s[k] for s in said) for k in parts},
         "measured": {k: statistics.median(r[k] for r in rounds) for k in parts},
         "error": {k: statistics.median(s[k] / r[k] - 1 for s, r in zip(said, rounds, strict=True)) for k in parts},
-        "same_losses": each["same_losses"], "same_placements": each["same_placements"], "peak_bytes": plan.predicted.peak_bytes, "rounds": rounds,
+        "same_losses": each["same_losses"], "same_placements": each["same_placements"],
+        "peak_bytes": plan.predicted.peak_bytes, "rounds": rounds,
         "predicted_rounds": said if disks else [],
     }  # fmt: skip
 
