@@ -3,9 +3,10 @@
     sudo python -m benchmarks.unequal [--rounds 3] [--steps 2] [--json] [--output FILE]
 
 Four local processes stand for machines: each is held to a share of a core by a quota of its control group
-(:mod:`.throttle`) while steps are timed, not while they are planned and compiled. The cluster says what was done: the
-device of ``local``, times the share. All plans live in one run and take turns; a step is forward, backward and AdamW,
-as long as on the slowest process. The same plans are priced, so predictions stand beside measurements.
+(:mod:`.throttle`) while steps are timed, not while they are planned and compiled. The cluster is what they measure of
+themselves and of their messages, each held to its share, as ``autopar calibrate`` does. All plans live in one run and
+take turns; a step is forward, backward and AdamW, as long as on the slowest process. The same plans are priced, so
+predictions stand beside measurements.
 
 *Equal*: what the planner finds if it is told that all devices are alike, equally many layers on each, and data
 parallelism. *By hand*: the layers of each rank, or of each pair of ranks, the number of microbatches and the schedule
@@ -27,7 +28,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import Options
-from autopar.cluster.description import Cluster, Device, Group, Link
+from autopar.calibration.combine_samples import mean
+from autopar.calibration.fit_processes import fit_cluster, fit_processes
+from autopar.calibration.measure_process import measure_rounds
+from autopar.calibration.samples import Samples
+from autopar.cluster.description import Cluster, Group
 
 from .local_ranks import run_as_ranks
 from .pipeline_plans import BATCH, SEQUENCE, make_batch, make_model, make_step
@@ -38,6 +43,8 @@ from .throttle import throttled
 # Shares of a core. Their sum leaves a fifth of two cores to other programs, so that quotas bind, not the machine.
 SHARES = (0.6, 0.6, 0.2, 0.2)
 LAYERS = 8
+# As long as ``autopar calibrate`` takes by default, without starting processes.
+CALIBRATION_SECONDS = 28.0
 FOUND = "found"
 LOSS_TOLERANCE = 1e-4
 EQUAL: Mapping[str, Options] = {
@@ -74,45 +81,32 @@ BY_HAND: Mapping[str, Options] = {
 }
 
 
-def slower(device: Device, factor: float) -> Device:
-    """``device`` at ``factor`` times its speed."""
-    return replace(
-        device,
-        name=f"{device.name} x {factor:.2g}",
-        peak_flops={name: rate * factor for name, rate in device.peak_flops.items()},
-        memory_bandwidth=device.memory_bandwidth * factor,
-        update_bandwidth=device.update_bandwidth * factor,
-        launch_seconds=device.launch_seconds / factor,
-        view_seconds=device.view_seconds / factor,
-        function_seconds=device.function_seconds / factor,
-    )
+def measured_clusters(rank: int) -> tuple[Cluster, Cluster]:
+    """The cluster of these processes, and one whose devices are alike, as :func:`clusters` makes them from what every
+    process measures while it is held to its share. Collective."""
+    with throttled(SHARES[rank]):
+        own = measure_rounds(rank, len(SHARES), CALIBRATION_SECONDS)
+    samples: list[Samples] = [own] * len(SHARES)
+    dist.all_gather_object(samples, own)
+    return clusters(samples)
 
 
-def slower_links(links: Sequence[Link], factor: float) -> tuple[Link, ...]:
-    """``links`` at ``factor`` times their speed."""
-    return tuple(replace(link, bandwidth=link.bandwidth * factor, latency=link.latency / factor) for link in links)
+def clusters(samples: Sequence[Samples]) -> tuple[Cluster, Cluster]:
+    """From what each process measured: the cluster with a group for those of each share, and one whose devices are
+    alike, each as slow as the mean."""
+    # Fast processes wait for slow ones when they meet, which is no price of messages.
+    least = min(each.synchronisation for each in samples)
+    fitted = fit_cluster([replace(each, synchronisation=least) for each in samples], 1)
+    held = f"processes held to {', '.join(map(str, SHARES))} of a core"
+    # With a quota of its own a process does not share its core.
+    alike = replace(fitted, name="alike", sharing=1, cores=1.0, source=f"{held}; {fitted.source}")
+    of_share = {share: [own for own, held in zip(samples, SHARES, strict=True) if held == share] for share in SHARES}
+    kinds = (Group(len(own), fit_processes(mean(own), 1, 1, 1.0)[0].device) for own in of_share.values())
+    return replace(alike, name="unequal").with_groups(*kinds), alike
 
 
-def clusters() -> tuple[Cluster, Cluster]:
-    """The cluster of these processes, and one whose devices are alike, with the same sum of speeds."""
-    local = Cluster.get("local")
-    # A message is copied by the processes at its ends: all of them wait for the slowest, or take as long as the mean.
-    # The rates are those of processes that share cores; with a quota, none shares.
-    alone = local.sharing / local.cores
-    source = f"{local.source}; processes held to {', '.join(map(str, SHARES))} of a core"
-    mean, least = (alone * share for share in (sum(SHARES) / len(SHARES), min(SHARES)))
-    alike = replace(
-        local, name="alike", sharing=1, cores=1.0, source=source,
-        device=slower(local.device, mean), links=slower_links(local.links, mean),
-    )  # fmt: skip
-    groups = (Group(1, slower(local.device, alone * share)) for share in SHARES)
-    unequal = replace(alike, name="unequal", links=slower_links(local.links, least))
-    return unequal.with_groups(*groups), alike
-
-
-def asked() -> Mapping[str, tuple[Options, Cluster]]:
+def asked(unequal: Cluster, alike: Cluster) -> Mapping[str, tuple[Options, Cluster]]:
     """Every plan's options, and the cluster that it is planned for."""
-    unequal, alike = clusters()
     equal = {**EQUAL, [*EQUAL][-1]: _cut((2, 2, 2, 2), _INORDER, "1f1b", 8)}
     return {
         FOUND: (Options(), unequal),
@@ -127,7 +121,8 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     mesh, batch = init_device_mesh("cpu", (len(SHARES),)), make_batch()
     models, steps, losses = {}, {}, {}
-    for name, (options, cluster) in asked().items():
+    unequal, alike = measured_clusters(dist.get_rank())
+    for name, (options, cluster) in asked(unequal, alike).items():
         if arguments.only and name not in arguments.only:
             continue
         model = models[name] = autopar.parallelize(make_model(), mesh, options=options, cluster=cluster)
@@ -141,7 +136,7 @@ def run(arguments: argparse.Namespace) -> None:
     with throttled(SHARES[dist.get_rank()]):
         seconds = measure(steps, arguments.rounds, arguments.steps, "cpu")
     if dist.get_rank() == 0:
-        report(models, {name: statistics.median(found) for name, found in seconds.items()}, arguments)
+        report(models, {name: statistics.median(found) for name, found in seconds.items()}, unequal, arguments)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -162,10 +157,11 @@ def _row(name: str, seconds: float, plan: autopar.Plan, found: float) -> tuple[s
     return name, *times, layers_of(plan), f"{plan.schedule} x {plan.microbatches}"
 
 
-def report(models: Mapping[str, Any], measured: Mapping[str, float], arguments: argparse.Namespace) -> None:
+def report(
+    models: Mapping[str, Any], measured: Mapping[str, float], unequal: Cluster, arguments: argparse.Namespace
+) -> None:
     """Prints and writes the figures."""
     plans = {name: model.plan for name, model in models.items()}
-    unequal, _ = clusters()
     found, hands = measured[FOUND], [seconds for name, seconds in measured.items() if name in BY_HAND]
     equals = [seconds for name, seconds in measured.items() if name in EQUAL]
     figures = {
