@@ -64,6 +64,7 @@ MESH = (2, 2)
 STAGES = Wanted((2, 2), "1f1b", microbatches=2)
 PRECISIONS: tuple[Precision | None, ...] = (None, "bf16")
 CUDA = torch.device("cuda", 0)
+KINDS = ("best", "sharded", "random", "stages")
 # Seconds of the processor for one plan. Chosen: those of most models take less than 10, the random one of T5 more
 # than 600.
 LIMIT = 60.0
@@ -186,15 +187,14 @@ def rehearse_ranks(ranks: Sequence[AnyProgram]) -> Row:
     }
 
 
-def plans(base: Prepared) -> Iterator[tuple[str, Callable[[], Row]]]:
+def plans(base: Prepared) -> dict[str, Callable[[], Row]]:
     """The plans of a traced model: what each is called, and its rehearsal."""
     graph = step_graph(base.graph, base.loss, base.batch)
     annotated = annotate(graph, MESH)
+    found: dict[str, Callable[[], Row]] = {}
     for kind, (cluster, options) in configurations().items():
-        prices = Prices.of(cluster, MESH, annotated)
-        yield kind, partial(_solved, annotated, prices, options)
-    yield "random", partial(_random, annotated)
-    yield "stages", partial(_staged, graph)
+        found[kind] = partial(_solved, annotated, Prices.of(cluster, MESH, annotated), options)
+    return {**found, "random": partial(_random, annotated), "stages": partial(_staged, graph)}
 
 
 def _solved(annotated: Graph, prices: Prices, options: Options) -> Row:
@@ -209,18 +209,19 @@ def _staged(graph: Graph) -> Row:
     return rehearse_ranks(make_pipeline(plain(graph), STAGES).programs())
 
 
-def measure(name: str, precision: Precision | None, limit: float = LIMIT) -> list[Row]:
-    """A row for each plan of one model under one precision."""
+def measure(name: str, precision: Precision | None, limit: float = LIMIT, kinds: Sequence[str] = KINDS) -> list[Row]:
+    """A row for each plan, of those ``kinds``, of one model under one precision."""
     model, batch = ZOO[name]()
     args, kwargs = split_batch(batch)
     base = prepare(model.train(), args, kwargs, device="cuda", loss_fn=None, training=True, precision=precision)
     rows = []
-    for kind, run in plans(base):
+    possible = plans(base)
+    for kind in kinds:
         start = time.process_time()
         row: Row = {"model": name, "precision": precision or "fp32", "plan": kind}
         try:
             with time_limit(limit, processor=True):
-                row |= run()
+                row |= possible[kind]()
         except (Exception, OutOfTime) as error:
             row["left" if isinstance(error, OutOfTime) else "not_planned"] = _said(error)
         rows.append({**row, "seconds": round(time.process_time() - start, 2)})
@@ -231,12 +232,12 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def all_rows(names: Sequence[str], limit: float) -> Iterator[Row]:
+def all_rows(names: Sequence[str], limit: float, kinds: Sequence[str]) -> Iterator[Row]:
     """Every model under every precision; a model that cannot be traced is a row too."""
     for name in names:
         for precision in PRECISIONS:
             try:
-                yield from measure(name, precision, limit)
+                yield from measure(name, precision, limit, kinds)
             except Exception as error:
                 yield {"model": name, "precision": precision or "fp32", "plan": "", "not_planned": _said(error)}
 
@@ -266,14 +267,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Rehearses, prints a table, and writes JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(ZOO), metavar="NAME", help="these models")
+    parser.add_argument("--plans", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help="these plans")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for a plan (%(default)s)")
     parser.add_argument("--output", help="a JSON file to write the figures to")
     chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     names = sorted(ZOO) if chosen.only is None else chosen.only
-    rows = [row for row in _known(chosen.output) if row["model"] not in names]
-    for row in all_rows(names, chosen.limit):
+    rows = [row for row in _known(chosen.output) if row["model"] not in names or row["plan"] not in chosen.plans]
+    for row in all_rows(names, chosen.limit, chosen.plans):
         rows.append(row)
         rows.sort(key=lambda row: (row["model"], row["precision"]))
         if chosen.output:

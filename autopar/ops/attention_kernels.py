@@ -14,6 +14,9 @@ kernel             runs on                                       takes
 ``shapes``         meta                                          everything; gives tensors without data
 =================  ============================================  ================================================
 
+Within :func:`kernels_of` tensors on the meta device are taken for ones of another, whose kernel then runs on them: so
+whoever counts bytes sees what it allocates around the product, for masks, wide rows and repeated heads.
+
 A causal mask is aligned with the first query and the first key. FlashAttention aligns it with the last ones, which is
 the same only where there are as many.
 
@@ -27,7 +30,9 @@ probabilities again (FlashAttention-2, Dao 2023, section 3.1); so a backward may
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,15 +74,30 @@ class Kernel:
     backward: Backward
 
 
+# The kind of device for which tensors on the meta device are taken.
+_meant: ContextVar[str] = ContextVar("_meant", default="meta")
+
+
+@contextmanager
+def kernels_of(device: str) -> Iterator[None]:
+    """Within, attention of tensors on the meta device runs the kernel of a ``device`` such as "cuda"."""
+    token = _meant.set(device)
+    try:
+        yield
+    finally:
+        _meant.reset(token)
+
+
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Kernel:
     """The kernel that runs attention of such operands. See the module's table."""
-    device = query.device.type
+    on_meta = query.device.type == "meta"
+    device = _meant.get() if on_meta else query.device.type
     if device == "meta":
         return SHAPES
     if query.shape[-1] != value.shape[-1]:
         return WRITTEN_OUT
     if device == "cpu":
-        return PROCESSOR
+        return SHAPES if on_meta else PROCESSOR
     if device != "cuda" or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return WRITTEN_OUT
     capability = _capability(query.device)

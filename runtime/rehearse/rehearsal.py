@@ -19,6 +19,7 @@ from autopar.ir.node import Value
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import local_shape
 from autopar.ir.program import Program, TensorSlot
+from autopar.ops.attention_kernels import kernels_of
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups
 from autopar.runtime.execute.executor import own_constants, runner
 from autopar.runtime.execute.host_tier import HostCopy
@@ -79,13 +80,15 @@ class ImaginedGroups(MeshGroups):
 
 def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: torch.device = META) -> Footprint:
     """The footprint of one training step of ``program`` on ``device``, whose tensors have no data: meta, or any within
-    ``FakeTensorMode``. Raises the error of an operation that does not support such tensors."""
-    if isinstance(program, Program):
-        groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
-        return _rehearse_whole(_without_data(program), groups)
-    groups = ImaginedGroups(program.mesh[1:], program.coordinate[1:], backend, device)
-    chunks = {index: _without_data(chunk) for index, chunk in program.chunks.items()}
-    return _rehearse_stages(replace(program, chunks=chunks), groups)
+    ``FakeTensorMode``. Attention on meta tensors allocates what its kernel for GPUs does if the backend is NCCL.
+    Raises the error of an operation that does not support such tensors."""
+    with kernels_of("cuda" if backend == "nccl" else "cpu"):
+        if isinstance(program, Program):
+            groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
+            return _rehearse_whole(_without_data(program), groups)
+        groups = ImaginedGroups(program.mesh[1:], program.coordinate[1:], backend, device)
+        chunks = {index: _without_data(chunk) for index, chunk in program.chunks.items()}
+        return _rehearse_stages(replace(program, chunks=chunks), groups)
 
 
 def _without_data(program: AnyProgram) -> AnyProgram:

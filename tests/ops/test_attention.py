@@ -18,8 +18,10 @@ from autopar.ops.attention_kernels import (
     WRITTEN_OUT,
     Kernel,
     kernel_for,
+    kernels_of,
 )
 from autopar.runtime.rehearse.fake_device import fake_device
+from autopar.runtime.rehearse.storage_meter import StorageMeter
 from autopar.torch_internals.modes import TorchDispatchMode
 
 LENGTH, KEYS = 7, 9
@@ -134,6 +136,42 @@ def test_which_kernel_runs_elsewhere() -> None:
     assert kernel_for(x, x, narrow, None, True) is WRITTEN_OUT
     meta = x.to("meta")
     assert kernel_for(meta, meta, meta, None, True) is SHAPES
+
+
+def test_meta_tensors_are_taken_for_those_of_the_device_that_is_meant() -> None:
+    x, narrow = torch.empty(1, 1, 2, 8, device="meta"), torch.empty(1, 1, 2, 4, device="meta")
+    with kernels_of("cuda"):
+        assert kernel_for(x, x, x, None, True) is EFFICIENT
+        assert kernel_for(*(3 * [x.bfloat16()]), None, True) is FLASH
+        assert kernel_for(x, x, narrow, None, True) is WRITTEN_OUT
+    with kernels_of("cpu"):
+        assert kernel_for(x, x, x, None, True) is SHAPES
+        assert kernel_for(x, x, narrow, None, True) is WRITTEN_OUT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "width, value_width, heads, masked", [(8, 8, 4, False), (12, 12, 2, True), (12, 12, 2, False), (8, 4, 4, False)]
+)
+def test_kernels_for_gpus_allocate_as_much_on_meta_tensors(
+    dtype: torch.dtype, width: int, value_width: int, heads: int, masked: bool
+) -> None:
+    """Grouped heads, rows that are no whole loads, masks, values narrower than keys."""
+
+    def peak(device: str) -> int:
+        query = torch.empty(2, 4, 37, width, dtype=dtype, device=device)
+        key, value = (torch.empty(2, heads, 37, w, dtype=dtype, device=device) for w in (width, value_width))
+        mask = torch.empty(37, 37, dtype=dtype, device=device) if masked else None
+        with StorageMeter((query, key, value)) as meter:
+            out, sums = attention(query, key, value, mask)
+            attention_backward(out, query, key, value, out, sums, mask)
+        return meter.peak
+
+    with fake_device():
+        on_gpu = peak("cuda")
+    with kernels_of("cuda"):
+        assert peak("meta") == on_gpu
+    assert peak("meta") <= on_gpu
 
 
 class Calls(TorchDispatchMode):
