@@ -21,7 +21,7 @@ from autopar.runtime.averaging.averaging import Averaging
 from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.torch_internals.collectives import world_timeout
-from autopar.runtime.torch_internals.gloo_groups import Opened
+from autopar.runtime.torch_internals.gloo_groups import Opened, is_of_connections
 
 Result = TypeVar("Result")
 # By purpose and ranks: the world in which a group was created, the group, and its connections.
@@ -66,7 +66,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if self.may_leave is None or isinstance(error, AutoparError):
+            if self.may_leave is None or not is_of_connections(error):
                 raise
             self.may_leave.interrupt()
             raise _lost(error) from error
@@ -178,7 +178,7 @@ def _group(purpose: str, members: tuple[int, ...], patience: float | None) -> tu
             with Opened() as opened:
                 group = dist.new_group(list(members), limit, "gloo", use_local_synchronization=True)
         except RuntimeError as error:
-            if patience is None:
+            if patience is None or not is_of_connections(error):
                 raise
             raise _lost(error) from error
         _GROUPS[purpose, members] = dist.group.WORLD, group, opened

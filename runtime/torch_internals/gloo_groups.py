@@ -19,6 +19,12 @@ import torch.distributed as dist
 from .interrupt import connection_of, gloo_sockets
 
 
+def is_of_connections(error: BaseException) -> bool:
+    """Whether ``error`` says that communication failed. Gloo raises plain RuntimeErrors, which begin with the place in
+    its source (2.11); others raise them too, such as the writer of a full disk."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
 class Opened:
     """The connections that this process opens within the context: those of a group that is made there.
     ``interrupted``: whether this process has ended them."""

@@ -17,7 +17,7 @@ from autopar.runtime import run_local
 from autopar.runtime.averaging.agreed_rounds import _MOST_VAIN, AgreedRounds
 from autopar.runtime.averaging.mean import WholeMean
 from autopar.runtime.averaging.replicas import Replicas
-from autopar.runtime.checkpoint.ranks import _GROUPS
+from autopar.runtime.checkpoint.ranks import _GROUPS, ranks_of
 from autopar.runtime.comm.groups import mesh_groups
 
 
@@ -67,3 +67,28 @@ def test_a_save_that_breaks_does_not_break_the_next(tmp_path: Path) -> None:
     # That of the first step may have been in flight.
     assert {"step-000002", "step-000003", "step-000004"} <= names
     assert max(warned) <= 1
+
+
+def full_disk(rank: int, world: int) -> str:
+    """The error of a write that fails on one rank, among replicas that may leave."""
+    model = autopar.parallelize(nn.Linear(4, 4), (world,), options=Options(sync=LocalSGD(every=1, patience=20.0)))
+    ranks = ranks_of(model)
+    assert ranks.may_leave is not None
+
+    def write() -> None:
+        if rank == 1:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    try:
+        ranks.together(write)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}; {ranks.may_leave.interrupted}"
+    except autopar.errors.CheckpointError as error:
+        return f"{type(error).__name__}: {error}; {ranks.may_leave.interrupted}"
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_is_no_replica_that_left() -> None:
+    said = "RuntimeError: PytorchStreamWriter failed writing file data/0: file write failed"
+    assert run_local(full_disk, 2, timeout=200) == [f"CheckpointError: rank 1: {said}; False", f"{said}; False"]
