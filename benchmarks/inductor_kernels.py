@@ -7,6 +7,7 @@ that it reads from outside and writes for others, each once and whole. Prices co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from unittest.mock import patch
 from autopar.cluster.device import Device
 from autopar.cost.compute.op_families import family_of
 from autopar.cost.kernels.kernel import Kernel, is_alias
+from autopar.cost.kernels.share import share_bytes, shares_of
 from autopar.ir.graph import Graph
 from autopar.placement.fused_kernels import FusedKernels
 
@@ -55,14 +57,25 @@ def _accesses(scheduler: Any) -> Iterator[Access]:
     for node in scheduler.nodes:
         if not isinstance(node, (ExternKernelSchedulerNode, NopKernelSchedulerNode)):
             origins = {str(each.target) for part in node.get_nodes() for each in part.node.get_origins()}
-            yield Access(tuple(sorted(origins)), int(node.get_read_write_buffers_sizes()))
+            yield Access(tuple(sorted(origins)), _bytes(node))
+
+
+def _bytes(node: Any) -> int:
+    """Bytes of a kernel by Inductor's formula, but of a table, whose rows it looks up, only those: it has them as a
+    limit for single operations alone."""
+    both = {"include_reads": True, "include_writes": True}
+    outside = node.get_read_write_buffer_accesses(**both)
+    parts: Counter[str] = Counter()
+    for part in node.get_nodes():
+        parts.update({name: int(size) for name, size in part.get_read_write_buffer_accesses(**both).items()})
+    return sum(min(int(size), parts[name]) for name, size in outside.items())
 
 
 def predicted(graph: Graph, device: Device) -> list[Access]:
     """The kernels that prices assume for a concrete graph with saved activations, all on one device."""
     fused = FusedKernels.of(graph, device)
     kernels = (kernel for kernel in fused.kernels.kernels if kernel.nodes[0].name in fused.shares)
-    return [_access(graph, kernel) for kernel in kernels if not _moves_nothing(kernel)]
+    return [_access(fused.kernels.graph, kernel) for kernel in kernels if not _moves_nothing(kernel)]
 
 
 def _moves_nothing(kernel: Kernel) -> bool:
@@ -70,5 +83,8 @@ def _moves_nothing(kernel: Kernel) -> bool:
 
 
 def _access(graph: Graph, kernel: Kernel) -> Access:
-    moved = sum(int(graph.type_of(value).bytes) for value in (*kernel.reads, *kernel.writes))
-    return Access(tuple(sorted({node.op for node in kernel.nodes})), moved)
+    moved, shares = 0.0, shares_of(graph, kernel)
+    for node in kernel.nodes:
+        inputs = tuple(map(graph.type_of, node.operands))
+        moved += share_bytes(node, inputs, node.types, shares[node.name])
+    return Access(tuple(sorted({node.op for node in kernel.nodes})), int(moved))

@@ -18,15 +18,17 @@ from functools import cache
 import torch
 
 from autopar.cluster.device import Device
-from autopar.cost.kernels.grouping import find_kernels
+from autopar.cost.kernels.grouping import Fusing, find_kernels
 from autopar.cost.kernels.kernel import Kernels, is_alias, is_lookup, origin, readers
 from autopar.cost.kernels.share import FREE, Share, shares_of
+from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.ir.node import RECOMPUTED, VIEWS, Node, Value
-from autopar.ir.placements import Strategy
+from autopar.ir.placements import REPLICATE, Strategy
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.lower.fuse_bias import biased_products
+from autopar.passes.native.restore import restore
 from autopar.torch_internals.operators import OpOverload
 
 # Copies of a node for another chunk of a pipeline, and for backward.
@@ -88,7 +90,20 @@ def compiled_kernels(graph: Graph, device: Device) -> Kernels:
     def size(value: Value) -> int:
         return int(graph.type_of(value).bytes)
 
-    return find_kernels(_with_biases(graph), parted, _is_eager, size, mixes=device.is_gpu, looks_up=True)
+    native = _native_results(graph)
+    fusing = Fusing(device.is_gpu, looks_up=True, one_hot=False, kept=lambda node: node.name in native)
+    return find_kernels(_with_biases(graph), parted, _is_eager, size, fusing)
+
+
+def _native_results(graph: Graph) -> frozenset[str]:
+    """The operations in whose place torch's own, such as log-softmax, run on one device. What these compute is saved
+    for backward as it is."""
+    replicated = (REPLICATE,)
+    strategies = {
+        node.name: Strategy((replicated,) * len(node.operands), (replicated,) * len(node.types)) for node in graph.nodes
+    }
+    restored, _ = restore(graph, Assignment((1,), strategies, {}))
+    return frozenset(node.name for node in restored.nodes if node.name not in graph or graph[node.name].op != node.op)
 
 
 def _with_biases(graph: Graph) -> Graph:

@@ -11,44 +11,61 @@ Of values that forward would save for elementwise use in backward, some are reco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 
 from .kernel import Kernel, Kernels, is_alias, is_heavy, is_lookup, origin, real_operands, users_of
 from .recomputed import Alone, Size, with_recomputed
-from .reductions import ends_kernel, without_reductions_across
+from .reductions import Late, without_reductions_across
 
 Moves = Callable[[Node, Node], bool]
 
 
-def find_kernels(
-    graph: Graph, moves: Moves, eager: Alone, size: Size, *, mixes: bool = True, looks_up: bool = False
-) -> Kernels:
+def _nothing(node: Node) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Fusing:
+    """What shares kernels.
+
+    ``mixes``: reductions across rows with what they reduce (:mod:`.reductions`). ``looks_up``: look-ups with what takes
+    the rows. ``one_hot``: rows with one entry, which are scattered into zeros, with what reads them. ``kept(node)``:
+    whether forward saves results of the node even if they could be recomputed."""
+
+    mixes: bool = True
+    looks_up: bool = False
+    one_hot: bool = True
+    kept: Alone = _nothing
+
+
+def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size, fusing: Fusing | None = None) -> Kernels:
     """The kernels of a concrete graph with saved activations. ``moves(producer, consumer)``: whether a value is
     resharded between two operations, or they should not share a kernel for another reason; ``eager(node)``: whether an
-    operation runs alone; ``size(value)``: bytes of a value on a device if it is saved; ``mixes``: whether reductions
-    across rows share kernels with what they reduce (:mod:`.reductions`); ``looks_up``: whether look-ups share kernels
-    with what takes the rows."""
+    operation runs alone; ``size(value)``: bytes of a value on a device if it is saved."""
+    fusing = fusing or Fusing()
 
     def fuses(node: Node) -> bool:
-        return recomputes(node) or (looks_up and is_lookup(node) and not eager(node))
+        return recomputes(node) or (fusing.looks_up and is_lookup(node) and not eager(node))
 
     def recomputes(node: Node) -> bool:
         return not eager(node) and (not is_heavy(node) or _is_one_hot(graph, node))
+
+    late = Late(graph, fuses)
 
     def joins(producer: Node, consumer: Node) -> bool:
         light = fuses(producer) and fuses(consumer)
         if not light or producer.phase != consumer.phase or moves(producer, consumer):
             return False
-        return not ends_kernel(graph, producer)
+        return late.may_follow(producer, consumer) and (fusing.one_hot or not is_heavy(producer))
 
     users = users_of(graph)
     grouped = list(_grouped(graph, users, joins, size))
-    if not mixes:
+    if not fusing.mixes:
         grouped = [part for kernel in grouped for part in _divided(graph, kernel, users, joins)]
-    kernels = _in_order(graph, grouped)
-    return with_recomputed(graph, kernels, users, recomputes, size)
+    return with_recomputed(graph, _in_order(graph, grouped), users, recomputes, fusing.kept, size)
 
 
 def _divided(graph: Graph, kernel: Kernel, users: Mapping[Value, list[Node]], joins: Moves) -> Iterator[Kernel]:

@@ -20,15 +20,22 @@ Size = Callable[[Value], int]
 
 
 def with_recomputed(
-    graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value, list[Node]], fusable: Alone, size: Size
+    graph: Graph,
+    kernels: tuple[Kernel, ...],
+    users: Mapping[Value, list[Node]],
+    fusable: Alone,
+    kept: Alone,
+    size: Size,
 ) -> Kernels:
-    """Decides kernel by kernel, the last first, which values are saved and which are recomputed."""
+    """Decides kernel by kernel, the last first, which values are saved and which are recomputed: none of ``kept``
+    operations."""
     wanted = dict.fromkeys(_saved_for_backward(graph, users))
     rematerialised: dict[Value, tuple[Value, ...]] = {}
     for kernel in reversed(kernels):
         if kernel.phase != "forward" or not all(map(fusable, kernel.nodes)):
             continue
-        candidates = [v for v in kernel.writes if v in wanted and all(map(fusable, _users_in_backward(v, users)))]
+        possible = (v for v in kernel.writes if v in wanted and not kept(graph[v.node]))
+        candidates = [v for v in possible if all(map(fusable, _users_in_backward(v, users)))]
         # From the kernel's inputs, or from results that it writes for forward anyway: the sum, if a residual is added
         # before a normalisation.
         written = {v for v in kernel.writes if v not in candidates}

@@ -8,7 +8,8 @@ On CPUs it does not: it reads for itself what they read, or what they write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cost.compute.flops_and_bytes import argument
@@ -37,9 +38,35 @@ def reduced_over(graph: Graph, node: Node) -> Over | None:
     return "rows" if not dims or min(dims) > max(kept) else "across"
 
 
-def ends_kernel(graph: Graph, node: Node) -> bool:
-    """Whether what reads a result is another kernel."""
-    return reduced_over(graph, node) in ("whole", "across")
+@dataclass
+class Late:
+    """Which operations of a graph run when all rows are done: reductions across rows, and what is computed from their
+    results alone. Operations of another shape that read those are another kernel. ``fuses``: whether an operation
+    shares kernels."""
+
+    graph: Graph
+    fuses: Callable[[Node], bool]
+    _late: dict[str, bool] = field(default_factory=dict)
+
+    def may_follow(self, producer: Node, consumer: Node) -> bool:
+        """Whether both may be in one kernel."""
+        return not self.is_late(producer) or _numel(consumer) <= _numel(producer)
+
+    def is_late(self, node: Node) -> bool:
+        if node.name not in self._late:
+            self._late[node.name] = reduced_over(self.graph, node) in ("whole", "across") or self._follows(node)
+        return self._late[node.name]
+
+    def _follows(self, node: Node) -> bool:
+        """Whether an operand is late, and the operation no larger. Producers were asked before their consumers."""
+        if node.is_placeholder or not self.fuses(node):
+            return False
+        sources = (self.graph[value.node] for value in real_operands(self.graph, node))
+        return any(self._late.get(source.name, False) and _numel(node) <= _numel(source) for source in sources)
+
+
+def _numel(node: Node) -> int:
+    return int(node.type.numel) if node.types and node.types[0] is not None else 0
 
 
 def without_reductions_across(
@@ -48,25 +75,40 @@ def without_reductions_across(
     """The operations of a kernel without its reductions across rows, and the kernels of those, one for each shape that
     they reduce. Each has the operations that only it needs, and computes again what others of them compute by row, but
     for sums over rows, which these write."""
-    apart: dict[object, list[Node]] = {}
-    for node in kernel.nodes:
-        if reduced_over(graph, node) == "across":
-            kind = graph.type_of(node.operands[0]).shape, str(argument(node, "dim"))
-            apart.setdefault(kind, []).append(node)
-    sinks = {node.name for nodes in apart.values() for node in nodes}
+    apart = _by_shape(graph, kernel)
+    sinks = {node.name for nodes in apart for node in nodes}
     if not sinks or len(sinks) == len(kernel.nodes) == 1:
         return kernel.nodes, ()
     results = [v for v in kernel.writes if v.node not in sinks and _is_read_elsewhere(v, users, kernel, sinks)]
     kept = _needed(graph, kernel.nodes, {value.node for value in results}, frozenset())
     sums = {Value(node.name) for node in kernel.nodes if node.name in kept and reduced_over(graph, node) is not None}
     written, done, kernels = {*results, *sums}, set(kept), list[Kernel]()
-    for nodes in apart.values():
+    for nodes in apart:
         names = {node.name for node in nodes}
         own = _needed(graph, kernel.nodes, names, done)
         done |= own
         members = tuple(node for node in kernel.nodes if node.name in own)
         kernels.append(_reading(graph, members, kernel, written))
     return [node for node in kernel.nodes if node.name in kept], tuple(kernels)
+
+
+def _by_shape(graph: Graph, kernel: Kernel) -> list[list[Node]]:
+    """The reductions across rows of a kernel, and what follows them in it, by what they reduce. What follows several
+    is with all of them."""
+    groups: dict[object, list[Node]] = {}
+    of: dict[str, object] = {}
+    for node in kernel.nodes:
+        followed = {of[value.node] for value in real_operands(graph, node) if value.node in of}
+        if reduced_over(graph, node) == "across" and not followed:
+            followed = {(graph.type_of(node.operands[0]).shape, str(argument(node, "dim")))}
+        if followed:
+            first, *others = sorted(followed, key=str)
+            members = groups.setdefault(first, [])
+            for other in others:
+                members += groups.pop(other)
+            members.append(node)
+            of.update({member.name: first for member in members})
+    return list(groups.values())
 
 
 def _is_read_elsewhere(value: Value, users: Mapping[Value, list[Node]], kernel: Kernel, sinks: set[str]) -> bool:

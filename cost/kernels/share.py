@@ -44,12 +44,17 @@ def share_seconds(
     """Seconds of ``node`` as a part of its kernel, on a device that holds operands of (local) types ``inputs`` and
     results ``outputs``. ``local``: the name of the local operation that replaces it, if any."""
     family = family_of(local or node.op)
-    moved = sum(part * _read(node, index, inputs, outputs, local) for index, part in enumerate(share.reads) if part)
-    written = zip(share.writes, outputs, strict=False)
-    moved += sum(part * float(kind.bytes) for part, kind in written if part and kind is not None)
+    moved = share_bytes(node, inputs, outputs, share, local)
     functions = float(family.flops(node, inputs, outputs)) if family.is_function else 0.0
     dtype = dtype_of(inputs, outputs)
     return compute_seconds(cluster, 0.0, moved, dtype, functions=functions, launches=share.launches)
+
+
+def share_bytes(node: Operation, inputs: Inputs, outputs: Outputs, share: Share, local: str = "") -> float:
+    """Bytes that ``node`` reads and writes as a part of its kernel; the arguments of :func:`share_seconds`."""
+    read = sum(part * _read(node, index, inputs, outputs, local) for index, part in enumerate(share.reads) if part)
+    written = zip(share.writes, outputs, strict=False)
+    return read + sum(part * float(kind.bytes) for part, kind in written if part and kind is not None)
 
 
 def _read(node: Operation, index: int, inputs: Inputs, outputs: Outputs, local: str) -> float:
