@@ -56,7 +56,7 @@ class Transfers:
         for edge, count in edges.items():
             inside = self._inside(edge)
             if inside and inside != edge.consumers:
-                own = edge._replace(consumers=inside)
+                own = TensorEdge(edge.producer, edge.result, edge.role, inside)
                 yield self._transfer(own, partial(self._breaking, own, count), " inside a kernel")
 
     def _inside(self, edge: TensorEdge) -> tuple[tuple[str, int], ...]:
