@@ -119,7 +119,7 @@ class Options:
         nonfinite: what a checked step with NaN or infinities does: ``"raise"``; ``"skip"``: it leaves no gradients, so
             that the optimizer does nothing, and the buffers of before.
         compile: whether the operations between collectives are compiled by Inductor, torch's compiler, at the first
-            step; ``"auto"``: on GPUs, and not on CPUs. Plans do not depend on it (docs/compile.md).
+            step; ``"auto"``: on GPUs, and not on CPUs. Plans are priced accordingly (docs/compile.md).
         sync: how the replicas of the outermost axis of the mesh stay together. ``"every-step"``: by the gradients of
             every step, as one device. :class:`autopar.LocalSGD`, :class:`autopar.DiLoCo`, :class:`autopar.Gossip`: by
             fewer or smaller exchanges of parameters, for slow links; numbers are then others

@@ -46,42 +46,43 @@ def images(batch: int, size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(0, 10, (batch,))}
 
 
-def gpt2() -> tuple[nn.Module, Batch]:
+def gpt2(layers: int = 4) -> tuple[nn.Module, Batch]:
     config = transformers.GPT2Config(
-        vocab_size=8000, n_positions=128, n_embd=256, n_layer=4, n_head=4,
+        vocab_size=8000, n_positions=128, n_embd=256, n_layer=layers, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config), tokens(8000, 8, 128)
 
 
-def llama() -> tuple[nn.Module, Batch]:
+def llama(layers: int = 4) -> tuple[nn.Module, Batch]:
     config = transformers.LlamaConfig(
-        vocab_size=8000, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=8000, hidden_size=256, intermediate_size=688, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config), tokens(8000, 8, 128)
 
 
-def bert() -> tuple[nn.Module, Batch]:
+def bert(layers: int = 4) -> tuple[nn.Module, Batch]:
     config = transformers.BertConfig(
-        vocab_size=8000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
+        vocab_size=8000, hidden_size=256, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=1024,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config), tokens(8000, 8, 128)
 
 
-def vit() -> tuple[nn.Module, Batch]:
+def vit(layers: int = 4) -> tuple[nn.Module, Batch]:
     config = transformers.ViTConfig(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, image_size=64,
+        hidden_size=256, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=1024, image_size=64,
         patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config), images(8, 64)
 
 
-def resnet() -> tuple[nn.Module, Batch]:
+def resnet(layers: int = 2) -> tuple[nn.Module, Batch]:
     config = transformers.ResNetConfig(
-        embedding_size=32, hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_labels=10, downsample_in_first_stage=False
-    )
+        embedding_size=32, hidden_sizes=[64, 128, 256], depths=[layers] * 3, num_labels=10,
+        downsample_in_first_stage=False,
+    )  # fmt: skip
     return transformers.ResNetForImageClassification(config), images(8, 64)
 
 

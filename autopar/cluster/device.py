@@ -118,6 +118,11 @@ class Device:
         return self.update_bandwidth or self.memory_bandwidth
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU: what has multiprocessors."""
+        return self.processors > 0
+
+    @property
     def has_host(self) -> bool:
         """Whether there is host memory, to which tensors can be offloaded."""
         return self.host_memory_bytes > 0

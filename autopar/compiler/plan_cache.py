@@ -23,7 +23,7 @@ from autopar.content.source_hash import code_version
 from autopar.content.tensor_digest import tensor_digest
 from autopar.errors import AutoparError, OperatorError
 from autopar.passes.annotate.annotate import needs_finding, rule_findings
-from autopar.planner.request import PlanRequest, mesh_candidates
+from autopar.planner.request import PlanRequest, is_compiled, mesh_candidates
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.json import fields_from_json
@@ -117,6 +117,7 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
         if field.name in _NOT_PLANNED:
             continue
         yield f"options.{field.name}={_plain(getattr(request.options, field.name))!r}"
+    yield f"compiled={is_compiled(request)!r}"
     yield request.cluster.to_toml()
     yield request.graph.to_text()
     for name, constant in request.graph.constants.items():

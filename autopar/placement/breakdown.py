@@ -6,12 +6,13 @@ is a real check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.assignment import overlaps_backward, uses
-from autopar.ir.node import SAVED_ACTIVATION, Phase
+from autopar.ir.assignment import operand_uses, overlaps_backward, uses
+from autopar.ir.node import SAVED_ACTIVATION, Phase, Value
+from autopar.ir.placements import Placements
 from autopar.ir.plan_record import LOSS_SCALE, LineKind
 from autopar.ir.reshard import Collective, Hop, make_hop
 
@@ -113,6 +114,7 @@ def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
 
 def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
     graph, assignment, prices = step.graph, step.assignment, step.prices
+    broken = _broken_kernels(step)
     for use in uses(graph, assignment):
         if use.source == use.target:
             continue
@@ -128,8 +130,23 @@ def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
             kind = "weight"
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
         seconds = 0.0 if is_hidden else table.cost(use.source, use.target)
+        if use.role == "operand" and (use.value, use.phase, use.target) in broken:
+            seconds += prices.broken(use.kind, use.source, use.target)
         times = 1 if bucketed else step.repeats.microbatches
         yield CostLine(kind, use.value.node, module, use.phase, seconds * times, hops, times)
+
+
+def _broken_kernels(step: PlacedStep) -> Set[tuple[Value, Phase, Placements]]:
+    """The values that are resharded inside a kernel, with the phase and the placements in which they are needed."""
+    fused = step.prices.fused
+    if fused is None:
+        return frozenset()
+    found = (use for node in step.graph.nodes for use in operand_uses(step.graph, step.assignment, node))
+    return frozenset(
+        (use.value, use.phase, use.target)
+        for use in found
+        if use.source != use.target and fused.is_inside(use.value, (use.consumer,))
+    )
 
 
 def _optimizer_lines(step: PlacedStep) -> Iterator[CostLine]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 
 import numpy as np
 
@@ -46,7 +47,38 @@ class Transfers:
 
     def of(self, edge: TensorEdge, count: int) -> Transfer:
         """The transfer of an edge that occurs ``count`` times."""
-        choice_sets, name = self.choice_sets, f"{edge.producer}.{edge.result} {edge.role}"
+        breaks = bool(edge.consumers) and self._inside(edge) == edge.consumers
+        return self._transfer(edge, lambda sources, targets: self._cost(edge, count, sources, targets, breaks))
+
+    def broken(self, edges: Mapping[TensorEdge, int]) -> Iterator[Transfer]:
+        """What reshards inside of kernels add, where only some of the consumers of an edge are in the kernel of the
+        producer. Where all are, it is part of their transfer."""
+        for edge, count in edges.items():
+            inside = self._inside(edge)
+            if inside and inside != edge.consumers:
+                own = TensorEdge(edge.producer, edge.result, edge.role, inside)
+                yield self._transfer(own, partial(self._breaking, own, count), " inside a kernel")
+
+    def _inside(self, edge: TensorEdge) -> tuple[tuple[str, int], ...]:
+        """The consumers that are in the kernel of the producer."""
+        fused, value = self.choice_sets.prices.fused, Value(edge.producer, edge.result)
+        if fused is None or edge.role == "gradient":
+            return ()
+        return tuple(c for c in edge.consumers if c[1] >= 0 and c[0] != OUTPUTS and fused.is_inside(value, (c[0],)))
+
+    def _breaking(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places) -> Floats:
+        """Seconds in a step that reshards inside a kernel add."""
+        choice_sets = self.choice_sets
+        kind = choice_sets.graph.type_of(Value(edge.producer, edge.result))
+        times = count * choice_sets.repeats.microbatches
+        cost = np.zeros((len(sources), len(targets)))
+        for (p, source), (q, target) in product(enumerate(sources), enumerate(targets)):
+            if source is not None and target is not None and source != target:
+                cost[p, q] = times * choice_sets.prices.broken(kind, source, target)
+        return cost
+
+    def _transfer(self, edge: TensorEdge, cost: Callable[[_Places, _Places], Floats], kind: str = "") -> Transfer:
+        choice_sets, name = self.choice_sets, f"{edge.producer}.{edge.result} {edge.role}{kind}"
         rows = [self._row(edge, choice) for choice in choice_sets.choices[edge.producer]]
         needs = [
             [self._column(consumer, operand, edge.role, choice) for choice in choice_sets.choices[consumer]]
@@ -55,11 +87,12 @@ class Transfers:
         sources, targets = list(dict.fromkeys(rows)), list(dict.fromkeys(place for need in needs for place in need))
         consumers = tuple(choice_sets.index[consumer] for consumer, _ in edge.consumers)
         columns = tuple(_positions(need, targets) for need in needs)
-        cost = self._cost(edge, count, sources, targets)
-        return Transfer(name, choice_sets.index[edge.producer], _positions(rows, sources), consumers, columns, cost)
+        matrix = cost(sources, targets)
+        return Transfer(name, choice_sets.index[edge.producer], _positions(rows, sources), consumers, columns, matrix)
 
-    def _cost(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places) -> Floats:
-        """Seconds from sources to targets in a step. Values are sent in every microbatch, gradients once a step."""
+    def _cost(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places, breaks: bool) -> Floats:
+        """Seconds from sources to targets in a step. Values are sent in every microbatch, gradients once a step. A
+        reshard that ``breaks`` a kernel costs what that adds."""
         choice_sets, value = self.choice_sets, Value(edge.producer, edge.result)
         is_gradient = edge.role == "gradient"
         table = choice_sets.prices.table(choice_sets.graph.type_of(value), bucketed=is_gradient)
@@ -67,6 +100,7 @@ class Transfers:
         cost = count * times * _submatrix(table, sources, targets)
         if not is_gradient and overlaps_backward(choice_sets.graph, value):
             cost = np.where(np.isfinite(cost), 0.0, cost)
+        cost = cost + self._breaking(edge, count, sources, targets) if breaks else cost
         return forbid_reductions(cost, sources, targets) if value in self.full_precision else cost
 
     def _row(self, edge: TensorEdge, choice: Choice) -> Placements | None:

@@ -134,6 +134,7 @@ def build_instance(
     costs, transfers, counted = ChoiceCosts(choice_sets), Transfers(choice_sets), find_edges(choice_sets)
     edges = tuple(counted)
     moves = [transfers.of(edge, count) for edge, count in counted.items()]
+    moves += transfers.broken(counted)
     moves += [costs.rerun(name) for name in choice_sets.counts if choice_sets.may_run_again(name)]
     problem = Problem(
         tuple(map(costs.group, choice_sets.choices)),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autopar.cluster.description import Cluster
 from autopar.cluster.groups import least_device
 from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
+from autopar.cost.kernels.share import Share, share_seconds
 from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, TensorType
@@ -36,6 +37,8 @@ from autopar.ir.placements import (
 )
 from autopar.ir.reshard import Collective, Hop, neighbours
 from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
+
+from .fused_kernels import FusedKernels
 
 # Bytes of a bucket of gradients. Chosen: the default of DDP's bucket_cap_mb in torch (25 MiB).
 BUCKET_BYTES = 25 << 20
@@ -154,6 +157,7 @@ class Prices:
     ``options[type][axis]`` are the placements through which tensors of a type may be resharded (see
     :func:`placement_options`). ``exchanged``: bytes of all unsharded gradients (or weights) that a step exchanges; a
     bucket never holds more than these. ``whole``: the cluster, of which :meth:`on_block` takes the block ``block``.
+    ``fused``: the kernels of the graph, if its pieces are compiled; operations are priced by themselves otherwise.
     """
 
     cluster: Cluster
@@ -162,15 +166,16 @@ class Prices:
     exchanged: int
     whole: Cluster | None = None
     block: int | None = None
+    fused: FusedKernels | None = None
     _calls: dict[object, tuple[Any, Strategy]] = field(default_factory=dict)
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
     _blocks: dict[int, Prices] = field(default_factory=dict)
 
     @staticmethod
-    def of(cluster: Cluster, mesh: tuple[int, ...], graph: Graph) -> Prices:
-        """The prices of an annotated graph."""
-        return Prices(cluster, mesh, placement_options(graph, mesh), exchanged_bytes(graph))
+    def of(cluster: Cluster, mesh: tuple[int, ...], graph: Graph, fused: FusedKernels | None = None) -> Prices:
+        """The prices of an annotated graph. ``fused``: its kernels, if pieces of it are compiled."""
+        return Prices(cluster, mesh, placement_options(graph, mesh), exchanged_bytes(graph), fused=fused)
 
     @property
     def devices(self) -> int:
@@ -187,6 +192,11 @@ class Prices:
                 self, cluster=own, whole=self.cluster, block=block, _calls={}, _nodes={}, _blocks={}
             )
         return self._blocks[block]
+
+    @cached_property
+    def uncompiled(self) -> Prices:
+        """The prices of the same graph operation by operation."""
+        return self if self.fused is None else replace(self, fused=None, _calls={}, _nodes={}, _blocks={})
 
     @cached_property
     def shares(self) -> Shares:
@@ -240,20 +250,27 @@ class Prices:
         """Seconds of one run of ``node`` under ``strategy`` on the device that takes longest: that with the largest
         shards, or, of unequal shares, the slowest with its own rows. The sum over operations is thus an upper bound,
         which is reached where one device is always the slowest."""
-        return self.of_call("seconds", node, inputs, strategy, lambda: self._node(node, inputs, strategy))
+        share = self.fused.share_of(node) if self.fused is not None else None
+        what = "seconds" if share is None else f"seconds of {share}"
+        return self.of_call(what, node, inputs, strategy, lambda: self._node(node, inputs, strategy, share))
 
-    def _node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
-        return max(self._node_at(seat, node, inputs, strategy) for seat in self.seats)
+    def _node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy, share: Share | None) -> float:
+        return max(self._node_at(seat, node, inputs, strategy, share) for seat in self.seats)
 
-    def _node_at(self, seat: Seat, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
+    def _node_at(
+        self, seat: Seat, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy, share: Share | None
+    ) -> float:
         local_in = tuple(seat.holds(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
         outputs = zip(node.types, strategy.outputs, strict=True)
         local_out = tuple(t and seat.holds(t, p, self.mesh) for t, p in outputs)
-        key: tuple[object, ...] = (node.form, local_in, local_out, strategy.local, seat.coordinate)
+        key: tuple[object, ...] = (node.form, local_in, local_out, strategy.local, seat.coordinate, share)
         if strategy.local.removeprefix("autopar.") in EXCHANGES:
             key = (*key, strategy.inputs)  # Which axes rows travel over.
         if key not in self._nodes:
-            seconds = node_seconds(seat.cluster, node, local_in, local_out, strategy.local)
+            if share is None:
+                seconds = node_seconds(seat.cluster, node, local_in, local_out, strategy.local)
+            else:
+                seconds = share_seconds(seat.cluster, node, local_in, local_out, share, strategy.local)
             self._nodes[key] = seconds + self.exchange(node, inputs, strategy)[1]
         return self._nodes[key]
 
@@ -304,6 +321,15 @@ class Prices:
             2.0 * int(seat.holds(kind, place, self.mesh).bytes) / seat.cluster.device.memory_bandwidth
             for seat in self.seats
             for place in (hop.source, hop.target)
+        )
+
+    def broken(self, kind: TensorType, source: Placements, target: Placements) -> float:
+        """Seconds that a reshard adds inside a kernel: the value is written and read, and what follows is launched by
+        itself."""
+        return self.cluster.device.launch_seconds + max(
+            sum(int(seat.holds(kind, place, self.mesh).bytes) for place in (source, target))
+            / seat.cluster.device.memory_bandwidth
+            for seat in self.seats
         )
 
     def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:

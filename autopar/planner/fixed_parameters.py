@@ -24,7 +24,7 @@ from autopar.placement.prices import Prices
 from autopar.solver.problem import Ints, Solution
 
 from .memory_limit import ROUNDS, may_widen, solve_wide, tightened, widened
-from .request import PlanRequest
+from .request import PlanRequest, kernels_of
 from .time_limit import solve_in_time
 from .timings import Timings
 
@@ -44,7 +44,7 @@ def fixed_assignment(
     Raises:
         InfeasibleError: no assignment was found that fits.
     """
-    prices = Prices.of(request.cluster, request.mesh, graph)
+    prices = Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph))
     instance = build_instance(fold_layers(graph), prices, optimizer=request.options.optimizer, memory_limit=math.inf)
     allowed = _as_placed(parameters, caches)
     plain = with_choices(instance, allowed)

@@ -13,6 +13,7 @@ from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import Shares
 from autopar.layout import Layout
 from autopar.options import Options
+from autopar.placement.fused_kernels import FusedKernels
 
 from .axis_roles import AxisRole
 from .shared_work import SharedWork
@@ -63,6 +64,21 @@ def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
     devices = math.prod(requested)
     splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
     return [requested] if axes_are_fixed(request) or len(requested) > 1 or not splits else splits
+
+
+def is_compiled(request: PlanRequest) -> bool:
+    """Whether pieces of the step are compiled, and so priced as kernels: where ``Options(compile=...)`` says so;
+    ``"auto"``: on GPUs."""
+    compiles = request.options.compile
+    return request.cluster.device.is_gpu if compiles == "auto" else bool(compiles)
+
+
+def kernels_of(request: PlanRequest, graph: Graph) -> FusedKernels | None:
+    """The kernels that a concrete graph runs as; None if operations run one by one."""
+    if not is_compiled(request):
+        return None
+    device = request.cluster.device
+    return request.shared.once("kernels", (graph,), device.is_gpu, make=lambda: FusedKernels.of(graph, device))
 
 
 def memory_limit_of(request: PlanRequest) -> int:

@@ -18,7 +18,7 @@ from autopar.errors import OptionsError
 from autopar.ir.placements import Shares, coordinate_of, parse_placements, shares_of
 
 from .alone import single_device_seconds
-from .request import PlanRequest, axes_are_fixed, mesh_candidates
+from .request import PlanRequest, axes_are_fixed, kernels_of, mesh_candidates
 from .step_graphs import step_graph
 
 Division = tuple[tuple[int, ...], Shares]
@@ -99,7 +99,8 @@ def _seconds_of_rows(request: PlanRequest, rows: int) -> tuple[Finish, ...]:
         own = request.cluster.at(rank, 1)
         if own not in kinds:
             kinds[own] = _line(
-                (half, single_device_seconds(own, part)[0]), (rows, single_device_seconds(own, whole)[0])
+                (half, single_device_seconds(own, part, kernels_of(request, part))[0]),
+                (rows, single_device_seconds(own, whole, kernels_of(request, whole))[0]),
             )
         finish.append(kinds[own])
     return tuple(finish)

@@ -20,7 +20,7 @@ from .formulate import formulate, untie_layers, with_memory_savers
 from .infeasible import infeasible
 from .memory_limit import ROUNDS, Solve, Solved, fits, solve_wide, solve_within, tightened
 from .mesh_solution import MeshSolution, peak_bytes, placed_step
-from .request import PlanRequest, memory_limit_of
+from .request import PlanRequest, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
 
@@ -69,7 +69,9 @@ def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Gr
     once, mesh, cluster, shares = request.shared.once, request.mesh, request.cluster, request.shares
     with timings.phase("annotate"):
         annotated = once("annotated graph", (graph,), mesh, shares, make=lambda: annotate(graph, mesh, shares))
-        prices = once("prices", (annotated, cluster), mesh, make=lambda: Prices.of(cluster, mesh, annotated))
+        fused = kernels_of(request, graph)
+        of = annotated, cluster, fused
+        prices = once("prices", of, mesh, make=lambda: Prices.of(cluster, mesh, annotated, fused))
     with timings.phase("price"):
         return annotated, formulate(request, annotated, prices)
 

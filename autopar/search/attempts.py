@@ -17,7 +17,7 @@ from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.ir.graph import Graph
 from autopar.planner.alone import single_device_seconds
-from autopar.planner.request import PlanRequest, axes_are_fixed
+from autopar.planner.request import PlanRequest, axes_are_fixed, kernels_of
 from autopar.restriction import Restriction
 
 from .stage_devices import kinds_of_blocks
@@ -113,7 +113,8 @@ def _least_seconds(request: PlanRequest, graph: Graph) -> Callable[[int], float]
     allow."""
     devices, cluster = math.prod(request.mesh), request.cluster
     kinds = Counter(kinds_of_blocks(cluster, devices, 1)) if cluster.groups else {0: devices}
-    alone = [(count, single_device_seconds(cluster.at(first, 1), graph)) for first, count in kinds.items()]
+    fused = kernels_of(request, graph)
+    alone = [(count, single_device_seconds(cluster.at(first, 1), graph, fused)) for first, count in kinds.items()]
     return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
 
 

@@ -59,7 +59,7 @@ def place_chunks(
 ) -> tuple[tuple[Chunk, ...], dict[Edge, Placements]]:
     """The chunks of ``staged`` with the choices of ``uncut``, an assignment of the uncut graph, and the placement of
     every edge on the wire: the ``fixed`` one, or one chosen by price. ``links``: by (source, target) chunk."""
-    fixed = fixed or {}
+    fixed, prices = fixed or {}, prices.uncompiled
     saving = [SaveActivations()(graph) for graph in staged.chunks]
     recomputing = [recomputed(graph, _carried(graph, uncut, prices)) for graph in saving]
     graphs, bare = [graph for graph, _ in recomputing], [assignment for _, assignment in recomputing]

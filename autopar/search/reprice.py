@@ -32,7 +32,7 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, kernels_of
 from autopar.planner.step_graphs import graph_alone, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
@@ -110,7 +110,7 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest)
 
 def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, repeats: Repeats) -> MeshSolution:
     """The assignment as a solution. Layers are folded only if they all make the same choices."""
-    prices = Prices.of(request.cluster, request.mesh, graph)
+    prices = Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph))
     optimizer = request.options.optimizer
     kinds = {("optimizer", place.offload) for place in assignment.parameters.values() if place.offload}
     weights = assignment.offloaded & assignment.parameters.keys()

@@ -54,10 +54,11 @@ def compute_seconds(
     matrix: tuple[float, float, float] | None = None,
     attention: bool = False,
     functions: float = 0.0,
+    launches: float = 1.0,
 ) -> float:
     """Roofline seconds of one operation. ``matrix``: (m, n, k) if it consists of matrix products of that shape;
     ``attention``: whether they are those of fused attention; ``functions``: the number of elements for which it
-    evaluates a transcendental function."""
+    evaluates a transcendental function; ``launches``: its share of the launch of a kernel."""
     device = cluster.device
     if matrix is None or not flops:
         work = flops / device.flops(dtype) + functions * device.function_seconds
@@ -67,7 +68,7 @@ def compute_seconds(
         batch = flops / (2.0 * math.prod(matrix))
         work = product_seconds(device, device.matmul_rate(dtype), batch, matrix, dtype.itemsize)
     traffic = nbytes / device.memory_bandwidth
-    return device.launch_seconds + max(work, traffic) + device.memory_stalls * min(work, traffic)
+    return launches * device.launch_seconds + max(work, traffic) + device.memory_stalls * min(work, traffic)
 
 
 def node_seconds(
@@ -82,10 +83,10 @@ def node_seconds(
     work, nbytes = family.flops(node, inputs, results), family.bytes(node, inputs, results)
     matrix = family.matrix(inputs, results) if family.matrix is not None else None
     functions = work if family.is_function else 0.0
-    return compute_seconds(cluster, work, nbytes, _dtype(inputs, results), matrix, family.is_attention, functions)
+    return compute_seconds(cluster, work, nbytes, dtype_of(inputs, results), matrix, family.is_attention, functions)
 
 
-def _dtype(inputs: Inputs, outputs: Outputs) -> torch.dtype:
+def dtype_of(inputs: Inputs, outputs: Outputs) -> torch.dtype:
     """The dtype of the computation: that of the first operand, otherwise that of the first result."""
     if inputs:
         return inputs[0].dtype

@@ -25,7 +25,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.prepare import make_request as search_request
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, kernels_of
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
@@ -120,7 +120,7 @@ class Setting:
 def setting(request: PlanRequest) -> Setting:
     """The request's step, annotated and priced."""
     graph = annotate(step_graph(request.graph, request.loss, request.batch), request.mesh)
-    return Setting(graph, Prices.of(request.cluster, request.mesh, graph))
+    return Setting(graph, Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph)))
 
 
 def gradients_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from autopar.cluster.description import Cluster
+from autopar.cost.kernels.kernel import origin
 from autopar.ir.assignment import uses
 from autopar.ir.node import Value
 from autopar.ir.placements import REPLICATE, is_shard
@@ -18,7 +19,6 @@ from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections import placement as layout_place
 from autopar.layouts.sections.exposed_communication import TAKEN, waited, with_exposed_prices
-from autopar.layouts.sections.fusion import origin
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section import Sections
 from autopar.layouts.sections.section_costs import section_costs, with_experts

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from autopar.cluster.description import Cluster
+from autopar.cost.kernels.grouping import find_kernels
+from autopar.cost.kernels.kernel import Kernels
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.fusion import Kernels, find_kernels
 from autopar.layouts.sections.transient_memory import Span, most
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape

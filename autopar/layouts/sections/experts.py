@@ -20,6 +20,7 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.cost import compute_seconds, family_of
+from autopar.cost.kernels.kernel import origin
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
@@ -28,7 +29,6 @@ from autopar.layout import Layout, degrees
 from autopar.placement.prices import local_type
 
 from .expert_all_to_all import Block, sent_rows
-from .fusion import origin
 
 FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
 OPERATIONS = frozenset((FORWARD, BACKWARD))

@@ -23,6 +23,7 @@ import numpy as np
 from torch.distributed.tensor import Partial
 
 from autopar.cost import family_of
+from autopar.cost.kernels.kernel import is_heavy, origin
 from autopar.ir.graph import Graph
 from autopar.ir.node import VIEWS, Node, Value
 from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
@@ -34,7 +35,6 @@ from autopar.placement.formulation import Instance
 from autopar.solver.problem import Floats, Ints, Transfer
 
 from .experts import OPERATIONS
-from .fusion import is_heavy, origin
 
 # Share of a device's processors that running collectives occupy (HybridEP: 32 of 148).
 TAKEN = 0.2

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from autopar.cost import compute_seconds, family_of, node_seconds
+from autopar.cost.kernels.kernel import Kernel, Kernels, is_alias, origin, readers
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.layout import Layout, matches
@@ -15,7 +16,6 @@ from autopar.placement.axis_names import weight_values
 from autopar.placement.prices import local_bytes, local_type
 
 from .experts import FP8, OPERATIONS, are_cast, routers
-from .fusion import Kernel, Kernels, is_alias, origin, readers
 from .placement import Placed
 from .section_of_node import AFTER, BEFORE
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.cluster.description import Cluster
 from autopar.cost import family_of
+from autopar.cost.kernels.kernel import readers
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
@@ -37,7 +38,6 @@ from autopar.solver.solve import solve
 
 from .experts import routers
 from .exposed_communication import scattering, with_exposed_prices
-from .fusion import readers
 
 # The time limit in seconds of counted work, so that prices do not depend on how busy the machine is.
 # Chosen: as Options.time_limit.

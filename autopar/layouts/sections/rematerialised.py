@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from autopar.cost.kernels.kernel import Kernels, is_alias, is_heavy, origin
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
-
-from .fusion import Kernels, is_alias, is_heavy, origin
 
 
 def rematerialisable(

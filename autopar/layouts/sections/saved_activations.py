@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.cost import compute_seconds
+from autopar.cost.kernels.kernel import origin, readers
 from autopar.ir.assignment import Use, operand_uses
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
@@ -17,7 +18,6 @@ from autopar.layout import Layout, matches, matches_whole
 from autopar.passes.recompute.attention import inside_attention
 from autopar.placement.prices import local_bytes
 
-from .fusion import origin, readers
 from .kernel_seconds import KernelPrices
 from .placement import Placed
 from .rematerialised import recomputed_operations, rematerialisable, rematerialised_nodes

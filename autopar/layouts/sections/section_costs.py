@@ -16,6 +16,8 @@ from torch.distributed.tensor import Partial
 
 from autopar.cluster.description import Cluster
 from autopar.cost import family_of
+from autopar.cost.kernels.grouping import find_kernels
+from autopar.cost.kernels.kernel import Kernel, Kernels, readers
 from autopar.ir.assignment import Use, uses
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.placements import Placements
@@ -24,7 +26,6 @@ from autopar.placement.prices import local_type
 
 from .experts import BACKWARD, are_cast, check_degree, expert_weights, find_blocks, price_block
 from .exposed_communication import overlapped_products, waited
-from .fusion import Kernel, Kernels, find_kernels, readers
 from .kernel_seconds import KernelPrices, launches_as_graph, local_size
 from .placement import Placed
 from .saved_activations import Saved

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.cost.kernels.kernel import readers
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
 
-from .fusion import readers
 from .shortened_model import Depth
 
 BEFORE, AFTER = "(before)", "(after)"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.cost.kernels.kernel import Kernel, readers
 from autopar.ir.assignment import Assignment, Use, operand_uses
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
@@ -19,7 +20,6 @@ from autopar.ir.placements import Placements
 from autopar.placement.prices import local_bytes
 
 from .experts import OPERATIONS
-from .fusion import Kernel, readers
 
 
 @dataclass(frozen=True)
