@@ -25,6 +25,7 @@ from autopar.compiler.rank_zero import gather_objects, on_first_rank
 from autopar.compiler.replica_plan import finished_by
 from autopar.planner.options_of_plan import options_under
 from autopar.planner.prepare import Prepared, batch_size, make_request, prepare
+from autopar.planner.shared_work import SharedWork
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.question import Question, remember
@@ -131,24 +132,51 @@ def plan(
         InfeasibleError: nothing fits into the memory limit; the message names a limit that suffices.
         OptionsError: an option or pin that cannot be honoured.
     """
+    arguments = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
+    return _plan(model, mesh, batch, options=_options(options), **arguments)
+
+
+def _plan(
+    model: nn.Module,
+    mesh: Mesh,
+    batch: Batch,
+    *,
+    options: Options,
+    cluster: str | Cluster | None,
+    loss_fn: LossFunction | None,
+    targets: Any,
+    device: torch.device | str | None,
+    mode: Mode | None,
+    work: SharedWork | None = None,
+) -> Plan:
+    """:func:`plan`. ``work``: what it has in common with plans of the same model for other arguments."""
     check_model(model)
-    timings = Timings()
+    timings, work = Timings(), SharedWork() if work is None else work
     args, kwargs = split_batch(batch, targets)
     where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
-    settings = in_mode(_options(options), mode)
+    settings = in_mode(options, mode)
     if settings.pad_to is not None:
         args, kwargs = padded_batch(model, settings.pad_to, args, kwargs)
     shape, names, rows = mesh_shape(mesh), _axis_names(mesh), batch_size(args, kwargs)
-    hardware = _of_devices(Cluster.get(cluster or "local"), math.prod(shape), settings)
-    finish = finished_by(settings.sync, hardware, shape)
+    described = work.once("cluster", (cluster,), make=lambda: Cluster.get(cluster or "local"))
+    hardware = _of_devices(described, math.prod(shape), settings)
+    finish, replicas = finished_by(settings.sync, hardware, shape), 1
     if settings.sync != EVERY_STEP:
+        replicas = shape[0]
         args, kwargs = own_rows(args, kwargs, 0, shape[0], plans=True)
         shape, names = shape[1:] or (1,), names[1:]
-    base = _prepared(model, args, kwargs, where, loss_fn, targets, settings, timings)
+    base = work.once(
+        "prepared",
+        (batch, targets),
+        *(settings.precision, settings.mode, settings.cache_length, settings.pad_to, replicas),
+        make=lambda: _prepared(model, args, kwargs, where, loss_fn, targets, settings, timings),
+    )
     propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
     request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, propose)
-    arguments = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
-    question = Question(plan, model, mesh, mesh_shape(mesh), batch, rows, {**arguments, "options": _options(options)})
+    request = replace(request, shared=work)
+    asked = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
+    asked |= {"options": options}
+    question = Question(_plan, model, mesh, mesh_shape(mesh), batch, rows, asked, SharedWork)
     # A copy, since the cache keeps its own plan, and the question would keep the model with it.
     return remember(replace(finish(cached_plan(request, timings))), question)
 

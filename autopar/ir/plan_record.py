@@ -16,6 +16,7 @@ from .placements import Placements, Shares, Strategy, shares_of
 from .planned_pipeline import PlannedPipeline
 from .planned_sync import PlannedSync
 from .program import CollectiveKind
+from .searched import Searched
 
 Item = TypeVar("Item")
 Status = Literal["optimal", "feasible", "fallback"]
@@ -194,6 +195,7 @@ class PlanRecord:
         layout: the fields of the layout that restricted the search, as ``Layout.parse`` reads them; "" if none did.
         tied: other names of tied parameters: the name under which ``parameters`` has them.
         sync: how this replica stays together with others; None: there are none, and ``mesh`` is the whole one.
+        searched: where a few of many divisions of the devices were solved, what is known of the others.
     """
 
     model: str
@@ -235,6 +237,7 @@ class PlanRecord:
     layout: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
     sync: PlannedSync | None = None
+    searched: Searched | None = None
 
     @property
     def placements(self) -> Mapping[str, Placements]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Node, Value
+from autopar.ir.node import Value
 from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, Strategy, is_shard
 
 Shards = Mapping[Value, frozenset[Placement]]
@@ -23,6 +23,7 @@ def shards_of(graph: Graph, axis: int, dims: Mapping[str, int], weights: frozens
     that follow from these dims of the inputs. ``weights``: the nodes that stay whole."""
     found: dict[Value, frozenset[Placement]] = {}
     projected: dict[int, tuple[AxisStrategy, ...]] = {}
+    known: dict[object, dict[int, frozenset[Placement]]] = {}  # Equal layers share lists of strategies.
     for node in graph.nodes:
         strategies = graph.strategies.get(node.name, ())
         if id(strategies) not in projected:
@@ -33,7 +34,12 @@ def shards_of(graph: Graph, axis: int, dims: Mapping[str, int], weights: frozens
             places = (strategy.outputs[0] for strategy in offered)
             found[Value(node.name)] = frozenset(p for p in places if is_shard(p) and p.dim == dim)  # type: ignore[union-attr]
         elif not node.is_placeholder:
-            found.update(_results(node, offered, found, weights))
+            operands = tuple(found.get(value, _NONE) for value in node.operands)
+            whole = tuple(value.node in weights for value in node.operands)
+            key = id(strategies), operands, whole
+            if key not in known:
+                known[key] = _results(offered, operands, whole)
+            found.update((Value(node.name, index), shards) for index, shards in known[key].items())
     return {value: shards for value, shards in found.items() if shards}
 
 
@@ -46,11 +52,13 @@ def _on_axis(strategies: tuple[Strategy, ...], axis: int) -> tuple[AxisStrategy,
 
 
 def _results(
-    node: Node, offered: tuple[AxisStrategy, ...], found: Mapping[Value, frozenset[Placement]], weights: frozenset[str]
-) -> dict[Value, frozenset[Placement]]:
-    known = [(i, found[value]) for i, value in enumerate(node.operands) if found.get(value)]
-    whole = [i for i, value in enumerate(node.operands) if value.node in weights]
-    shards: dict[Value, frozenset[Placement]] = {}
+    offered: tuple[AxisStrategy, ...], operands: tuple[frozenset[Placement], ...], are_whole: tuple[bool, ...]
+) -> dict[int, frozenset[Placement]]:
+    """By result of an operation, its shards that follow from those of its ``operands``; ``are_whole``: which of these
+    are weights, that stay whole."""
+    known = [(i, shards) for i, shards in enumerate(operands) if shards]
+    whole = [i for i, is_whole in enumerate(are_whole) if is_whole]
+    shards: dict[int, frozenset[Placement]] = {}
     for strategy in offered if known else ():
         taken = strategy.inputs
         follows = any(taken[i] in ends for i, ends in known)
@@ -59,6 +67,5 @@ def _results(
                 continue
             for index, place in enumerate(strategy.outputs):
                 if is_shard(place):
-                    value = Value(node.name, index)
-                    shards[value] = shards.get(value, _NONE) | {place}
+                    shards[index] = shards.get(index, _NONE) | {place}
     return shards

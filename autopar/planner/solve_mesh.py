@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
@@ -13,14 +14,15 @@ from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import Prices
+from autopar.restriction import words_of
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import formulate, untie_layers, with_memory_savers
 from .infeasible import infeasible
-from .memory_limit import ROUNDS, Solve, Solved, fits, solve_wide, solve_within, tightened
+from .memory_limit import ROUNDS, Solve, Solved, fits, solve_wide, solve_within, tightened, without_limit
 from .mesh_solution import MeshSolution, peak_bytes, placed_step
-from .request import PlanRequest, kernels_of, memory_limit_of
+from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
 
@@ -33,6 +35,13 @@ BASELINE_SECONDS = 4.0
 # Chosen, not measured.
 SMALLEST_SECONDS = 3.0
 
+# Programs that are kept, with what is known of each: those of two meshes or restrictions. Chosen: each is large.
+PROGRAMS = 2
+
+# The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
+# planning (GPT of 128 layers).
+UNTIED_NODES = 10_000
+
 SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 
 
@@ -41,13 +50,12 @@ def solve_mesh(
 ) -> tuple[MeshSolution, dict[str, Predicted | None]]:
     """The best solution on just this mesh, and the baselines priced on it, none under a layout. Raises
     :class:`InfeasibleError`."""
-    annotated, plain = _formulate(request, graph, timings)
+    annotated, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
         # What people choose by hand is no plan of a layout that says something else.
-        lines = () if request.roles else baselines(plain)
-        compared = [(line, _solve_baseline(request, line.instance, timings)) for line in lines]
+        compared = () if request.roles else _solve_baselines(request, program, timings)
         feasible = [solution for _, solution in compared if _is_feasible(solution)]
-        solved = _solve_within_memory(request, plain, timings, [solution.choices for solution in feasible])
+        solved = _solve_within_memory(request, program, timings, [solution.choices for solution in feasible])
         if _is_feasible(solved.solution):
             solved = _take_cheapest(solved, [solution for solution in feasible if fits(solved.instance, solution)])
     best = _enforce_memory_limit(request, annotated, solved, timings)
@@ -58,22 +66,30 @@ def solve_mesh(
 
 def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolution:
     """The best solution on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
-    annotated, plain = _formulate(request, graph, timings)
+    annotated, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
-        solved = _solve_within_memory(request, plain, timings)
+        solved = _solve_within_memory(request, program, timings)
     return _enforce_memory_limit(request, annotated, solved, timings)
 
 
 def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
-    """Returns the annotated graph and its placement program, with layers folded."""
+    """Returns the annotated graph and its placement program, with layers folded, without a limit of the device's
+    memory."""
     once, mesh, cluster, shares = request.shared.once, request.mesh, request.cluster, request.shares
     with timings.phase("annotate"):
         annotated = once("annotated graph", (graph,), mesh, shares, make=lambda: annotate(graph, mesh, shares))
         fused = kernels_of(request, graph)
         of = annotated, cluster, fused
         prices = once("prices", of, mesh, make=lambda: Prices.of(cluster, mesh, annotated, fused))
+    options = request.options
+    restrictions = tuple(options.pins.items()), options.zero, words_of(options.layout), request.roles
+    settings = *restrictions, options.optimizer, request.repeats, host_limit_of(request)
+
+    def make() -> Instance:
+        return without_limit(formulate(request, annotated, prices))
+
     with timings.phase("price"):
-        return annotated, formulate(request, annotated, prices)
+        return annotated, once("program", (annotated, prices), *settings, make=make, kept=PROGRAMS)
 
 
 def _is_feasible(solution: Solution) -> bool:
@@ -82,6 +98,19 @@ def _is_feasible(solution: Solution) -> bool:
 
 def _solver(request: PlanRequest, timings: Timings) -> Solve:
     return lambda instance, incumbents: solve_in_time(instance.problem, request.options, timings, incumbents)
+
+
+def _solve_baselines(
+    request: PlanRequest, program: Instance, timings: Timings
+) -> tuple[tuple[Baseline, Solution], ...]:
+    """The baselines of a program with their solutions."""
+    options = request.options
+    settings = min(BASELINE_SECONDS, options.time_limit), max(options.gap, BASELINE_GAP), options.solver_seed
+
+    def make() -> tuple[tuple[Baseline, Solution], ...]:
+        return tuple((line, _solve_baseline(request, line.instance, timings)) for line in baselines(program))
+
+    return request.shared.once("baselines", (program,), *settings, make=make, kept=PROGRAMS)
 
 
 def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) -> Solution:
@@ -95,10 +124,20 @@ def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) 
 
 
 def _solve_within_memory(
-    request: PlanRequest, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
+    request: PlanRequest, program: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
 ) -> Solved:
     """Solves without recomputation, and with it only if memory requires it. Returns the instance solved last."""
-    run = _solver(request, timings)
+    plain = replace(program, problem=replace(program.problem, memory_limit=float(memory_limit_of(request))))
+
+    def run(instance: Instance, starts: Sequence[Ints]) -> Solution:
+        make = partial(_solver(request, timings), instance, starts)
+        if instance.is_wide or math.isfinite(instance.problem.memory_limit):
+            return make()
+        # One of all requests that differ in the limit alone.
+        options, known = request.options, tuple(choices.tobytes() for choices in starts)
+        settings = options.gap, options.solver_seed, options.time_limit, timings.counted, known
+        return request.shared.once("unlimited", (program,), *settings, make=make, kept=PROGRAMS)
+
     return solve_within(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
 
 
@@ -206,7 +245,7 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
     A heuristic: the cost of the limit comes from the program whose equal layers choose alike by construction. Layers
     that differ, mostly at the ends of the model, could be faster even without a limit."""
     instance, solution = best.instance, best.solution
-    folded = len(instance.names) < len(instance.graph.nodes)
+    folded = len(instance.names) < len(instance.graph.nodes) <= UNTIED_NODES
     limit_costs = solution.objective - unlimited > request.options.gap * solution.objective
     # A limit that is far away is not what costs. Chosen, not measured.
     return (

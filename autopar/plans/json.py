@@ -23,6 +23,7 @@ from autopar.ir.plan_record import (
     ResidentTensor,
 )
 from autopar.ir.planned_sync import PlannedSync
+from autopar.ir.searched import Searched
 from autopar.offload import tier_of
 
 from .folded_tables import folded, unfolded
@@ -42,7 +43,7 @@ _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
 _OPTIONAL = ("layout", "tied", "offloaded")
-_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync")
+_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync", "searched")
 
 
 def plan_to_json(plan: PlanRecord) -> str:
@@ -124,7 +125,8 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
     # Only where there is something: earlier versions of autopar, which do not know these, read all other plans.
     data |= {name: value for name in _OPTIONAL if (value := getattr(plan, name))}
-    return data if plan.sync is None else data | {"sync": asdict(plan.sync)}
+    records = {"sync": plan.sync, "searched": plan.searched}
+    return data | {name: asdict(record) for name, record in records.items() if record is not None}
 
 
 def _number(value: float) -> float | str:
@@ -200,6 +202,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["layout"] = _string(data.get("layout", ""))
     fields["tied"] = {_string(k): _string(v) for k, v in data.get("tied", {}).items()}
     fields["sync"] = PlannedSync(**data["sync"]) if "sync" in data else None
+    fields["searched"] = Searched(**data["searched"]) if "searched" in data else None
     fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):

@@ -29,7 +29,7 @@ _questions: dict[int, Question] = {}
 class Question:
     """What :func:`autopar.plan` was called with. ``ask`` is that function; ``shape`` the mesh as a shape, outermost
     axis first; ``samples`` the rows of the global ``batch``; ``arguments`` the other keyword arguments, ``options`` and
-    ``cluster`` among them."""
+    ``cluster`` among them. ``begin`` returns a new ``work``: what is computed once for all that is asked with it."""
 
     ask: Callable[..., Any]
     model: nn.Module
@@ -38,19 +38,20 @@ class Question:
     batch: Any
     samples: int
     arguments: Mapping[str, Any]
+    begin: Callable[[], Any]
 
     @property
     def options(self) -> Any:
         return self.arguments["options"]
 
-    def again(self, *, mesh: Any = None, samples: int | None = None, **changed: Any) -> Any:
+    def again(self, *, mesh: Any = None, samples: int | None = None, work: Any = None, **changed: Any) -> Any:
         """The plan for this question with some arguments ``changed``. ``samples``: another global batch
-        size. Raises what :func:`autopar.plan` raises."""
+        size; ``work``: of :attr:`begin`. Raises what :func:`autopar.plan` raises."""
         arguments, batch = {**self.arguments, **changed}, self.batch
         if samples is not None:
             batch = _resized(batch, self.samples, samples)
             arguments["targets"] = _resized(arguments["targets"], self.samples, samples)
-        return self.ask(self.model, self.mesh if mesh is None else mesh, batch, **arguments)
+        return self.ask(self.model, self.mesh if mesh is None else mesh, batch, work=work, **arguments)
 
     def mesh_of(self, devices: int) -> tuple[int, ...]:
         """The mesh with so many devices: the outermost axis is longer or shorter, since it is nodes that are added.

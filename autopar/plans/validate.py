@@ -67,6 +67,11 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
         yield f"the plan has {plan.stages} stages and {plan.microbatches} microbatches, but comes {with_or_without}"
     if plan.sync is not None and min(plan.sync.replicas, plan.sync.every) < 1:
         yield f"sync has {plan.sync.replicas} replicas that exchange every {plan.sync.every} steps: at least 1 of each"
+    if plan.searched is not None:
+        found = plan.searched
+        counts = found.divisions, found.indivisible, found.solved, found.excluded, found.left
+        if min(counts) < 0 or found.bound < 0:
+            yield f"searched counts {', '.join(map(str, counts))} and bounds {found.bound}: none may be below 0"
     for name in ("solve_seconds", "gap"):
         if getattr(plan, name) < 0:
             yield f"{name} is {getattr(plan, name)}, below 0"

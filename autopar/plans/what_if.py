@@ -1,7 +1,7 @@
 """Solves a plan's question again under other circumstances: :meth:`autopar.plans.plan.Plan.whatif`.
 
-Each answer is what :func:`autopar.plan` returns for the changed question, no more and no less. What stays the same,
-such as the trace of the model, comes from the caches.
+Each answer is what :func:`autopar.plan` returns for the changed question, no more and no less. What stays the same is
+computed once: the trace of the model, its annotated graph, its prices and programs, and what memory does not limit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def what_if(plan: PlanRecord, asked: Mapping[Sweep, Sequence[Any] | None]) -> Wh
     if not wanted:
         wanted = dict(_unasked(plan, question))
     answers: list[Answer[Any]] = []
+    work = question.begin()
     for sweep, values in wanted.items():
-        answers += in_order([_answer(question, sweep, value) for value in values])
+        answers += in_order([_answer(question, sweep, value, work) for value in values])
     return WhatIf(plan, tuple(answers))
 
 
@@ -70,25 +71,25 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _answer(question: Question, sweep: Sweep, value: Any) -> Answer[Any]:
+def _answer(question: Question, sweep: Sweep, value: Any, work: Any) -> Answer[Any]:
     amount = math.prod(value) if isinstance(value, tuple) else value if isinstance(value, int) else 0
     named = value.name if isinstance(value, Cluster) else value
     answer = partial(Answer, sweep, named, amount)
     try:
         with shown(f"what if {sweep}={named}"):
-            return answer(_solved(question, sweep, value))
+            return answer(_solved(question, sweep, value, work))
     except AutoparError as error:
         return answer(None, str(error))
 
 
-def _solved(question: Question, sweep: Sweep, value: Any) -> Any:
+def _solved(question: Question, sweep: Sweep, value: Any, work: Any) -> Any:
     """The plan for the changed question. Raises what :func:`autopar.plan` raises."""
     match sweep:
         case "memory_limit" | "precision":
-            return question.again(options=replace(question.options, **{sweep: value}))
+            return question.again(options=replace(question.options, **{sweep: value}), work=work)
         case "devices":
-            return question.again(mesh=question.mesh_of(value) if isinstance(value, int) else value)
+            return question.again(mesh=question.mesh_of(value) if isinstance(value, int) else value, work=work)
         case "batch":
-            return question.again(samples=value)
+            return question.again(samples=value, work=work)
         case "cluster":
-            return question.again(cluster=value)
+            return question.again(cluster=value, work=work)

@@ -181,3 +181,13 @@ def most_in_flight(listed: Iterable[Action]) -> int:
         most = max(most, in_flight)
         in_flight -= action.kind in ("weight_gradient", "backward")
     return most
+
+
+def most_in_flight_of_chunks(orders: Iterable[Iterable[Action]], chunks: int) -> tuple[int, ...]:
+    """For each chunk, the most microbatches that have begun forward there and not ended backward; at least one."""
+    listed: list[list[Action]] = [[] for _ in range(chunks)]
+    for order in orders:
+        for action in order:
+            if action.chunk >= 0:
+                listed[action.chunk].append(action)
+    return tuple(max(1, most_in_flight(actions)) for actions in listed)

@@ -89,13 +89,12 @@ class Schedule:
     def ends_with(self, chunk: int) -> bool:
         """Whether the rank of a chunk has nothing left to compute or to send once the chunk's gradients are
         computed."""
-        listed = self.ranks[self.placement[chunk]]
-        positions = [
-            i
-            for i, action in enumerate(listed)
-            if action.chunk == chunk and action.kind in ("backward", "weight_gradient")
-        ]
-        return bool(positions) and not any(action.computes or action.sends for action in listed[positions[-1] + 1 :])
+        for action in reversed(self.ranks[self.placement[chunk]]):
+            if action.chunk == chunk and action.kind in ("backward", "weight_gradient"):
+                return True
+            if action.computes or action.sends:
+                return False
+        return False
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
         """Yields (rank, position, action), rank by rank."""

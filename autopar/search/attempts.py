@@ -1,26 +1,24 @@
 """Which pipelines are worth solving: layouts of stages, and numbers of microbatches for each.
 
-If the options fix neither stages nor schedule, a layout is tried only if it could win. The devices together need at
-least the seconds that one device needs for the whole step. In addition, a pipeline is assumed to idle for at least a
-sixth of the time that 1F1B idles. That is what ZB-V idles with equal chunks; uneven chunks might idle less, so this
-part of the bound is a heuristic.
+If the options fix neither stages nor schedule, a layout is tried only if it could win: if its bound
+(:mod:`.division_bounds`), which is proven, is below the best plan's seconds. Of those that could, the ones are tried
+that are expected to be quickest: a pipeline probably idles for at least a sixth of the time that 1F1B idles, as ZB-V
+does with equal chunks, and its first microbatch waits for its messages.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.ir.graph import Graph
-from autopar.planner.alone import single_device_seconds
-from autopar.planner.request import PlanRequest, axes_are_fixed, kernels_of
+from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction
 
-from .stage_devices import kinds_of_blocks
+from .division_bounds import Division, bounds_of
 from .stage_meshes import StageLayout, layouts, microbatch_counts
 
 # How many placement programs, times operations of the graph, may be solved to see whether stages pay; at least one
@@ -91,15 +89,16 @@ def _own_batch(request: PlanRequest) -> int:
 def _promising(
     request: PlanRequest, graph: Graph, best: float, possible: list[tuple[StageLayout, tuple[int, ...]]]
 ) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
-    """Of all possible attempts those that could win, as many as the effort allows. The attempts with the least bound of
-    each layout come first."""
-    least = _least_seconds(request, graph)
-    idle = partial(_idle_share, request.cluster)
+    """Of all possible attempts those that could win, as many as the effort allows. The attempts of each layout that are
+    expected to be quickest come first."""
+    bounds, idle = bounds_of(request, graph), partial(_idle_share, request.cluster)
     promising: list[tuple[float, int, StageLayout, int]] = []
     for layout, counts in possible:
-        bounds = [least(n) * (1.0 + idle(layout.stages, n)) + _hops(request, layout) for n in counts]
-        ranked = sorted(zip(bounds, counts, strict=True))
-        promising += [(bound, rank, layout, n) for rank, (bound, n) in enumerate(ranked) if bound < best]
+        hops, inside = _hops(request, layout), math.prod(layout.mesh)
+        least = {n: bounds.seconds(Division(layout.stages, 1, inside, n, 1)) for n in counts}
+        expected = {n: bound * (1.0 + idle(layout.stages, n)) + hops for n, bound in least.items() if bound < best}
+        ranked = sorted((seconds, n) for n, seconds in expected.items())
+        promising += [(seconds, rank, layout, n) for rank, (seconds, n) in enumerate(ranked)]
     promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
     # If nothing fits without stages, a pipeline is needed, and where devices differ only stages use the quick ones, so
     # more are tried.
@@ -108,19 +107,9 @@ def _promising(
     yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
 
 
-def _least_seconds(request: PlanRequest, graph: Graph) -> Callable[[int], float]:
-    """A function of the number of microbatches: seconds of a step that all devices share as well as their speeds
-    allow."""
-    devices, cluster = math.prod(request.mesh), request.cluster
-    kinds = Counter(kinds_of_blocks(cluster, devices, 1)) if cluster.groups else {0: devices}
-    fused = kernels_of(request, graph)
-    alone = [(count, single_device_seconds(cluster.at(first, 1), graph, fused)) for first, count in kinds.items()]
-    return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
-
-
 def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
-    """The least ratio of idle to busy time that a pipeline is assumed to have: the least of any named schedule, which
-    is a sixth of that of 1F1B. It is 0 if idle ranks leave their processors to other ranks."""
+    """The ratio of idle to busy time that a pipeline is expected to have: the least of any named schedule, which is a
+    sixth of that of 1F1B. It is 0 if idle ranks leave their processors to other ranks."""
     return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
 
 

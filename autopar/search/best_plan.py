@@ -14,6 +14,8 @@ from functools import partial
 
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.plan_record import Predicted
+from autopar.ir.searched import Searched
+from autopar.layout import Layout
 from autopar.options import without_stages
 from autopar.placement.predicted import predicted
 from autopar.planner.mesh_solution import MeshSolution
@@ -32,7 +34,9 @@ from autopar.search.restricted.arrangements import arrangements
 from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
 from .candidate import Candidate, named_axes
-from .pipelines import with_stages
+from .division_bounds import Division, bounds_of, covered, searched
+from .pipeline import MOST_CHUNKS
+from .pipelines import whole_step, with_stages
 from .segments import stage_pins
 from .stage_meshes import StageLayout
 
@@ -81,7 +85,16 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         plan = replace(plan, pinned=dict(request.options.pins), layout=restriction)
         notes = (*rejected, *_quicker_baselines(plan, listed), *idle_devices(plan, listed))
         warnings = (*plan.warnings, *notes, *_warnings_of_time(request, timings))
-        return replace(plan, baselines=listed, warnings=warnings)
+        covered_by = _searched(unstaged, candidates, plan.predicted.step_seconds)
+        return replace(plan, baselines=listed, warnings=warnings, searched=covered_by)
+
+
+def _searched(request: PlanRequest, candidates: Sequence[Candidate], seconds: float) -> Searched | None:
+    """What the search for a plan of ``seconds`` covered, where it solved a few of many divisions."""
+    if not proposes(request):
+        return None
+    solved = {division: bound for candidate in candidates for division, bound in candidate.divisions.items()}
+    return searched(bounds_of(request, whole_step(request)), request.batch, MOST_CHUNKS, solved, seconds)
 
 
 def _check_stages_are_searched(request: PlanRequest) -> None:
@@ -102,17 +115,47 @@ def _candidates(request: PlanRequest, pinned: Mapping[str, str], timings: Timing
         layouts = request.propose(request) if request.propose is not None and proposes(request) else ()
     if not layouts:
         return _of_arrangements(arrangements(request), pinned, timings)
+
+    def solve(layout: Layout) -> list[Candidate]:
+        restricted = replace(request, options=replace(request.options, layout=layout))
+        with suppress(InfeasibleError, OptionsError):
+            return _of_arrangements(arrangements(restricted), pinned, timings, explains=False)
+        return []
+
     candidates = list[Candidate]()
     for layout in layouts:
         if candidates and timings.is_spent(request.options.time_limit):
             break
-        with suppress(InfeasibleError, OptionsError):
-            restricted = replace(request, options=replace(request.options, layout=layout))
-            candidates += _of_arrangements(arrangements(restricted), pinned, timings, explains=False)
+        found = solve(layout)
+        better = _least(found) < _least(candidates)
+        candidates += found
+        if better:
+            quickest = layout
+    if candidates and not timings.is_spent(request.options.time_limit):
+        candidates += _other_microbatches(request, quickest, _least(candidates), solve)
     own = request if not candidates else replace(request, options=without_stages(request.options))
     with suppress(*((InfeasibleError,) if candidates else ())):
         candidates += _of_arrangements(arrangements(own), pinned, timings)
     return candidates
+
+
+def _other_microbatches(
+    request: PlanRequest, layout: Layout, best: float, solve: Callable[[Layout], list[Candidate]]
+) -> Iterator[Candidate]:
+    """Candidates like those of ``layout``, which takes ``best`` seconds, with larger and smaller microbatches: as long
+    as these are quicker, and their bound says that they could be."""
+    for factor in (2.0, 0.5):
+        seconds, size = best, layout.microbatch * factor
+        while size.is_integer() and request.batch % (layout.data * size) == 0:
+            count = request.batch // (layout.data * int(size))
+            division = Division(layout.pipeline, layout.data, layout.tensor, count, 1)
+            if bounds_of(request, whole_step(request)).seconds(division) >= seconds:
+                break
+            found = solve(replace(layout, microbatch=int(size)))
+            yield from found
+            if _least(found) >= seconds:
+                break
+            seconds, size = _least(found), size * factor
 
 
 def _of_arrangements(
@@ -259,7 +302,9 @@ def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candid
             continue
         make = partial(make_plan, inside, graph, solved, priced, timings)
         figures = partial(_figures, inside, solved)
-        candidates.append(Candidate(solved.breakdown.seconds, None, make, figures, priced))
+        roles = [role.name for role in inside.roles] or [""] * len(inside.mesh)
+        known = dict.fromkeys(covered(inside.mesh, roles, 1, 1, (1,)), max(0.0, solved.unlimited))
+        candidates.append(Candidate(solved.breakdown.seconds, None, make, figures, priced, divisions=known))
     return candidates, failure
 
 

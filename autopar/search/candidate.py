@@ -13,6 +13,7 @@ from autopar.planner.axis_roles import role_names
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 
+from .division_bounds import Division
 from .stage_meshes import StageLayout
 
 
@@ -22,7 +23,8 @@ class Candidate:
 
     ``make`` writes its plan; ``figures`` gives its name and predictions. Of the candidates of one ``layout`` (None:
     without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, for
-    pipelines, solves a schedule for it and returns the improved candidate."""
+    pipelines, solves a schedule for it and returns the improved candidate. ``divisions``: those that its program
+    covers, each with a lower bound of its seconds, 0 if none is known besides :mod:`.division_bounds`."""
 
     seconds: float
     layout: StageLayout | None
@@ -30,6 +32,7 @@ class Candidate:
     figures: Callable[[], tuple[str, Predicted]]
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
     improved: Callable[[], Candidate] | None = None
+    divisions: Mapping[Division, float] = field(default_factory=dict)
 
 
 def named_axes(request: PlanRequest, assignment: Assignment, graph: Graph) -> str:

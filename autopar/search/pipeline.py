@@ -14,16 +14,11 @@ in which stages lie on them is tried like a schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
-from autopar.cost.pipeline.simulate import simulate
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
@@ -40,11 +35,10 @@ from autopar.planner.shared_work import SharedWork
 from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
-from autopar.solver.problem import Ints
+from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of
 
-from .chunks import WirePrice, place_chunks
-from .cuts import Segments, best_cuts
-from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks, price_stages, shared_processors, wire_prices
+from .chunks import place_chunks
+from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
 from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders
@@ -273,93 +267,31 @@ def _scheduled(
     links = wire_prices(uncut.prices.cluster, tuple(range(stages)), devices, _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
     priced = breakdowns_on_blocks(uncut, stages)
-    on_blocks = tuple(
-        price_segments(pieces.graph, candidates, segment_of, uncut, breakdown, slowest) for breakdown in priced
-    )
+    # Equal blocks have one breakdown.
+    segments = {
+        id(breakdown): price_segments(pieces.graph, candidates, segment_of, uncut, breakdown, slowest)
+        for breakdown in {id(breakdown): breakdown for breakdown in priced}.values()
+    }
+    on_blocks = tuple(segments[id(breakdown)] for breakdown in priced)
     count = on_blocks[0].count
     pinned = pinned_ranks(pieces.graph, segment_of, count, request.pins, stages)
     kinds = _kinds_within(request, count)
     alike = kinds_of_blocks(uncut.prices.cluster, stages, devices)
     placed = [
-        _Arranged(kind, order, request.microbatches)
+        Arranged(kind, order, request.microbatches)
         for kind in kinds
         for order in orders(alike, [breakdown.seconds for breakdown in priced], request.limits)
     ]
     unlimited = (math.inf,) * stages
-    if request.pins and not any(_cuts_at(on_blocks, arranged, pinned, unlimited) for arranged in placed):
+    if request.pins and not any(cuts_at(on_blocks, arranged, pinned, unlimited) for arranged in placed):
         raise OptionsError(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
     shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
-
-    def estimate(chosen: tuple[_Arranged, tuple[str, ...]]) -> float:
-        arranged, cuts = chosen
-        schedule = arranged.schedule
-        return simulate(schedule, _estimated(on_blocks, cuts, schedule, slowest, shared)).seconds
-
-    found = [(arranged, cuts) for arranged in placed for cuts in _cuts_of(on_blocks, arranged, request, pinned)]
-    for arranged, cuts in sorted(found, key=estimate) if len(found) > 1 else found:
+    found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
+    for arranged, cuts in Estimates(on_blocks, shared).in_order(found):
         yield cut_and_price(request.layout, pieces, cuts, arranged, uncut)
-
-
-@dataclass(frozen=True)
-class _Arranged:
-    """A schedule ``kind`` (name, chunks of each stage) whose stages lie on the blocks of devices in ``order``."""
-
-    kind: tuple[str, int]
-    order: tuple[int, ...]
-    microbatches: int
-
-    @property
-    def schedule(self) -> Schedule:
-        """Over a chain of chunks."""
-        name, chunks = self.kind
-        return make_schedule(name, len(self.order), self.microbatches, chunks).reordered(self.order)
-
-
-def _cuts_of(
-    on_blocks: Sequence[Segments], arranged: _Arranged, request: PipelineRequest, pinned: Ints
-) -> tuple[tuple[str, ...], ...]:
-    """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit. Where ranks have
-    several chunks, also the best cuts of all: the first chunks have more microbatches in flight, so equal shares cut
-    unevenly, or not at all, though together the chunks of a rank may fit."""
-    each = arranged.kind[1]
-    shares = [tuple(limit / each for limit in request.limits)]
-    shares += [(math.inf,) * len(request.limits)] if each > 1 else []
-    found = [_cuts_at(on_blocks, arranged, pinned, share) for share in shares]
-    return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
-
-
-def _cuts_at(
-    on_blocks: Sequence[Segments], arranged: _Arranged, pinned: Ints, limits: tuple[float, ...]
-) -> tuple[str, ...] | None:
-    """The best cuts for a schedule with at most ``limits`` bytes a chunk, by pipeline rank; None if there are none."""
-    schedule = arranged.schedule
-    ranks = schedule.placement
-    segments, most = [on_blocks[rank] for rank in ranks], [limits[rank] for rank in ranks]
-    return best_cuts(segments, in_flight_of_chunks(schedule), most, np.array(ranks), pinned)
-
-
-def _estimated(
-    on_blocks: Sequence[Segments],
-    cuts: tuple[str, ...],
-    schedule: Schedule,
-    link: WirePrice,
-    shared: SharedProcessors | None,
-) -> PipelinePrices:
-    """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
-    gradient take a third of the seconds each."""
-    any_block = on_blocks[0]
-    starts = [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
-    spans = zip(schedule.placement, pairwise(starts), strict=True)
-    seconds = [float(on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
-    edges = {
-        (c, c + 1): EdgePrice(latency=float(any_block.wire[start]))
-        for c, start in enumerate(starts[1:-1])
-        if schedule.placement[c] != schedule.placement[c + 1]
-    }
-    return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=shared)
 
 
 def _ring(stages: int) -> tuple[tuple[int, int], ...]:
@@ -367,7 +299,7 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_and_price(
-    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], arranged: _Arranged, uncut: MeshSolution
+    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], arranged: Arranged, uncut: MeshSolution
 ) -> PipelineSolution:
     """Cuts the graph at ``cuts``, places it, and prices it as ``arranged``."""
     staged = cut(pieces, cuts)

@@ -25,7 +25,6 @@ from autopar.placement.memory_bound import offloaded_activation_bytes, saved_byt
 from autopar.placement.overlap_windows import HiddenShares, gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices, local_bytes
-from autopar.schedule.messages import most_in_flight
 from autopar.schedule.schedule import Schedule
 
 from .chunk_price import SectionOf, chunk_price, sections_of
@@ -133,12 +132,6 @@ def _breakdowns(
         step = PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, lent)
         windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
         yield cost_breakdown(step, agreement if chunk.index in first else 0.0, windows, section_of)
-
-
-def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """For each chunk, the most microbatches that have begun forward there and not ended backward; at least one."""
-    lists = ([i for i in schedule.ranks[rank] if i.chunk == chunk] for chunk, rank in enumerate(schedule.placement))
-    return tuple(max(1, most_in_flight(listed)) for listed in lists)
 
 
 def in_flight_at_peak(chunks: tuple[Chunk, ...], schedule: Schedule, prices: Prices, optimizer: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -79,14 +80,16 @@ def rank_lines(breakdown: PipelineBreakdown, rank: int) -> tuple[CostLine, ...]:
 
 def _reduced_meanwhile(breakdown: PipelineBreakdown, rank: int) -> float:
     """Seconds for which reductions of ``rank`` overlap its computations."""
-    own = [ran for ran in breakdown.simulation.record.ran if ran.rank == rank]
-    reductions = [ran for ran in own if ran.action.kind == "reduce"]
-    computations = [ran for ran in own if ran.action.computes]
-    return sum(
-        max(0.0, min(reduction.end, computation.end) - max(reduction.start, computation.start))
-        for reduction in reductions
-        for computation in computations
-    )
+    own = breakdown.simulation.record.ran_by_rank[rank]
+    computations = [ran for ran in own if ran.action.computes]  # One after the other.
+    ends = [ran.end for ran in computations]
+    hidden = 0.0
+    for reduction in (ran for ran in own if ran.action.kind == "reduce"):
+        for computation in computations[bisect_right(ends, reduction.start) :]:
+            if computation.start >= reduction.end:
+                break
+            hidden += min(reduction.end, computation.end) - max(reduction.start, computation.start)
+    return hidden
 
 
 def busiest_rank(breakdown: PipelineBreakdown) -> int:

@@ -22,8 +22,9 @@ from autopar.restriction import Restriction
 from .attempts import attempts
 from .candidate import Candidate, named_axes
 from .custom_schedule import ScheduleSearch, with_solved_schedule
+from .division_bounds import Division, covered
 from .infeasible import pipeline_infeasible
-from .pipeline import PipelineRequest, PipelineSolution
+from .pipeline import MOST_CHUNKS, PipelineRequest, PipelineSolution
 from .pipeline_predicted import staged_predicted
 from .rehearsed_memory import search_within
 from .stage_meshes import StageLayout
@@ -55,8 +56,7 @@ def with_stages(
     """
     if request.loss is None and request.graph.gradients:
         return [], lambda: OptionsError(_NO_LOSS)
-    whole, loss, batch = request.graph, request.loss, request.batch
-    graph = request.shared.once("pipelined", (whole,), loss, batch, make=lambda: pipelined_graph(whole, loss, batch))
+    graph = whole_step(request)
     candidates: list[Candidate] = []
     nothing = f"no pipeline stages are possible on the mesh {request.mesh} under these options: leave some of them out"
     make_error: MakeError = partial(OptionsError, nothing)
@@ -69,6 +69,12 @@ def with_stages(
         candidates += solved
         make_error = make_last_error or make_error
     return candidates, make_error
+
+
+def whole_step(request: PlanRequest) -> Graph:
+    """The step that is cut, at the whole batch."""
+    whole, loss, batch = request.graph, request.loss, request.batch
+    return request.shared.once("pipelined", (whole,), loss, batch, make=lambda: pipelined_graph(whole, loss, batch))
 
 
 def _of_layout(
@@ -183,7 +189,18 @@ class _Solved:
 
     def candidate(self, warning: str = "") -> Candidate:
         make = partial(staged_plan, self.request, self.inside, self.solution, self.timings, warning)
-        return Candidate(staged_predicted(self.solution).step_seconds, self.solution.layout, make, self.figures)
+        seconds = staged_predicted(self.solution).step_seconds
+        return Candidate(
+            seconds, self.solution.layout, make, self.figures, divisions=dict.fromkeys(self._covered(), 0.0)
+        )
+
+    def _covered(self) -> set[Division]:
+        """The divisions of which this is the quickest: of all numbers of chunks that were tried."""
+        inside, restriction = self.inside, Restriction.of(self.request.options.layout)
+        tried = (restriction.interleave,) if restriction.interleave else range(1, MOST_CHUNKS + 1)
+        roles = [role.name for role in inside.roles] or [""] * len(inside.mesh)
+        stages, count = self.solution.layout.stages, self.solution.pipeline.schedule.microbatches
+        return covered(inside.mesh, roles, stages, count, tried if stages > 1 else (1,))
 
     def figures(self) -> tuple[str, Predicted]:
         solution = self.solution

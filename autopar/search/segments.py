@@ -20,10 +20,10 @@ from autopar.placement.item_prices import parameter_bytes
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import local_bytes
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.search.schedules.cuts import Segments
 from autopar.solver.problem import Ints
 
 from .chunks import WirePrice
-from .cuts import Segments
 
 
 class PinnedTogetherError(OptionsError):

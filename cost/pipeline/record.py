@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.schedule.actions import Action, Message
@@ -43,6 +44,14 @@ class Record:
     prices: PipelinePrices
     ran: tuple[Ran, ...]
     messages: tuple[SentMessage, ...]
+
+    @cached_property
+    def ran_by_rank(self) -> tuple[tuple[Ran, ...], ...]:
+        """``ran`` by rank, in order of time."""
+        own: list[list[Ran]] = [[] for _ in self.schedule.ranks]
+        for ran in self.ran:
+            own[ran.rank].append(ran)
+        return tuple(map(tuple, own))
 
 
 def timeline_of(record: Record, memory: Memory) -> Timeline:

@@ -13,7 +13,7 @@ gradient needs is in the chunk of the weight.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,13 +57,13 @@ def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
 
     def parts(value: Value, top: bool) -> tuple[Value, ...]:
         node = graph[value.node]
-        alone = len(graph.users.get(value, ())) == (0 if top else 1) and results.count(value) == (1 if top else 0)
+        alone = len(graph.users.get(value, ())) == (0 if top else 1) and results[value] == (1 if top else 0)
         plain = node.op == _ADD and not node.kwargs and len(node.operands) == 2
         if not (alone and plain and all(graph.type_of(operand) == node.type for operand in node.operands)):
             return (value,)
         return tuple(part for operand in node.operands for part in parts(operand, False))
 
-    results = [output.value for output in graph.outputs]
+    results = Counter(output.value for output in graph.outputs)
     gradients = [o for o in graph.outputs if o.kind == "gradient"]
     return {o.name: () if o.value is None else parts(o.value, True) for o in gradients}
 
@@ -120,6 +120,15 @@ class ChunkLayout:
             if not node.is_placeholder and node.name in self.home:
                 members[self.home[node.name]].append(node)
         return {chunk: tuple(nodes) for chunk, nodes in members.items()}
+
+    @cached_property
+    def gradient_chunks(self) -> Mapping[str, frozenset[int]]:
+        """The chunks that return a part of a parameter's gradient, or that it has none, by the parameter's path."""
+        chunks: dict[str, frozenset[int]] = {}
+        for path, parts in self.parts.items():
+            first = min(self.owners[self.parameters[path].name], default=0)
+            chunks[path] = frozenset({self.home.get(part.node, first) for part in parts} or {first})
+        return chunks
 
     def _repeated(self) -> frozenset[str]:
         """Operations that are repeated wherever they are used."""

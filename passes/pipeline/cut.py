@@ -100,7 +100,8 @@ class _Writer:
                     self._emit(node, node.name, node.phase)
         for output in self.graph.outputs:
             if output.kind == "gradient":
-                self._gradient(output.name)
+                if self.chunk in self.layout.gradient_chunks[output.name]:
+                    self._gradient(output.name)
             elif output.kind != "mutation" and self._returns(output):
                 value = output.value and self.take(output.value, "backward")
                 self.outputs.append(replace(output, value=value))
@@ -114,9 +115,8 @@ class _Writer:
         owners = self.layout.owners[node.name]
         parts = self.layout.parts[path]
         if not parts:
-            if self.chunk == min(owners, default=0):
-                self.take(Value(node.name), "forward")
-                self.outputs.append(Output("gradient", path, None))
+            self.take(Value(node.name), "forward")
+            self.outputs.append(Output("gradient", path, None))
             return
         at = [self.layout.home.get(part.node, min(owners, default=0)) for part in parts]
         own = [self.take(part, "backward") for part, chunk in zip(parts, at, strict=True) if chunk == self.chunk]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placements, Shard, StridedShard, short
 from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ReshardStep, ResidentTensor
+from autopar.ir.searched import Searched
 from autopar.plans.plan import Plan
 from autopar.plans.views.module_tree import ModuleRow, module_rows, numbers
 from autopar.plans.views.quantities import clip, duration, share, signed_duration, signed_size, size
@@ -195,10 +196,12 @@ def test_every_part_of_the_foot_at_once() -> None:
         baselines={f"baseline {n}": sketch.plan().predicted if n % 2 else None for n in range(9)},
         warnings=tuple(f"aten.op{n}.default has no\nsharding rule " + "z" * 150 for n in range(30)),
         gap=float("inf"),
+        searched=Searched(123456, 7, 2, 1000, 0.5, "pipeline=2 data=4"),
     )
     text = "\n".join(check_shape(plan))
     assert f"aten.op0.default has no sharding rule {'z' * 150}\n" in text, "a warning is not cut"
-    assert "28 more in plan.warnings" in text and "6 more in plan.baselines" in text
+    assert "28 more in plan.warnings" in text and "4 more in plan.baselines" in text
+    assert "search 2 of 123456 divisions" in text and "none takes less" in " ".join(text.split())
     assert "no bound proven" in text and "inf" not in text.replace("infer", "")
 
 

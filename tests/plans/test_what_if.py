@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import api
 from autopar.command_line import main
 from autopar.compiler import plan_cache
 from autopar.errors import ArgumentError, OptionsError
+from autopar.planner import solve_mesh
 from autopar.plans.page.frontier_picture import HEIGHT, frontier_picture
 from autopar.plans.page.page import render
 from autopar.plans.plan import Plan
@@ -107,6 +109,27 @@ def test_each_answer_is_the_plan_of_that_question(sweep: str, value: Any, asked:
     assert replace(answer.plan, solve_seconds=0.0) == replace(independent, solve_seconds=0.0)
     assert answer.seconds == independent.predicted.step_seconds
     assert (answer.sweep, answer.value) == (sweep, value)
+
+
+@pytest.mark.usefixtures("own_plans")
+def test_what_stays_the_same_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trace for all answers but the plan's own; one program and its baselines for all limits of memory."""
+    made: list[str] = []
+
+    def counting(module: Any, name: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: (made.append(name), original(*args, **kwargs))[1])
+
+    plan = ask()
+    peak = plan.predicted.peak_bytes
+    counting(api, "_prepared")
+    counting(solve_mesh, "annotate")
+    counting(solve_mesh, "_solve_baseline")
+    answers = plan.whatif(memory_limit=[2 * peak, peak, int(0.9 * peak)], devices=[4, 8]).answers
+    assert all(answer.plan is not None for answer in answers)
+    assert made.count("_prepared") == 1
+    assert made.count("annotate") == 2, "of 4 and of 8 devices"
+    assert made.count("_solve_baseline") == 6, "three of each mesh"
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.cuts import Segments, best_cuts
+from autopar.search.schedules.cuts import Segments, best_cuts
 
 
 def make(seconds: list[float], static: list[float] | None = None, saved: list[float] | None = None) -> Segments:

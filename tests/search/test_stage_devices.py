@@ -20,7 +20,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.stages import modules_of_chunks
 from autopar.schedule.check import check
 from autopar.schedule.named import SCHEDULES, make_schedule
-from autopar.search.cuts import best_cuts
+from autopar.search.schedules.cuts import best_cuts
 from autopar.search.stage_devices import MOST_ORDERS, orders
 from tests.helpers.planning import slow_devices
 from tests.passes.test_cut import _make

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.plan_record import PlanRecord, Predicted
 from autopar.ir.planned_sync import PlannedSync
 
+from .coverage import coverage
 from .module_tree import ModuleRow, Move, module_rows, moves_of
 from .page_width import page_width
 from .quantities import clip, duration, share, size, trim
@@ -32,8 +33,8 @@ MOST_MOVES = 4
 # Communication matters most in a plan: rows that communicate are opened before rows that only compute.
 # Chosen: a tenth of a row's seconds in communication counts like the rest.
 COMM_WEIGHT = 10
-# Baselines that are listed. Chosen: the three of a plan without stages, and one more.
-MOST_BASELINES = 4
+# Baselines that are listed. Chosen: the three of a plan without stages, that plan, and two with stages.
+MOST_BASELINES = 6
 # Warnings that are listed. Chosen: what a reader takes in; the others are in plan.warnings.
 MOST_WARNINGS = 3
 
@@ -65,6 +66,8 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
     figures = f"status {status}   {step}   {peak}"
     yield from [figures] if len(figures) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
+    if plan.searched is not None:
+        yield from _sentence(coverage(plan.searched, p.step_seconds))
     yield from _sentence(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "))
     if plan.layout:
         yield from _sentence(f"layout {plan.layout} (given; the rest is searched)")

@@ -58,8 +58,13 @@ def best_cuts(
     best = np.full((chunks + 1, count + 1), np.inf)
     best[0, 0] = -np.inf
     came = np.zeros((chunks + 1, count + 1), dtype=np.int64)
+    known: dict[object, Floats] = {}
     for chunk in range(1, chunks + 1):
-        cost = _chunk_costs(segments[chunk - 1], in_flight[chunk - 1], limits[chunk - 1])
+        priced, held, limit = segments[chunk - 1], in_flight[chunk - 1], limits[chunk - 1]
+        key = id(priced), held, limit
+        if key not in known:  # Many chunks are alike.
+            known[key] = _chunk_costs(priced, held, limit)
+        cost = known[key]
         if ranks is not None and allowed is not None:
             cost = np.where(_misplaced(allowed, int(ranks[chunk - 1])), np.inf, cost)
         slowest = np.maximum(best[chunk - 1][:, None], cost)

@@ -1,0 +1,36 @@
+"""What a search over divisions of the devices covered, as the plan records it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The divisions of the devices into pipeline stages, data and tensor ranks, with the numbers of microbatches and of
+    chunks a stage.
+
+    Attributes:
+        divisions: how many there are.
+        indivisible: how many more there would be, if the batch divided so.
+        solved: for how many a plan was found.
+        excluded: how many others cannot be quicker than the plan.
+        bound: seconds that none of all divisions can beat, by these prices.
+        first: of those that are neither solved nor excluded, the one that is bounded least; "" if there is none.
+    """
+
+    divisions: int
+    indivisible: int
+    solved: int
+    excluded: int
+    bound: float
+    first: str = ""
+
+    @property
+    def left(self) -> int:
+        """How many are neither solved nor excluded."""
+        return self.divisions - self.solved - self.excluded
+
+    def gap(self, seconds: float) -> float:
+        """By how much less than ``seconds``, those of the plan, a division could take at most; a share of them."""
+        return max(0.0, 1.0 - self.bound / seconds) if seconds > 0 else 0.0

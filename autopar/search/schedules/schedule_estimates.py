@@ -1,0 +1,159 @@
+"""Which cuts and schedules of a pipeline to price, in the order of their estimated seconds.
+
+An estimate simulates the schedule over a chain of chunks, whose seconds are sums of segments. It is only made where it
+could decide: seconds that no schedule can beat (:func:`autopar.cost.step_lower_bound`) come first. Of a schedule with
+many microbatches, the first rounds are simulated; each further microbatch adds what the busiest rank takes for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.cost import step_lower_bound
+from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
+from autopar.cost.pipeline.simulate import simulate
+from autopar.schedule.messages import most_in_flight_of_chunks
+from autopar.schedule.named import SCHEDULES, make_schedule
+from autopar.schedule.schedule import Schedule, chain
+from autopar.solver.problem import Ints
+
+from .cuts import Segments, best_cuts
+
+# Pairs of a chunk and a microbatch that an estimate simulates; of more, at least two rounds of the pipeline.
+# Chosen: what takes a tenth of a second. After two rounds, all named schedules run steadily.
+SIMULATED = 4096
+# Bounds and simulations add the same numbers in another order.
+_ROUNDING = 1e-9
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A schedule ``kind`` (name, chunks of each stage) whose stages lie on the blocks of devices in ``order``."""
+
+    kind: tuple[str, int]
+    order: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        name, chunks = self.kind
+        return tuple(self.order[rank] for rank in SCHEDULES[name].placement(len(self.order), chunks))
+
+    @property
+    def simulated(self) -> int:
+        """The microbatches that an estimate simulates."""
+        stages = len(self.order)
+        return min(self.microbatches, max(2 * stages, SIMULATED // (stages * self.kind[1])))
+
+    @property
+    def shortened(self) -> Schedule:
+        """The schedule of :attr:`simulated` microbatches over a chain of chunks."""
+        name, chunks = self.kind
+        return make_schedule(name, len(self.order), self.simulated, chunks).reordered(self.order)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each chunk, the most microbatches in flight."""
+        name, chunks = self.kind
+        return _in_flight(name, len(self.order), self.microbatches, chunks)
+
+
+@cache
+def _in_flight(name: str, stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """For each chunk of a named schedule the most microbatches in flight, from the computations alone."""
+    named = SCHEDULES[name]
+    orders = [named.order(rank, stages, microbatches, chunks) for rank in range(stages)]
+    return most_in_flight_of_chunks(orders, stages * chunks)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What estimates need: the segments ``on_blocks`` of devices, and which ranks share processors."""
+
+    on_blocks: Sequence[Segments]
+    shared: SharedProcessors | None
+
+    def in_order(self, found: Sequence[tuple[Arranged, tuple[str, ...]]]) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
+        """``found``, the quickest by its estimate first."""
+        return in_order(found, self._bound, self._seconds) if len(found) > 1 else iter(found)
+
+    def _bound(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
+        arranged, cuts = chosen
+        prices, split = self._prices(arranged, cuts), SCHEDULES[arranged.kind[0]].delays
+        edges = chain(len(arranged.placement))
+        return step_lower_bound(prices, arranged.placement, edges, arranged.microbatches, split) / prices.quickest
+
+    def _seconds(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
+        arranged, cuts = chosen
+        prices, busy = self._prices(arranged, cuts), [0.0] * len(arranged.order)
+        for rank, price in zip(arranged.placement, prices.chunks, strict=True):
+            busy[rank] += price.forward + price.whole_backward
+        further = arranged.microbatches - arranged.simulated
+        return simulate(arranged.shortened, prices).seconds + further * max(busy)
+
+    def _prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
+        """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
+        gradient take a third of the seconds each."""
+        any_block, placement = self.on_blocks[0], arranged.placement
+        starts = [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
+        spans = zip(placement, pairwise(starts), strict=True)
+        seconds = [float(self.on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
+        edges = {
+            (c, c + 1): EdgePrice(latency=float(any_block.wire[start]))
+            for c, start in enumerate(starts[1:-1])
+            if placement[c] != placement[c + 1]
+        }
+        return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=self.shared)
+
+
+def in_order(items: Sequence[Item], bound: Callable[[Item], float], seconds: Callable[[Item], float]) -> Iterator[Item]:
+    """``items`` sorted by ``seconds``, which are computed of those alone whose ``bound``, which is never more, comes
+    first.
+
+    >>> list(in_order([3.0, 1.0, 2.0], lambda item: 0.9 * item, lambda item: item))
+    [1.0, 2.0, 3.0]
+    """
+    waiting = [(bound(item) * (1.0 - _ROUNDING), place, False) for place, item in enumerate(items)]
+    heapq.heapify(waiting)
+    while waiting:
+        _, place, is_known = heapq.heappop(waiting)
+        if is_known:
+            yield items[place]
+        else:
+            heapq.heappush(waiting, (seconds(items[place]), place, True))
+
+
+def cuts_of(
+    on_blocks: Sequence[Segments], arranged: Arranged, limits: Sequence[float], pinned: Ints
+) -> tuple[tuple[str, ...], ...]:
+    """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit. Where ranks have
+    several chunks, also the best cuts of all: the first chunks have more microbatches in flight, so equal shares cut
+    unevenly, or not at all, though together the chunks of a rank may fit.
+
+    Args:
+        limits: bytes for each device, by pipeline rank.
+        pinned: for each segment, the rank that must hold it (-1: any).
+    """
+    each = arranged.kind[1]
+    shares = [tuple(limit / each for limit in limits)]
+    shares += [(math.inf,) * len(limits)] if each > 1 else []
+    found = [cuts_at(on_blocks, arranged, pinned, share) for share in shares]
+    return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
+
+
+def cuts_at(
+    on_blocks: Sequence[Segments], arranged: Arranged, pinned: Ints, limits: Sequence[float]
+) -> tuple[str, ...] | None:
+    """The best cuts for a schedule with at most ``limits`` bytes a chunk, by pipeline rank; None if there are none."""
+    ranks = arranged.placement
+    segments, most = [on_blocks[rank] for rank in ranks], [limits[rank] for rank in ranks]
+    return best_cuts(segments, arranged.in_flight, most, np.array(ranks), pinned)

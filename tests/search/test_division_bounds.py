@@ -1,0 +1,188 @@
+"""What is said of divisions that were not solved is proven: no plan of a division is quicker than its bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cluster.description import Cluster
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.ir.searched import Searched
+from autopar.layout import Layout
+from autopar.planner.request import PlanRequest
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.plans.views.coverage import coverage
+from autopar.search import attempts, best_plan
+from autopar.search.candidate import Candidate
+from autopar.search.division_bounds import Bounds, Division, all_divisions, covered, divides, searched
+from autopar.search.pipelines import whole_step
+from tests.helpers.marks import slow_rows_but
+from tests.helpers.planning import CLUSTER, planned, requested, slow_devices
+
+BATCH = 8
+CLUSTERS = {
+    "fast": Cluster.get(CLUSTER),
+    "slow": slow_devices(),
+    "shared": replace(Cluster.get(CLUSTER), sharing=4, cores=2.0),
+}
+
+
+def bounds(source: str, cluster: Cluster, devices: int) -> Bounds:
+    return Bounds(cluster, devices, whole_step(requested(source, (devices,), cluster)))
+
+
+@pytest.mark.parametrize(
+    ("source", "cluster"),
+    slow_rows_but([0, 4], [(m, c) for m in ("gpt2", "stack", "llama") for c in ("fast", "shared", "slow")]),
+)
+def test_no_plan_is_quicker_than_the_bound_of_its_division(source: str, cluster: str) -> None:
+    hardware = CLUSTERS[cluster]
+    limits, tried = bounds(source, hardware, 4), 0
+    for stages in (1, 2, 4):
+        for microbatches in (1, 2, 8):
+            for schedule in ("1f1b", "zb-h1", "zb-v") if stages > 1 and microbatches > 1 else (None,):
+                fixed = {"stages": stages, "microbatches": microbatches, "schedule": schedule, "recompute": "none"}
+                try:
+                    plan = planned(source, (2, 2), hardware, **fixed)
+                except (InfeasibleError, OptionsError):
+                    continue
+                tried += 1
+                for data in (1, 2, 4):
+                    if 4 // stages % data == 0:
+                        division = Division(stages, data, 4 // stages // data, microbatches, 1)
+                        assert limits.seconds(division) <= plan.predicted.step_seconds, division
+    assert tried >= 9
+
+
+def test_where_computing_is_all_that_counts_a_bound_is_near() -> None:
+    """Nothing else takes time there, so a plan without stages takes little more than its bound."""
+    limits = bounds("gpt2", slow_devices(), 2)
+    plan = planned("gpt2", (2,), slow_devices(), stages=1, microbatches=1)
+    assert limits.seconds(Division(1, 2, 1, 1, 1)) > 0.5 * plan.predicted.step_seconds
+
+
+def test_few_microbatches_in_many_stages_are_bounded_by_the_longest_chain() -> None:
+    limits = bounds("gpt2", slow_devices(), 4)
+    at = [limits.seconds(Division(4, 1, 1, microbatches, 1)) for microbatches in (1, 2, 4, 8)]
+    assert at[0] > at[1] > at[2] and at[0] > 2.0 * at[3]
+
+
+def test_every_launch_counts() -> None:
+    cluster = slow_devices()
+    slower = replace(cluster, device=replace(cluster.device, launch_seconds=1.0))
+    limits, division = bounds("stack", slower, 4), Division(2, 2, 1, 4, 1)
+    each = limits.seconds(replace(division, microbatches=8)) - limits.seconds(division)
+    operations = each / 4 * 2
+    assert operations == pytest.approx(round(operations)) and operations > 10
+
+
+def test_divisions_are_all_ways_to_divide() -> None:
+    found = list(all_divisions(12, 6, 100, 3))
+    assert len(found) == len(set(found))
+    assert all(d.pipeline * d.data * d.tensor == 12 and 6 % d.microbatches == 0 for d in found)
+    assert Division(3, 2, 2, 6, 3) in found and Division(1, 12, 1, 1, 1) in found
+    assert {d.interleave for d in found if d.pipeline == 1} == {1}
+    assert all(d.pipeline * d.interleave <= 4 for d in all_divisions(12, 6, 4, 3))
+    assert divides(Division(3, 2, 2, 3, 1), 6) and not divides(Division(3, 2, 2, 6, 1), 6)
+
+
+def test_axes_that_may_be_for_anything_cover_every_degree() -> None:
+    assert covered((2, 4), ("data", "tensor"), 3, 5, (1, 2)) == {Division(3, 2, 4, 5, v) for v in (1, 2)}
+    degrees = {(d.data, d.tensor) for d in covered((2, 4), ("", ""), 1, 1, (1,))}
+    assert degrees == {(8, 1), (2, 4), (4, 2), (1, 8)}
+
+
+def test_what_is_solved_excluded_and_left() -> None:
+    limits = bounds("stack", slow_devices(), 4)
+    solved = {Division(1, 4, 1, 1, 1): 0.0, Division(2, 2, 1, 4, 1): 0.0}
+    least = limits.seconds(Division(1, 4, 1, 1, 1))
+    found = searched(limits, BATCH, 2, solved, 1.3 * least)
+    assert found.solved == 2 and found.left > 0 and found.first
+    assert 0 < found.excluded < found.divisions and found.indivisible > 0
+    assert found.bound <= least and found.gap(1.3 * least) >= 1 - 1 / 1.3 - 1e-9
+    everything = searched(limits, BATCH, 2, solved, 1e-9 * least)
+    assert everything.left == 0 and everything.first == ""
+
+
+def test_a_bound_of_the_solver_counts() -> None:
+    """Where all that is left is bounded by more, the search ends with what the solver proves."""
+    limits = bounds("stack", slow_devices(), 1)
+    known = 2.0 * limits.seconds(Division(1, 1, 1, 1, 1))
+    found = searched(limits, 1, 1, {Division(1, 1, 1, 1, 1): known}, known)
+    assert found == Searched(1, 0, 1, 0, known)
+    assert found.gap(known) == 0.0
+
+
+@pytest.fixture
+def _four_devices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "MANY_DEVICES", 4)
+
+
+def request(layout: Layout, **options: Any) -> PlanRequest:
+    open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
+    asked = requested("stack", (2, 2), slow_devices(), **{**open_ones, **options})
+    return replace(asked, propose=lambda _: (layout,))
+
+
+@pytest.mark.usefixtures("_four_devices_are_many")
+def test_a_plan_says_what_was_searched() -> None:
+    plan = best_plan.best_plan(request(Layout(pipeline=2, tensor=2, data=1, microbatch=1)), Timings())
+    found, seconds = plan.searched, plan.predicted.step_seconds
+    assert found is not None and found.solved >= 2
+    assert 0 < found.bound <= seconds
+    assert coverage(found, seconds).split(":")[0].split(";")[0].split(",")[0] in " ".join(str(plan).split())
+    assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
+    wrong = replace(plan, searched=replace(found, excluded=found.divisions))
+    with pytest.raises(OptionsError, match="searched counts"):
+        wrong.validate()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_four_devices_are_many")
+def test_what_was_excluded_is_not_quicker() -> None:
+    """Every division of four devices that its bound excludes, solved nevertheless."""
+    asked = request(Layout(pipeline=2, tensor=2, data=1, microbatch=1))
+    plan = best_plan.best_plan(asked, Timings())
+    limits, seconds = bounds("stack", slow_devices(), 4), plan.predicted.step_seconds
+    excluded = [d for d in all_divisions(4, BATCH, 100, 1) if divides(d, BATCH) and limits.seconds(d) >= seconds]
+    assert excluded
+    for division in excluded:
+        layout = Layout(pipeline=division.pipeline, data=division.data, tensor=division.tensor)
+        options = autopar.Options(layout=layout, microbatches=division.microbatches)
+        try:
+            other = best_plan.best_plan(replace(asked, propose=None, options=options), Timings())
+        except (InfeasibleError, OptionsError):
+            continue
+        assert other.predicted.step_seconds >= seconds * (1 - 1e-9), division
+
+
+def test_other_microbatches_are_tried_while_they_are_quicker() -> None:
+    asked, tried = request(Layout()), list[int]()
+
+    def solve(layout: Layout) -> list[Candidate]:
+        tried.append(layout.microbatch)
+        seconds = {1: 12.0, 2: 10.0, 4: 9.0, 8: 9.5}[layout.microbatch]
+        return [Candidate(seconds * 1e9, None, _never, _never)]
+
+    layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
+    found = list(best_plan._other_microbatches(asked, layout, 10.0 * 1e9, solve))
+    assert tried == [4, 8, 1] and len(found) == 3
+
+
+def test_microbatches_whose_bound_is_no_better_are_not_tried() -> None:
+    layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
+    assert list(best_plan._other_microbatches(request(layout), layout, 0.0, _never)) == []
+
+
+def _never(*_: object) -> Any:
+    raise AssertionError("not asked for")
+
+
+def test_a_gap_of_nothing() -> None:
+    assert Searched(0, 0, 0, 0, 0.0).gap(0.0) == 0.0
+    assert math.isclose(Searched(1, 0, 1, 0, 0.75).gap(1.0), 0.25)

@@ -1,0 +1,94 @@
+"""Schedules are tried in the order of their estimates, of which few are made, and none of many microbatches whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost.pipeline.simulate import simulate
+from autopar.schedule.messages import most_in_flight_of_chunks
+from autopar.schedule.named import make_schedule
+from autopar.search.pipeline import schedule_choices
+from autopar.search.schedules import schedule_estimates
+from autopar.search.schedules.cuts import Segments
+from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
+
+Found = list[tuple[Arranged, tuple[str, ...]]]
+
+
+def arranged(kind: tuple[str, int], stages: int, microbatches: int) -> Arranged:
+    return Arranged(kind, tuple(range(stages)), microbatches)
+
+
+def unequal(count: int, seed: int = 0) -> Segments:
+    draw = np.random.default_rng(seed)
+    zero, starts = np.zeros(count), tuple(f"n{i}" for i in range(1, count))
+    wire = np.concatenate([[0.0], draw.uniform(0.0, 0.1, count - 1)])
+    return Segments(starts, draw.uniform(0.5, 1.5, count), zero, zero, wire)
+
+
+def every(stages: int, microbatches: int, count: int) -> Found:
+    """Every named schedule, each with equally many segments a chunk."""
+    found = [arranged(kind, stages, microbatches) for kind in schedule_choices(stages, None)]
+    chunks = [(each, stages * each.kind[1]) for each in found]
+    return [(each, tuple(f"n{count * i // n}" for i in range(1, n))) for each, n in chunks if n <= count]
+
+
+def estimates(count: int, stages: int, seed: int = 0) -> Estimates:
+    return Estimates((unequal(count, seed),) * stages, None)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), max_size=12))
+def test_the_order_is_that_of_sorting(drawn: list[tuple[float, float]]) -> None:
+    items = list(enumerate(drawn))
+    ordered = in_order(items, lambda item: item[1][0] * item[1][1], lambda item: item[1][0])
+    assert list(ordered) == sorted(items, key=lambda item: item[1][0])
+
+
+def test_what_cannot_come_first_is_not_estimated() -> None:
+    made: list[float] = []
+
+    def seconds(item: float) -> float:
+        made.append(item)
+        return item
+
+    assert next(in_order([5.0, 1.0, 3.0], lambda item: 0.9 * item, seconds)) == 1.0
+    assert made == [1.0]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (4, 16), (8, 8)])
+def test_schedules_come_in_the_order_of_their_simulated_seconds(stages: int, microbatches: int) -> None:
+    found, by = every(stages, microbatches, 32), estimates(32, stages)
+    seconds = {each.kind: simulate(each.shortened, by._prices(each, cuts)).seconds for each, cuts in found}
+    assert all(by._bound(chosen) <= seconds[chosen[0].kind] * (1 + 1e-9) for chosen in found)
+    assert [each.kind for each, _ in by.in_order(found)] == sorted(seconds, key=seconds.__getitem__)
+
+
+@pytest.mark.parametrize("microbatches", [1, 9, 32])
+def test_what_is_in_flight_is_that_of_the_schedule(microbatches: int) -> None:
+    for stages in (2, 4):
+        for name, chunks in schedule_choices(stages, None):
+            made = make_schedule(name, stages, microbatches, chunks)
+            expected = most_in_flight_of_chunks(made.ranks, made.chunks)
+            assert arranged((name, chunks), stages, microbatches).in_flight == expected, name
+
+
+@pytest.mark.parametrize("microbatches", [16, 64, 100])
+def test_few_rounds_tell_how_long_all_take(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
+    found, by = every(4, microbatches, 32), estimates(32, 4)
+    whole = [by._seconds(chosen) for chosen in found]
+    monkeypatch.setattr(schedule_estimates, "SIMULATED", 1)
+    assert all(each.simulated < microbatches for each, _ in found)
+    # Ranks of unequal chunks wait for each other by turns, which the busiest rank's seconds do not tell.
+    assert [by._seconds(chosen) for chosen in found] == pytest.approx(whole, rel=0.03)
+
+
+def test_stages_in_another_order_keep_their_chunks() -> None:
+    each = arranged(("zb-v", 2), 3, 6)
+    other = replace(each, order=(2, 0, 1))
+    assert (each.placement, other.placement) == ((0, 1, 2, 2, 1, 0), (2, 0, 1, 1, 0, 2))
+    assert other.shortened.placement == other.placement
