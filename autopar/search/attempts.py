@@ -9,24 +9,28 @@ part of the bound is a heuristic.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 
 from autopar.cluster.description import Cluster
-from autopar.cost.collective.point_to_point import message_rate
+from autopar.cost.collective.point_to_point import rate_between
+from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.planner.alone import single_device_seconds
 from autopar.planner.request import PlanRequest, axes_are_fixed, kernels_of
-from autopar.restriction import Restriction
+from autopar.restriction import Restriction, words_of
 
-from .stage_devices import kinds_of_blocks
-from .stage_meshes import StageLayout, layouts, microbatch_counts
+from .stage_meshes import StageLayout, layout_of, layouts, microbatch_counts, unequal_layouts
 
 # How many placement programs, times operations of the graph, may be solved to see whether stages pay; at least one
 # program is solved.
 # Chosen: one program for a graph of 2000 operations, whose solve takes longest; four for one of 500.
 EFFORT = 2000
+
+# Layouts of unequal stages that are solved for a number of stages that the options fix.
+# Chosen: each takes a placement program for every kind of stage.
+MOST_UNEQUAL = 4
 
 # From so many devices on, layouts are proposed. Chosen: there are more ways to divide them than can be solved.
 MANY_DEVICES = 128
@@ -46,13 +50,53 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
         return
     possible = [
         (layout, microbatch_counts(_own_batch(request), layout.stages, options.microbatches))
-        for layout in layouts(request.mesh, options.stages)
+        for layout in _layouts(request, graph)
         if not request.roles or request.mesh[0] % layout.stages == 0
     ]
     if options.stages is not None or options.schedule is not None or asks_for_chunks(request):
         yield from possible
     else:
         yield from _promising(request, graph, best, possible)
+
+
+def _layouts(request: PlanRequest, graph: Graph) -> tuple[StageLayout, ...]:
+    """The layouts that the options allow; of unequal stages in a given number only those of the least bound. Raises
+    :class:`OptionsError` if there are none."""
+    mesh, stages = request.mesh, request.options.stages
+    if isinstance(stages, tuple):
+        layout = layout_of(mesh, stages)
+        if layout.counts:
+            _check_unequal(request)
+        return (layout,)
+    unequal = unequal_layouts(request.cluster, math.prod(mesh)) if _why_not_unequal(request) is None else ()
+    if stages is not None:
+        asked = [layout for layout in unequal if layout.stages == stages]
+        unequal = tuple(sorted(asked, key=lambda layout: _least_seconds(request, graph, layout)(1))[:MOST_UNEQUAL])
+    return (*layouts(mesh, stages, others=bool(unequal)), *unequal)
+
+
+def _why_not_unequal(request: PlanRequest) -> str | None:
+    """What of a request needs stages of as many devices each; None if nothing does."""
+    if request.roles:
+        return f"layout={words_of(request.options.layout)} divides the devices of every stage alike"
+    if len(request.axis_names) > 1 or (not request.options.mesh_search and len(request.mesh) > 1):
+        return f"the axes of the mesh {request.mesh} are fixed, and stages with meshes of their own have none of them"
+    if any(":" in text for text in request.options.pins.values()):
+        return "pins name shares of rows, S(dim:3+1), which only stages of as many devices each have"
+    if request.graph.caches:
+        return "the model keeps key-value caches, which are divided alike on every stage"
+    return None
+
+
+def _check_unequal(request: PlanRequest) -> None:
+    """Raises :class:`OptionsError` if something needs stages of as many devices each."""
+    reason = _why_not_unequal(request)
+    if reason is not None:
+        stages = len(request.options.stages) if isinstance(request.options.stages, tuple) else request.options.stages
+        raise OptionsError(
+            f"stages={request.options.stages}: {reason}; leave that out, or ask for stages={stages}, of as many "
+            "devices each"
+        )
 
 
 def proposes(request: PlanRequest) -> bool:
@@ -97,7 +141,8 @@ def _promising(
     idle = partial(_idle_share, request.cluster)
     promising: list[tuple[float, int, StageLayout, int]] = []
     for layout, counts in possible:
-        bounds = [least(n) * (1.0 + idle(layout.stages, n)) + _hops(request, layout) for n in counts]
+        own = _least_seconds(request, graph, layout) if layout.is_unequal else least
+        bounds = [own(n) * (1.0 + idle(layout.stages, n)) + _hops(request, layout) for n in counts]
         ranked = sorted(zip(bounds, counts, strict=True))
         promising += [(bound, rank, layout, n) for rank, (bound, n) in enumerate(ranked) if bound < best]
     promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
@@ -105,16 +150,20 @@ def _promising(
     # more are tried.
     is_likely = math.isinf(best) or bool(request.cluster.groups)
     most = max(4 if is_likely else 1, EFFORT // len(graph))
+    most *= 2 if any(layout.counts for _, _, layout, _ in promising) else 1
     yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
 
 
-def _least_seconds(request: PlanRequest, graph: Graph) -> Callable[[int], float]:
+def _least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout | None = None) -> Callable[[int], float]:
     """A function of the number of microbatches: seconds of a step that all devices share as well as their speeds
-    allow."""
+    allow, each by itself or, in a ``layout`` whose stages divide rows equally, as the slowest of its stage."""
     devices, cluster = math.prod(request.mesh), request.cluster
-    kinds = Counter(kinds_of_blocks(cluster, devices, 1)) if cluster.groups else {0: devices}
-    fused = kernels_of(request, graph)
-    alone = [(count, single_device_seconds(cluster.at(first, 1), graph, fused)) for first, count in kinds.items()]
+    blocks = layout.blocks if layout is not None else tuple(range(rank, rank + 1) for rank in range(devices))
+    seconds = cache(partial(single_device_seconds, graph=graph, fused=kernels_of(request, graph)))
+    alone = [
+        (len(block), seconds(cluster.at(block.start, len(block))))
+        for block in (blocks if cluster.groups else (range(devices),))
+    ]
     return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
 
 
@@ -126,6 +175,4 @@ def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
 
 def _hops(request: PlanRequest, layout: StageLayout) -> float:
     """Sum of the latencies that a microbatch meets on its way through all stages and back."""
-    devices = math.prod(layout.mesh)
-    pairs = ((s, s + 1) for s in range(layout.stages - 1))
-    return 2.0 * sum(message_rate(request.cluster, s, t, devices)[0] for s, t in pairs)
+    return 2.0 * sum(rate_between(request.cluster, *pair)[0] for pair in pairwise(layout.blocks))

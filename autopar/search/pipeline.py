@@ -1,8 +1,8 @@
 """The quickest pipeline for one division of the devices into stages and of the batch into microbatches.
 
-The placement program is solved once, for the graph of one microbatch on the mesh inside a stage. Its solution prices
-every node. From these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
-(:mod:`.pipeline_breakdown`). The quickest step wins.
+The placement program is solved once, for the graph of one microbatch on the mesh inside a stage, or once for each kind
+of stage where they have unequal meshes. Its solution prices every node. From these prices come the cuts (:mod:`.cuts`)
+and, for each schedule, the simulated step (:mod:`.pipeline_breakdown`). The quickest step wins.
 
 The memory of the uncut graph is taken as that of all stages together. If a stage turns out too full, the program is
 solved again with less memory, a few times.
@@ -17,12 +17,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
+from autopar.cluster.description import Cluster
 from autopar.cost.pipeline.simulate import simulate
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
@@ -34,6 +33,7 @@ from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.placement.prices import Prices
 from autopar.planner.infeasible import check_host
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.shared_work import SharedWork
@@ -42,12 +42,12 @@ from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
 from autopar.solver.problem import Ints
 
-from .chunks import WirePrice, place_chunks
+from .chunks import place_chunks
 from .cuts import Segments, best_cuts
 from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks, price_stages, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
-from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
-from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders
+from .segments import PinnedTogetherError, estimated_prices, pinned_ranks, price_segments, segment_of_nodes
+from .stage_devices import Arranged, breakdowns_on_blocks, kinds_of_blocks, orders, prices_on_blocks
 from .stage_meshes import StageLayout
 
 # How often the program is solved: as if stages held the average, then as if all held what the fullest does, then with
@@ -62,11 +62,13 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class PipelineSolution:
-    """A cut, placed and scheduled graph. ``uncut`` is the solution of the placement program for the uncut graph of one
-    microbatch. ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
+    """A cut, placed and scheduled graph. ``solutions`` are those of the placement program for the uncut graph of one
+    microbatch, by pipeline rank: one and the same where stages have equal meshes. ``cluster``: of all ranks.
+    ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
 
     layout: StageLayout
-    uncut: MeshSolution
+    solutions: tuple[MeshSolution, ...]
+    cluster: Cluster
     breakdown: PipelineBreakdown
     pipeline: PlannedPipeline
     measured: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -75,6 +77,20 @@ class PipelineSolution:
     def seconds(self) -> float:
         return self.breakdown.seconds
 
+    @property
+    def uncut(self) -> MeshSolution:
+        """The solution on the largest mesh, of the first such rank."""
+        return max(self.solutions, key=lambda solution: solution.prices.devices)
+
+    @property
+    def prices(self) -> tuple[Prices, ...]:
+        """By pipeline rank, those of its own devices."""
+        return prices_on_blocks(self.solutions)
+
+    @property
+    def optimizer(self) -> str:
+        return self.uncut.instance.optimizer
+
 
 @dataclass(frozen=True)
 class PipelineRequest:
@@ -82,8 +98,8 @@ class PipelineRequest:
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``limits``: bytes for each
     device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
     ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
-    common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, within
-    limits of the device's and the host's bytes."""
+    common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
+    stage, within limits of the bytes of all devices together and of their hosts. ``cluster``: of all devices."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -92,7 +108,8 @@ class PipelineRequest:
     schedule: str | None
     pins: dict[str, str]
     limits: tuple[float, ...]
-    solve: Callable[[Graph, Repeats, float, float], MeshSolution]
+    solve: Callable[[Graph, Repeats, float, float], tuple[MeshSolution, ...]]
+    cluster: Cluster
     host_limit: float = math.inf
     chunks: int | None = None
     alone: Callable[[], Graph] | None = None
@@ -125,13 +142,15 @@ def search(request: PipelineRequest) -> PipelineSolution:
     candidates, segment_of = _candidates(request, pieces.graph)
     _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, _Overfull()
-    limit, host = sum(request.limits), request.host_limit * stages
+    sizes = request.layout.sizes
+    limit = sum(own * size for own, size in zip(request.limits, sizes, strict=True))
+    host = request.host_limit * sum(sizes)
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
-        uncut = request.solve(saving, repeats, limit, host)
+        solved = request.solve(saving, repeats, limit, host)
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
-        for solution in _scheduled(request, pieces, candidates, segment_of, uncut):
+        for solution in _scheduled(request, pieces, candidates, segment_of, solved):
             solutions.append(solution)
             fitting += [solution] if _fits(request, solution) else []
             if len(fitting) == PRICED:
@@ -148,7 +167,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
             continue  # Memory binds: the first stage, which has most in flight, decides.
         # As above; a fifth less where nothing could be cut at all.
         limit *= 0.95 * min(1.0, 1.0 / worst.share) if math.isfinite(worst.share) else 0.8
-    check_host(uncut.prices.cluster, host_bytes, request.host_limit)
+    check_host(solved[0].prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
 
 
@@ -228,9 +247,13 @@ def _too_full(request: PipelineRequest, worst: _Overfull) -> InfeasibleError:
     fullest = f"; the fullest stage of the best cut needs {worst.bytes}{within}" if known else ""
     limits = f"{request.limits[0]:.0f}" if alike else ", ".join(f"{limit:.0f}" for limit in request.limits)
     return InfeasibleError(
-        f"{request.layout.stages} stages on meshes {request.layout.mesh} with {request.microbatches} microbatches do "
+        f"{_where(request.layout)} with {request.microbatches} microbatches do "
         f"not fit into {limits} bytes per device{fullest}. More stages or microbatches hold less each"
     )
+
+
+def _where(layout: StageLayout) -> str:
+    return layout.described if layout.counts else f"{layout.stages} stages on meshes {layout.mesh}"
 
 
 def schedule_choices(stages: int, requested: str | None, most_chunks: int = MOST_CHUNKS) -> Iterator[tuple[str, int]]:
@@ -266,22 +289,24 @@ def _scheduled(
     pieces: Microbatched,
     candidates: tuple[CutCandidate, ...],
     segment_of: dict[str, int],
-    uncut: MeshSolution,
+    solved: tuple[MeshSolution, ...],
 ) -> Iterator[PipelineSolution]:
     """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates."""
-    stages, devices = request.layout.stages, math.prod(request.layout.mesh)
-    links = wire_prices(uncut.prices.cluster, tuple(range(stages)), devices, _ring(stages))
+    layout, cluster = request.layout, request.cluster
+    stages = layout.stages
+    links = wire_prices(cluster, tuple(range(stages)), layout.blocks, _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
-    priced = breakdowns_on_blocks(uncut, stages)
+    priced = breakdowns_on_blocks(solved, cluster)
     on_blocks = tuple(
-        price_segments(pieces.graph, candidates, segment_of, uncut, breakdown, slowest) for breakdown in priced
+        price_segments(pieces.graph, candidates, segment_of, own, breakdown, slowest)
+        for own, breakdown in zip(solved, priced, strict=True)
     )
     count = on_blocks[0].count
     pinned = pinned_ranks(pieces.graph, segment_of, count, request.pins, stages)
     kinds = _kinds_within(request, count)
-    alike = kinds_of_blocks(uncut.prices.cluster, stages, devices)
+    alike = kinds_of_blocks(cluster, layout.blocks)
     placed = [
-        _Arranged(kind, order, request.microbatches)
+        Arranged(kind, order, request.microbatches)
         for kind in kinds
         for order in orders(alike, [breakdown.seconds for breakdown in priced], request.limits)
     ]
@@ -291,35 +316,20 @@ def _scheduled(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
+    shared = shared_processors(cluster, stages, -(-sum(layout.sizes) // stages))
 
-    def estimate(chosen: tuple[_Arranged, tuple[str, ...]]) -> float:
+    def estimate(chosen: tuple[Arranged, tuple[str, ...]]) -> float:
         arranged, cuts = chosen
         schedule = arranged.schedule
-        return simulate(schedule, _estimated(on_blocks, cuts, schedule, slowest, shared)).seconds
+        return simulate(schedule, estimated_prices(on_blocks, cuts, schedule, shared)).seconds
 
     found = [(arranged, cuts) for arranged in placed for cuts in _cuts_of(on_blocks, arranged, request, pinned)]
     for arranged, cuts in sorted(found, key=estimate) if len(found) > 1 else found:
-        yield cut_and_price(request.layout, pieces, cuts, arranged, uncut)
-
-
-@dataclass(frozen=True)
-class _Arranged:
-    """A schedule ``kind`` (name, chunks of each stage) whose stages lie on the blocks of devices in ``order``."""
-
-    kind: tuple[str, int]
-    order: tuple[int, ...]
-    microbatches: int
-
-    @property
-    def schedule(self) -> Schedule:
-        """Over a chain of chunks."""
-        name, chunks = self.kind
-        return make_schedule(name, len(self.order), self.microbatches, chunks).reordered(self.order)
+        yield cut_and_price(layout, pieces, cuts, arranged, solved, cluster)
 
 
 def _cuts_of(
-    on_blocks: Sequence[Segments], arranged: _Arranged, request: PipelineRequest, pinned: Ints
+    on_blocks: Sequence[Segments], arranged: Arranged, request: PipelineRequest, pinned: Ints
 ) -> tuple[tuple[str, ...], ...]:
     """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit. Where ranks have
     several chunks, also the best cuts of all: the first chunks have more microbatches in flight, so equal shares cut
@@ -332,7 +342,7 @@ def _cuts_of(
 
 
 def _cuts_at(
-    on_blocks: Sequence[Segments], arranged: _Arranged, pinned: Ints, limits: tuple[float, ...]
+    on_blocks: Sequence[Segments], arranged: Arranged, pinned: Ints, limits: tuple[float, ...]
 ) -> tuple[str, ...] | None:
     """The best cuts for a schedule with at most ``limits`` bytes a chunk, by pipeline rank; None if there are none."""
     schedule = arranged.schedule
@@ -341,50 +351,41 @@ def _cuts_at(
     return best_cuts(segments, in_flight_of_chunks(schedule), most, np.array(ranks), pinned)
 
 
-def _estimated(
-    on_blocks: Sequence[Segments],
-    cuts: tuple[str, ...],
-    schedule: Schedule,
-    link: WirePrice,
-    shared: SharedProcessors | None,
-) -> PipelinePrices:
-    """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
-    gradient take a third of the seconds each."""
-    any_block = on_blocks[0]
-    starts = [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
-    spans = zip(schedule.placement, pairwise(starts), strict=True)
-    seconds = [float(on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
-    edges = {
-        (c, c + 1): EdgePrice(latency=float(any_block.wire[start]))
-        for c, start in enumerate(starts[1:-1])
-        if schedule.placement[c] != schedule.placement[c + 1]
-    }
-    return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=shared)
-
-
 def _ring(stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((s, (s + 1) % stages) for s in range(stages))
 
 
 def cut_and_price(
-    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], arranged: _Arranged, uncut: MeshSolution
+    layout: StageLayout,
+    pieces: Microbatched,
+    cuts: tuple[str, ...],
+    arranged: Arranged,
+    solved: tuple[MeshSolution, ...],
+    cluster: Cluster,
 ) -> PipelineSolution:
     """Cuts the graph at ``cuts``, places it, and prices it as ``arranged``."""
     staged = cut(pieces, cuts)
     schedule = scheduled(arranged.kind, layout.stages, pieces.count, staged).reordered(arranged.order)
-    return price_schedule(layout, staged, cuts, schedule, uncut)
+    return price_schedule(layout, staged, cuts, schedule, solved, cluster)
 
 
 def price_schedule(
-    layout: StageLayout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, uncut: MeshSolution
+    layout: StageLayout,
+    staged: Staged,
+    cuts: tuple[str, ...],
+    schedule: Schedule,
+    solved: tuple[MeshSolution, ...],
+    cluster: Cluster,
 ) -> PipelineSolution:
-    """Places the cut graph as ``uncut`` chooses, and prices it under ``schedule``."""
+    """Places the cut graph as the solutions of the pipeline ranks choose, and prices it under ``schedule``."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
-    links = wire_prices(uncut.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
-    chunks, wires = place_chunks(staged, uncut.assignment, uncut.prices, links)
-    breakdown = price_stages(chunks, wires, schedule, uncut.prices, links, uncut.instance.optimizer)
-    pipeline = planned_pipeline(cuts, breakdown, wires, uncut.prices, staged.own_statistics)
-    return PipelineSolution(layout, uncut, breakdown, pipeline)
+    links = wire_prices(cluster, schedule.placement, layout.blocks, pairs)
+    of_chunks = [solved[rank] for rank in schedule.placement]
+    chunks, wires = place_chunks(staged, [s.assignment for s in of_chunks], [s.prices for s in of_chunks], links)
+    prices = prices_on_blocks(solved)
+    breakdown = price_stages(chunks, wires, schedule, prices, links, solved[0].instance.optimizer, cluster)
+    pipeline = planned_pipeline(cuts, breakdown, wires, prices, staged.own_statistics, cluster)
+    return PipelineSolution(layout, solved, cluster, breakdown, pipeline)
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
@@ -20,6 +22,7 @@ from autopar.placement.item_prices import parameter_bytes
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import local_bytes
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.schedule.schedule import Schedule
 from autopar.solver.problem import Ints
 
 from .chunks import WirePrice
@@ -77,6 +80,27 @@ def price_segments(
         crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
         wire[position] = link.latency + crossing / link.bandwidth
     return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire)
+
+
+def estimated_prices(
+    on_blocks: Sequence[Segments],
+    cuts: tuple[str, ...],
+    schedule: Schedule,
+    shared: SharedProcessors | None,
+) -> PipelinePrices:
+    """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
+    gradient take a third of the seconds each."""
+    any_block = on_blocks[0]
+    starts = [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
+    spans = zip(schedule.placement, pairwise(starts), strict=True)
+    seconds = [float(on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
+    pairs = enumerate(pairwise(schedule.placement))
+    edges = {
+        (c, c + 1): EdgePrice(latency=max(float(on_blocks[rank].wire[starts[c + 1]]) for rank in pair))
+        for c, pair in pairs
+        if pair[0] != pair[1]
+    }
+    return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=shared)
 
 
 def _segment(name: str, segment_of: Mapping[str, int]) -> int:
