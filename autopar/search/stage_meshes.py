@@ -53,7 +53,7 @@ def layout_for(mesh: tuple[int, ...], stages: int) -> StageLayout | None:
     """The layout with this number of stages, or None if they do not take whole outermost factors of the mesh.
 
     >>> layout_for((2, 4), 4)
-    StageLayout(stages=4, mesh=(2,), axes=(1,))
+    StageLayout(stages=4, mesh=(2,), axes=(1,), counts=())
     """
     left, inner, axes = stages, [], []
     for axis, size in enumerate(mesh):
