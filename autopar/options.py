@@ -61,9 +61,10 @@ class Options:
             of least memory where a limit is too small, and the search for the limit that an error names where stages
             fit nowhere (about as many seconds again).
         gap: relative distance from the proven bound at which a solver may stop.
-        stages: the number of pipeline stages, which take the outermost devices of the mesh; 1 for none. None searches,
-            unless something else that is fixed refers to the axes of the mesh: pins, zero, named axes, or
-            mesh_search=False.
+        stages: the number of pipeline stages, which take the outermost devices of the mesh; 1 for none. A tuple gives
+            the number of devices of each, in the order of ranks: ``(1, 3)``. Which part of the model a stage has is
+            searched. None searches, unless something else that is fixed refers to the axes of the mesh: pins, zero,
+            named axes, or mesh_search=False; unequal numbers only between the groups of a cluster.
         microbatches: pieces of the batch that a step computes one after the other, accumulating gradients.
         batch_statistics: what operations that couple the samples of a batch (batch norm in training, contrastive
             losses, the balance of experts) see where a step is divided into microbatches. ``"batch"``: the whole batch,
@@ -143,7 +144,7 @@ class Options:
     memory_limit: int | None = None
     microbatches: int | None = None
     batch_statistics: Literal["batch", "microbatch"] = "batch"
-    stages: int | None = None
+    stages: int | tuple[int, ...] | None = None
     schedule: str | None = None
     precision: Precision | None = None
     recompute: Literal["none", "selective", "full"] | None = None
@@ -250,6 +251,9 @@ class Options:
             )
         counts = {"microbatches": "to search", "stages": "to search", "check_every": "for never", "pad_to": "for none"}
         counts["cache_length"] = "for the length that each call needs"
+        if isinstance(self.stages, (tuple, list)):
+            del counts["stages"]
+            self._check_stages(tuple(self.stages))
         for name, none in counts.items():
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")
@@ -261,6 +265,18 @@ class Options:
         for name, what in numbers:
             if not _is_number(getattr(self, name), 0):
                 raise OptionsError(f"{name}={getattr(self, name)!r}: not {what}, 0 or more")
+
+    def _check_stages(self, stages: tuple[object, ...]) -> None:
+        """Checks the numbers of devices of several stages, and keeps them as a tuple."""
+        if not all(type(count) is int and count > 0 for count in stages):
+            raise OptionsError(f"stages={stages} are not numbers of devices, at least 1 for each stage")
+        if len(stages) < 2:
+            raise OptionsError(f"stages={stages} gives the devices of one stage: stages=1 has all of them")
+        if self.layout is not None:
+            raise OptionsError(
+                f"Options(stages={stages}, layout=...): a layout divides every stage alike; leave one of them out"
+            )
+        object.__setattr__(self, "stages", stages)
 
 
 def _is_number(value: object, least: float) -> bool:

@@ -148,9 +148,9 @@ def own_step(model: Whole, kind: Kind, stages: int, count: int, batch: tuple[tor
         whole = annotate(SaveActivations()(pieces.graph), (1,))
         prices = Prices.of(Cluster.get("local"), (1,), whole)
         links = {(edge.source, edge.target): WirePrice(1e-5, 1e9) for edge in staged.edges}
-        placed, wires = place_chunks(staged, replicated(whole, (1,)), prices, links)
-        coordinate = (dist.get_rank(), 0)
-        program = pipeline_program(pieces, staged, placed, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
+        placed, wires = place_chunks(staged, [replicated(whole, (1,))] * chunks, [prices] * chunks, links)
+        rank, paths = dist.get_rank(), [prices.path] * stages
+        program = pipeline_program(pieces, staged, placed, wires, schedule, rank, paths, BUCKET_BYTES)
         return Compiled(program, traced.signature, None, str(schedule))
 
     parallel = ParallelModule(model, mesh, compile)

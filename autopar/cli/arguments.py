@@ -192,6 +192,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def stages_of(text: str) -> int | tuple[int, ...]:
+    """A number of stages, or of the devices of each, as in ``1+3``. Raises :class:`OptionsError`."""
+    return tuple(map(positive, text.split("+"))) if "+" in text else positive(text)
+
+
 def not_negative(text: str) -> int:
     """A whole number, 0 or above. Raises :class:`OptionsError`."""
     if not text.isdecimal():
@@ -234,7 +239,8 @@ def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[obj
     group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
     add_choice("recompute", recompute)
     group.add_argument("--microbatches", type=checked(positive))
-    group.add_argument("--stages", type=checked(positive))
+    stages = "number of pipeline stages, or the devices of each: 1+3"
+    group.add_argument("--stages", type=checked(stages_of), metavar="NUMBER", help=stages)
     group.add_argument("--schedule")
     layout = "only plans of this layout; what it leaves out is searched: tensor=8,pipeline=2,sequence_parallel=true"
     group.add_argument("--layout", type=checked(Layout.parse), metavar="NAME=VALUE,...", help=layout)

@@ -21,7 +21,7 @@ from .rank_zero import on_first_rank
 # people.
 _SUBJECT = ("batch", "mesh", "stages", "microbatches", "precision", "graph_hash")
 _CHOICE = ("parameters", "strategy_table", "strategies", "recomputed", "offloaded", "schedule")
-_PIPELINE = ("cuts", "schedule", "wires", "own_statistics")
+_PIPELINE = ("cuts", "schedule", "wires", "own_statistics", "meshes", "borrowed")
 
 
 def plan_identity(plan: Plan) -> str:
@@ -29,7 +29,7 @@ def plan_identity(plan: Plan) -> str:
     prices and however long planning took."""
     data = plan_to_dict(plan)
     fields = {name: data.get(name) for name in (*_SUBJECT, *_CHOICE)}
-    fields["pipeline"] = data["pipeline"] and {name: data["pipeline"][name] for name in _PIPELINE}
+    fields["pipeline"] = data["pipeline"] and {name: data["pipeline"].get(name) for name in _PIPELINE}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

@@ -36,7 +36,8 @@ from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices, exchanged_bytes
-from autopar.planner.fixed_parameters import Resting, fixed_assignment
+from autopar.planner.check_strategies import ChunkNodes
+from autopar.planner.fixed_parameters import Places, Resting, fixed_assignment
 from autopar.planner.plan_graph import check_devices, check_same_graph
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
@@ -56,7 +57,7 @@ from .offers import Through, annotated_alike, offers
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
 from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
-from .stages import StageCompiler
+from .stages import StageCompiler, part_of_cluster
 from .traces import Traces, resting_caches
 
 _log = logging.getLogger("autopar.programs")
@@ -84,7 +85,7 @@ class Compiler:
     finish: Callable[[Plan], Plan] = lambda plan: plan
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
-    _through: Through | None = None
+    _through: dict[tuple[int, ...], Through] = field(default_factory=dict)
     _source: Compiler | None = None
     _traces: Traces = field(default_factory=Traces)
     _resting: Resting = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Compiler:
     def copied_for(self, model: nn.Module) -> Compiler:
         """A compiler for ``model``, a copy of this one, under this one's plan, if there is one when the copy is first
         called. Traces are not shared, since the attributes of the copy may change."""
-        return replace(self, model=model, _annotated={}, _through=None, _source=self, _traces=Traces())
+        return replace(self, model=model, _annotated={}, _through={}, _source=self, _traces=Traces())
 
     def __call__(self, request: Request) -> Compiled:
         source = self._source
@@ -309,11 +310,11 @@ class Compiler:
 
     def _stages(self) -> StageCompiler:
         assert self.plan is not None and self._base is not None
-        request, places = replace(self._plan_request(self._base), mesh=self.plan.mesh), self.plan.parameters
-        resting = self._resting
+        request, resting = self._plan_request(self._base), self._resting
 
-        def solve(graph: Graph) -> Assignment:
-            return on_first_rank(self.ranks, lambda: fixed_assignment(request, graph, places, caches=resting))
+        def solve(graph: Graph, mesh: tuple[int, ...], places: Places) -> Assignment:
+            inside = replace(request, mesh=mesh)
+            return on_first_rank(self.ranks, lambda: fixed_assignment(inside, graph, places, caches=resting))
 
         optimizer, index, holds_for = self.options.optimizer, self.ranks.index, self._base.traced.holds_for
         return StageCompiler(
@@ -357,16 +358,17 @@ class Compiler:
             self._annotated[batch] = self._annotate_alike(step_graph(base.graph, base.loss, batch))
         return self._annotated[batch]
 
-    def _planned_prices(self, graph: Graph) -> Prices:
-        """The prices of the ``graph`` that was planned, which is checked by :func:`offers`."""
+    def _planned_prices(self, graph: Graph, part: ChunkNodes | None = None) -> Prices:
+        """Prices of the ``graph`` that was planned, checked by :func:`offers`, on the mesh of a ``part`` of stages."""
         assert self.plan is not None
-        if self._through is None:
-            self._through = offers(self.plan, graph, self._annotate_alike, self.ranks)
-        return Prices(self.cluster, self.plan.mesh, self._through, exchanged_bytes(graph))
+        mesh, key = (part.mesh, part.chunks) if part else (self.plan.mesh, ())
+        if key not in self._through:
+            self._through[key] = offers(self.plan, graph, partial(self._annotate_alike, mesh=mesh), self.ranks, part)
+        return Prices(part_of_cluster(self.plan, self.cluster, part), mesh, self._through[key], exchanged_bytes(graph))
 
-    def _annotate_alike(self, graph: Graph) -> Graph:
+    def _annotate_alike(self, graph: Graph, mesh: tuple[int, ...] | None = None) -> Graph:
         assert self.plan is not None
-        return annotated_alike(graph, self.plan.mesh, self.ranks, self.plan.shares)
+        return annotated_alike(graph, mesh or self.plan.mesh, self.ranks, self.plan.shares)
 
     def _lowered(
         self,

@@ -20,7 +20,7 @@ from autopar.ir.placements import Shares, parse_placement
 from autopar.passes.annotate.annotate import annotate, needs_finding
 from autopar.passes.probe.found_rules import KNOWN, Known
 from autopar.placement.prices import Options, placement_options
-from autopar.planner.check_strategies import check_offered
+from autopar.planner.check_strategies import ChunkNodes, check_offered
 from autopar.plans.plan import Plan
 from autopar.runtime.comm.groups import AxisGroup
 
@@ -31,18 +31,20 @@ KIND = "offers"
 Through = dict[TensorType, Options]
 
 
-def offers(plan: Plan, graph: Graph, annotated: Callable[[Graph], Graph], ranks: AxisGroup) -> Through:
-    """:func:`autopar.placement.prices.placement_options` of the ``graph`` that ``plan`` is for, on its mesh;
-    ``annotated`` annotates it. Collective over ``ranks``, on all of which plan and graph are the same. Raises
-    :class:`PlanMismatchError` on every rank if a choice of the plan is not on offer."""
+def offers(
+    plan: Plan, graph: Graph, annotated: Callable[[Graph], Graph], ranks: AxisGroup, part: ChunkNodes | None = None
+) -> Through:
+    """:func:`autopar.placement.prices.placement_options` of the ``graph`` that ``plan`` is for, on its mesh or that of
+    a ``part`` of its stages; ``annotated`` annotates it there. Collective over ``ranks``, on all of which plan and
+    graph are the same. Raises :class:`PlanMismatchError` on every rank if a choice of the plan is not on offer."""
 
     def make() -> Through:
         whole = annotated(graph)
-        check_offered(plan, whole)
-        return placement_options(whole, plan.mesh)
+        check_offered(plan, whole, part)
+        return placement_options(whole, plan.mesh if part is None else part.mesh)
 
     # Rules that are found are no part of the key, and finding them is collective.
-    return make() if needs_finding(graph) else on_first_rank(ranks, lambda: _cached(_key(plan, graph), make))
+    return make() if needs_finding(graph) else on_first_rank(ranks, lambda: _cached(_key(plan, graph, part), make))
 
 
 def annotated_alike(graph: Graph, mesh: tuple[int, ...], ranks: AxisGroup, shares: Shares = ()) -> Graph:
@@ -70,8 +72,9 @@ def _cached(key: str, make: Callable[[], Through]) -> Through:
     return made
 
 
-def _key(plan: Plan, graph: Graph) -> str:
-    return key_of((code_version(), plan_identity(plan), " ".join(plan.nodes), graph.to_text()))
+def _key(plan: Plan, graph: Graph, part: ChunkNodes | None) -> str:
+    chunks = () if part is None else (str(part.chunks),)
+    return key_of((code_version(), plan_identity(plan), " ".join(plan.nodes), graph.to_text(), *chunks))
 
 
 def _text(through: Through) -> str:

@@ -12,6 +12,7 @@ from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, StagedResult
 from autopar.ir.program import Program
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Staged
 from autopar.passes.lower.lower import Lowering, Path, lower, stored_slot
 from autopar.passes.lower.lower_chunk import ChunkLowering, Wires, lower_chunk
@@ -36,25 +37,38 @@ def pipeline_program(
     chunks: Sequence[PlacedChunk],
     wires: Wires,
     schedule: Schedule,
-    coordinate: tuple[int, ...],
-    path: Path,
+    device: int,
+    paths: Sequence[Path],
     bucket_bytes: int,
 ) -> PipelineProgram:
-    """The program of the rank at ``coordinate`` of the mesh (stages, \\*mesh inside a stage).
+    """The program of the ``device``-th of all devices.
 
-    Gradients of inputs are left out: a step gives none. ``path`` and ``bucket_bytes`` as in
+    Gradients of inputs are left out: a step gives none. ``paths``, by stage, and ``bucket_bytes`` as in
     :class:`~autopar.passes.lower.lower.Lowering`. Raises :class:`PlanMismatchError` if the parts do not belong
     together, or if chunks store a parameter they share differently, and :class:`ScheduleError` if the schedule is not
     proven to run.
     """
-    _check(pieces, chunks, schedule, coordinate)
-    jobs = [Lowering(_stepping(c.graph), c.assignment, coordinate[1:], path, bucket_bytes) for c in chunks]
-    indices = schedule.held[coordinate[0]]
+    meshes = _meshes(pieces, chunks, schedule)
+    if not 0 <= device < meshes.devices:
+        raise PlanMismatchError(f"no rank is the device {device} of {schedule.stages} stages of {meshes}")
+    stage, inside = meshes.place(device)
+    indices = schedule.held[stage]
+    jobs = [
+        # Of other stages' chunks only what all their devices have in common is asked.
+        Lowering(
+            _stepping(chunk.graph),
+            chunk.assignment,
+            inside if index in indices else (0,) * len(inside),
+            paths[schedule.placement[index]],
+            bucket_bytes,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
     return PipelineProgram(
-        mesh=(schedule.stages, *jobs[0].mesh),
-        coordinate=coordinate,
+        meshes=meshes,
+        coordinate=(stage, *inside),
         schedule=schedule,
-        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule)) for index in indices},
+        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule, meshes)) for index in indices},
         parameters=tuple(_parameters(staged, jobs)),
         results=tuple(_results(pieces, jobs)),
         inputs=pieces.inputs,
@@ -68,18 +82,18 @@ def _stepping(graph: Graph) -> Graph:
     return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
 
 
-def _check(
-    pieces: Microbatched, chunks: Sequence[PlacedChunk], schedule: Schedule, coordinate: tuple[int, ...]
-) -> None:
+def _meshes(pieces: Microbatched, chunks: Sequence[PlacedChunk], schedule: Schedule) -> StageMeshes:
+    """The mesh of each stage, on which its chunks are placed."""
     if pieces.count != schedule.microbatches:
         raise PlanMismatchError(f"{pieces.count} microbatches under a schedule of {schedule.microbatches}")
     if len(chunks) != schedule.chunks:
         raise PlanMismatchError(f"{len(chunks)} chunks under a schedule of {schedule.chunks}")
-    meshes = {chunk.assignment.mesh for chunk in chunks}
-    if len(meshes) > 1:
-        raise PlanMismatchError(f"the chunks are placed on different meshes: {', '.join(map(str, sorted(meshes)))}")
-    if not all(0 <= at < size for at, size in zip(coordinate, (schedule.stages, *next(iter(meshes))), strict=True)):
-        raise PlanMismatchError(f"no rank is at {coordinate} of {schedule.stages} stages of mesh {next(iter(meshes))}")
+    for stage, held in enumerate(schedule.held):
+        on = {chunks[chunk].assignment.mesh for chunk in held}
+        if len(on) > 1:
+            raise PlanMismatchError(
+                f"the chunks of stage {stage} are placed on different meshes: {', '.join(map(str, sorted(on)))}"
+            )
     if pieces.own_statistics and any(
         _forwards(schedule, chunk) != list(range(pieces.count)) for chunk in range(schedule.chunks)
     ):
@@ -88,6 +102,7 @@ def _check(
             "begins with the buffers that the one before left"
         )
     _prove(schedule)
+    return StageMeshes(tuple(chunks[held[0]].assignment.mesh for held in schedule.held))
 
 
 def _forwards(schedule: Schedule, chunk: int) -> list[int]:
@@ -114,12 +129,14 @@ def prelude_program(graph: Graph) -> Program:
 
 def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedParameter]:
     for path, users in staged.owners.items():
-        slots = [stored_slot(jobs[chunk], jobs[chunk].graph.parameters[path]) for chunk in users]
-        if any(slot.placements != slots[0].placements for slot in slots):
-            places = "; ".join(f"chunk {c}: {s.placements}" for c, s in zip(users, slots, strict=True))
+        slots = {chunk: stored_slot(jobs[chunk], jobs[chunk].graph.parameters[path]) for chunk in users}
+        owner = slots[users[0]]
+        elsewhere = {c: slot.placements for c, slot in slots.items() if jobs[c].mesh != jobs[users[0]].mesh}
+        if any(slot.placements != owner.placements for c, slot in slots.items() if c not in elsewhere):
+            places = "; ".join(f"chunk {chunk}: {slot.placements}" for chunk, slot in slots.items())
             raise PlanMismatchError(f"the parameter {path} is stored differently by the chunks that share it: {places}")
         gradients = tuple(chunk for chunk in users if path in jobs[chunk].graph.gradients)
-        yield StagedParameter(slots[0], users, gradients)
+        yield StagedParameter(owner, users, gradients, elsewhere)
 
 
 def _results(pieces: Microbatched, jobs: Sequence[Lowering]) -> Iterable[StagedResult]:

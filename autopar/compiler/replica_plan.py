@@ -62,7 +62,7 @@ class _Links:
 
 def _planned(plan: Plan, sync: LocalSGD | Gossip, links: _Links) -> PlannedSync:
     shapes = [(_shape(plan, path), _width(plan, path)) for path in _trained(plan)]
-    ranks = math.prod(plan.mesh) * plan.stages
+    ranks = plan.stage_meshes.devices
     wide = _WIDE * sum(math.prod(shape) for shape, _ in shapes) / ranks
     own = sum(_coded(sync.compression, shape, width, sync) for shape, width in shapes) / ranks
     if isinstance(sync, Gossip):

@@ -7,19 +7,19 @@ on the stage that stores it, and its placements are solved anew.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError, OptionsError
-from autopar.ir.assignment import Assignment
+from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.node import symbol
 from autopar.ir.pipeline_program import PipelineProgram
-from autopar.ir.placements import Placements, coordinate_of
+from autopar.ir.placements import REPLICATE, Placements
 from autopar.ir.planned_pipeline import PlannedPipeline
+from autopar.ir.stage_meshes import Mesh
 from autopar.ir.staged_graph import Staged
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cuts_for_owners
@@ -27,6 +27,7 @@ from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_i
 from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.check_strategies import ChunkNodes, nodes_by_mesh
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.step_graphs import graph_alone
 from autopar.plans.plan import Plan
@@ -38,8 +39,10 @@ from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
 from .pipeline import pipeline_program
 
-Annotate = Callable[[Graph], Graph]
-Solve = Callable[[Graph], Assignment]
+Annotate = Callable[[Graph, Mesh], Graph]
+# From a graph that is annotated for a mesh, and where its parameters rest there.
+Solve = Callable[[Graph, Mesh, Mapping[str, ParameterPlacement]], Assignment]
+Placed = tuple[Assignment, Prices]
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ class CompiledStages:
 class StageCompiler:
     """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters have the
     planned placements) work on the mesh inside a stage; ``planned_prices`` are those of the planned
-    graph. ``holds_for``: whether the traced graph holds at a batch size."""
+    graph on a mesh. ``holds_for``: whether the traced graph holds at a batch size."""
 
     plan: Plan
     cluster: Cluster
     optimizer: str
     index: int
     annotate: Annotate
-    planned_prices: Callable[[Graph], Prices]
+    planned_prices: Callable[[Graph, ChunkNodes | None], Prices]
     solve: Solve
     holds_for: Callable[[int], bool]
 
@@ -74,10 +77,13 @@ class StageCompiler:
         """The program of the planned step; ``graph`` is concrete and without saved activations, ``symbolic`` is the
         same with a symbolic batch size."""
         pieces = self._pieces(graph, symbolic)
-        graph = SaveActivations()(pieces.graph)
-        prices = self.planned_prices(graph)
-        assignment = self.plan.assignment({node.target: node.name for node in graph.placeholders("param")})
-        return self._program(pieces, cut(pieces, self.pipeline.cuts), assignment, prices)
+        staged, saving = cut(pieces, self.pipeline.cuts), SaveActivations()(pieces.graph)
+        names = {node.target: node.name for node in saving.placeholders("param")}
+        placed: dict[int, Placed] = {}
+        for part in nodes_by_mesh(self.plan, staged):
+            prices = self.planned_prices(saving, part if self.pipeline.meshes else None)
+            placed |= dict.fromkeys(part.chunks, (self.plan.assignment(names, part.chunks[0]), prices))
+        return self._program(pieces, staged, placed)
 
     def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
@@ -87,13 +93,17 @@ class StageCompiler:
             PlanMismatchError: a dim that was divided evenly no longer is.
             InfeasibleError: the device cannot hold it.
         """
-        before = self.annotate(SaveActivations()(self._pieces(planned, planned_symbolic).graph))
-        pieces = self._pieces(graph, symbolic)
-        after = self.annotate(SaveActivations()(pieces.graph))
-        assignment = refit_plan(self.plan, before, after)
+        original, pieces = self._pieces(planned, planned_symbolic), self._pieces(graph, symbolic)
+        before, after = (SaveActivations()(each.graph) for each in (original, pieces))
         names = corresponding(before, after)
         staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
-        return self._program(pieces, staged, assignment, self._prices(after), checked=True)
+        placed: dict[int, Placed] = {}
+        for part in nodes_by_mesh(self.plan, cut(original, self.pipeline.cuts)):
+            first, second = (self.annotate(each, part.mesh) for each in (before, after))
+            prices, own = self._prices(second, part), part.names if self.pipeline.meshes else None
+            refit = refit_plan(self.plan, first, second, part.chunks[0], own)
+            placed |= dict.fromkeys(part.chunks, (refit, prices))
+        return self._program(pieces, staged, placed, checked=True)
 
     def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
@@ -110,10 +120,25 @@ class StageCompiler:
         holders, chunks = planned_stages.holders(), self.pipeline.chunks
         cuts = cuts_for_owners(pieces.graph, holders, chunks) if self.pipeline.cuts else ()
         homes = {path: users[0] for path, users in planned_stages.owners.items() if users}
-        annotated = self.annotate(SaveActivations()(pieces.graph))
+        staged, saving = cut(pieces, cuts, homes), SaveActivations()(pieces.graph)
         trains = any(output.kind == "gradient" for output in graph.outputs)
-        prices = self._prices(annotated)
-        return self._program(pieces, cut(pieces, cuts, homes), self.solve(annotated), prices, checked=trains)
+        placed: dict[int, Placed] = {}
+        for part in nodes_by_mesh(self.plan, staged):
+            annotated = self.annotate(saving, part.mesh)
+            solved = self.solve(annotated, part.mesh, self._resting(part, homes))
+            placed |= dict.fromkeys(part.chunks, (solved, self._prices(annotated, part)))
+        return self._program(pieces, staged, placed, checked=trains)
+
+    def _resting(self, part: ChunkNodes, homes: Mapping[str, int]) -> Mapping[str, ParameterPlacement]:
+        """Where parameters rest for the chunks of ``part``: as planned, and whole if only chunks on other meshes were
+        planned to have them."""
+        if not self.pipeline.meshes:
+            return self.plan.parameters
+        everywhere = (REPLICATE,) * len(part.mesh)
+        whole = ParameterPlacement(everywhere, everywhere, everywhere)
+        own = {path: place for path, place in self.plan.parameters.items() if homes.get(path) in part.chunks}
+        lent = {path: place for (chunk, path), place in self.pipeline.borrowed.items() if chunk in part.chunks}
+        return {**dict.fromkeys(self.plan.parameters, whole), **lent, **own}
 
     def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
         return self._divided(graph, symbolic, self.plan.microbatches)
@@ -146,25 +171,27 @@ class StageCompiler:
                 raise
         return microbatch(graph, 1, split_inputs(symbolic))
 
-    def _prices(self, annotated: Graph) -> Prices:
-        return Prices.of(self.cluster, self.plan.mesh, annotated)
+    def _prices(self, annotated: Graph, part: ChunkNodes) -> Prices:
+        return Prices.of(part_of_cluster(self.plan, self.cluster, part), part.mesh, annotated)
 
     def _program(
-        self, pieces: Microbatched, staged: Staged, assignment: Assignment, prices: Prices, checked: bool = False
+        self, pieces: Microbatched, staged: Staged, placed: Mapping[int, Placed], checked: bool = False
     ) -> CompiledStages:
-        schedule = self._schedule(staged, pieces)
-        devices = math.prod(self.plan.mesh)
+        schedule, meshes = self._schedule(staged, pieces), self.plan.stage_meshes
         pairs = tuple((edge.source, edge.target) for edge in staged.edges)
-        links = wire_prices(self.cluster, schedule.placement, devices, pairs)
-        chunks, wires = place_chunks(staged, assignment, prices, links, self.pipeline.wires)
+        links = wire_prices(self.cluster, schedule.placement, [meshes.ranks(s) for s in range(meshes.stages)], pairs)
+        assignments, prices = zip(*(placed[chunk] for chunk in range(len(staged.chunks))), strict=True)
+        chunks, wires = place_chunks(staged, assignments, prices, links, self.pipeline.wires)
+        on_ranks = [prices[held[0]].on_block(rank) for rank, held in enumerate(schedule.held)]
         if checked:
-            peaks = price_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks
+            peaks = price_stages(chunks, wires, schedule, on_ranks, links, self.optimizer, self.cluster).peaks
             limits = self.pipeline.limits or (self.plan.memory_limit,) * len(peaks)
             for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
                 check_memory(self.plan, peak, limit, pieces.graph)
-        coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
-        program = pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
-        return CompiledStages(program, assignment.resting(pieces.graph))
+        paths = [prices[held[0]].path for held in schedule.held]
+        program = pipeline_program(pieces, staged, chunks, wires, schedule, self.index, paths, BUCKET_BYTES)
+        # Caches rest on equal meshes.
+        return CompiledStages(program, assignments[0].resting(pieces.graph))
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""
@@ -180,6 +207,14 @@ class StageCompiler:
             return forward_only(schedule)
         same = schedule.edges == planned.edges and schedule.microbatches == planned.microbatches
         return planned if same else schedule
+
+
+def part_of_cluster(plan: Plan, cluster: Cluster, part: ChunkNodes | None) -> Cluster:
+    """What the devices of ``part`` were priced with: if their mesh is their own, the least of the first such stage."""
+    if plan.pipeline is None or not plan.pipeline.meshes or part is None:
+        return cluster
+    ranks = plan.stage_meshes.ranks(plan.pipeline.schedule.placement[part.chunks[0]])
+    return cluster.at(ranks.start, len(ranks))
 
 
 def _order(schedule: Schedule, planned: Schedule) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ import torch
 from autopar.errors import GraphError
 
 from .graph_text import text_lines
+from .placements import Placements, parse_placements, short
 from .program import Section, TensorSlot
 from .program_text import SlotLine, parse_body, parse_integers, print_slot, slot_alone
 from .staged_graph import Edge
@@ -78,16 +79,30 @@ _SECTIONS = (
     "reduce",
 )
 _HEAD = re.compile(r"^# chunk (\d+), rank at (\([\d, ]*\)) of mesh (\([\d, ]*\))$")
-_EDGE = re.compile(r"^over (\d+)>(\d+)$")
+_EDGE = re.compile(r"^over (\d+)>(\d+)(?: as (\(\S+\)))?$")
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An end of an edge, whose name is ``slot.target``: ``slot.placements`` are those of the wire, on the mesh inside a
-    stage. Each rank exchanges its local tensor with the rank at the same coordinate of the other stage."""
+    """An end of an edge, whose name is ``slot.target``: ``slot.placements`` are those of the wire, on the mesh inside
+    this stage. Each rank exchanges its local tensor with the ranks of the other stage that have parts of it there
+    (:mod:`autopar.ir.wire_pieces`): with its counterpart where both meshes are equal. ``other``: the placements on the
+    other stage's mesh, if that is another."""
 
     edge: Edge
     slot: TensorSlot
+    other: Placements | None = None
+
+    @property
+    def there(self) -> Placements:
+        """The placements at the other end."""
+        return self.slot.placements if self.other is None else self.other
+
+    @property
+    def tail(self) -> str:
+        """The end of the port's line."""
+        elsewhere = "" if self.other is None else f" as {short(self.other)}"
+        return f"over {self.edge.source}>{self.edge.target}{elsewhere}"
 
     @staticmethod
     def of(line: SlotLine) -> Port:
@@ -96,7 +111,8 @@ class Port:
         if match is None:
             start = f"the line of {line.word} {line.slot.name!r}"
             raise GraphError(f"{start} ends with the chunks of its edge, as in over 0>1, not with {line.tail!r}")
-        return Port(Edge(int(match[1]), int(match[2]), line.slot.target), TensorSlot(*line.slot))
+        other = parse_placements(match[3]) if match[3] else None
+        return Port(Edge(int(match[1]), int(match[2]), line.slot.target), TensorSlot(*line.slot), other)
 
 
 @dataclass(frozen=True)
@@ -146,7 +162,7 @@ class ChunkProgram:
         for name, word in _SLOTS.items():
             for entry in getattr(self, name):
                 if isinstance(entry, Port):
-                    yield print_slot(word, entry.slot, f"over {entry.edge.source}>{entry.edge.target}")
+                    yield print_slot(word, entry.slot, entry.tail)
                 else:
                     yield print_slot(word, entry)
 

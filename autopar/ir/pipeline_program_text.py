@@ -13,7 +13,9 @@
     # chunk 1, rank at (0,) of mesh (2,)
     ...
 
-The lines of the schedule are :mod:`autopar.schedule.text`'s. The program of the prelude follows if there is one, then
+The head of a rank whose stages have unequal meshes names them all: ``of meshes (1,) (3,)``. A parameter that a chunk
+has on another mesh says how: ``in chunks 0 1, gradients 1, in 1 at (S(0))``. The lines of the schedule are
+:mod:`autopar.schedule.text`'s. The program of the prelude follows if there is one, then
 those of the rank's chunks, ascending.
 """
 
@@ -30,12 +32,14 @@ from autopar.schedule.schedule import Schedule
 
 from .chunk_program import ChunkProgram
 from .graph_text import text_lines
+from .placements import Placements, parse_placements, short
 from .program import Program, TensorSlot
 from .program_text import parse_integers, parse_slot
+from .stage_meshes import StageMeshes
 
-_HEAD = re.compile(r"^# pipeline, rank at (\([\d, ]+\)) of mesh (\([\d, ]+\))(, draws)?$")
+_HEAD = re.compile(r"^# pipeline, rank at (\([\d, ]+\)) of mesh(es)?((?: \([\d, ]+\))+)(, draws)?$")
 _INPUT = re.compile(r'^input ("(?:.*)") (?:dim (\d+)|whole)$')
-_IN_CHUNKS = re.compile(r"^in chunks(( \d+)+), gradients(( \d+)*)$")
+_IN_CHUNKS = re.compile(r"^in chunks(( \d+)+), gradients(( \d+)*)((?:, in \d+ at \([^ ]+\))*)$")
 _FROM_CHUNK = re.compile(r"^from chunk (\d+), (\S+)$")
 _SCHEDULE = ("schedule", "placement", "edges", "in_flight", "rank")
 _WORDS = (*_SCHEDULE, "input", "parameter", "result")
@@ -47,6 +51,7 @@ class StagedParameterParts(NamedTuple):
     slot: TensorSlot
     chunks: tuple[int, ...]
     gradients: tuple[int, ...]
+    elsewhere: Mapping[int, Placements]
 
 
 class StagedResultParts(NamedTuple):
@@ -57,9 +62,17 @@ class StagedResultParts(NamedTuple):
     combine: str
 
 
-def print_chunks(chunks: tuple[int, ...], gradients: tuple[int, ...]) -> str:
+def print_meshes(meshes: StageMeshes) -> str:
+    """The end of the head: the mesh of all devices or, if they are unequal, those of the stages."""
+    return f"mesh {meshes.whole}" if meshes.are_equal else f"meshes {' '.join(map(str, meshes.meshes))}"
+
+
+def print_chunks(
+    chunks: tuple[int, ...], gradients: tuple[int, ...], elsewhere: Mapping[int, Placements] | None = None
+) -> str:
     """The end of the line of a parameter that ``chunks`` use."""
-    return " ".join(["in chunks", *map(str, chunks)]) + " ".join([", gradients", *map(str, gradients)])
+    others = "".join(f", in {chunk} at {short(place)}" for chunk, place in (elsewhere or {}).items())
+    return " ".join(["in chunks", *map(str, chunks)]) + " ".join([", gradients", *map(str, gradients)]) + others
 
 
 def print_combine(chunk: int, combine: str) -> str:
@@ -85,7 +98,7 @@ def parse_pipeline(text: str) -> dict[str, Any]:
     schedule = Schedule.from_text("\n".join(line for word in _SCHEDULE for line in by_word[word]))
     coordinate = parse_integers(head[1])
     return {
-        "mesh": parse_integers(head[2]),
+        "meshes": _parse_meshes(head[3], unequal=head[2] is not None),
         "coordinate": coordinate,
         "schedule": schedule,
         "chunks": _parse_chunks([lines for lines in programs if not _is_prelude(lines)], schedule, coordinate[0]),
@@ -93,8 +106,13 @@ def parse_pipeline(text: str) -> dict[str, Any]:
         "results": tuple(map(_parse_result, by_word["result"])),
         "inputs": dict(map(_parse_input, by_word["input"])),
         "prelude": _parse_prelude([lines for lines in programs if _is_prelude(lines)]),
-        "draws": head[3] is not None,
+        "draws": head[4] is not None,
     }
+
+
+def _parse_meshes(text: str, *, unequal: bool) -> StageMeshes:
+    meshes = tuple(map(parse_integers, re.findall(r"\([\d, ]+\)", text)))
+    return StageMeshes(meshes) if unequal else StageMeshes.equal(meshes[0][0], meshes[0][1:])
 
 
 def _by_word(lines: list[str]) -> Mapping[str, list[str]]:
@@ -149,7 +167,9 @@ def _parse_parameter(line: str) -> StagedParameterParts:
         raise GraphError(
             f"the line of a parameter ends as in {print_chunks((0, 1), (0,))!r}, not with {tail!r}: {line!r}"
         )
-    return StagedParameterParts(TensorSlot(*slot), parse_integers(match[1]), parse_integers(match[3]))
+    others = re.findall(r", in (\d+) at (\([^ ]+\))", match[5])
+    elsewhere = {int(chunk): parse_placements(place) for chunk, place in others}
+    return StagedParameterParts(TensorSlot(*slot), parse_integers(match[1]), parse_integers(match[3]), elsewhere)
 
 
 def _parse_result(line: str) -> StagedResultParts:

@@ -117,6 +117,18 @@ def coordinate_of(index: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(coordinate))
 
 
+def index_of(coordinate: Sequence[int], mesh: Sequence[int]) -> int:
+    """The inverse of :func:`coordinate_of`.
+
+    >>> index_of((1, 2), (2, 3))
+    5
+    """
+    index = 0
+    for at, size in zip(coordinate, mesh, strict=True):
+        index = index * size + at
+    return index
+
+
 def short(placements: Placements | Placement) -> str:
     """``(S(0),R)`` for people; a single placement without parentheses."""
     if isinstance(placements, tuple):

@@ -17,6 +17,7 @@ from .planned_pipeline import PlannedPipeline
 from .planned_sync import PlannedSync
 from .program import CollectiveKind
 from .searched import Searched
+from .stage_meshes import Mesh, StageMeshes
 
 Item = TypeVar("Item")
 Status = Literal["optimal", "feasible", "fallback"]
@@ -169,7 +170,7 @@ class PlanRecord:
     """What a plan says, see :class:`~autopar.plans.plan.Plan`.
 
     Attributes:
-        mesh, axis_names: with several ``stages``, those inside a stage.
+        mesh, axis_names: with several ``stages``, those inside a stage, the largest if they are unequal.
         objective: what the placement program minimises, in seconds. For one stage it is the step. For several it is the
             work of all stages together, since the program is solved before the graph is cut: without the bubble,
             messages between stages, and how unevenly the work is divided; ``predicted.step_seconds`` includes these.
@@ -244,6 +245,16 @@ class PlanRecord:
         return {**self.outputs, **{path: place.weight for path, place in self.parameters.items()}}
 
     @property
+    def stage_meshes(self) -> StageMeshes:
+        """The mesh inside each stage."""
+        unequal = self.pipeline.meshes if self.pipeline is not None else ()
+        return StageMeshes(unequal) if unequal else StageMeshes.equal(self.stages, self.mesh)
+
+    def mesh_of(self, chunk: int) -> Mesh:
+        """The mesh inside the stage that has a chunk of the pipeline."""
+        return self.mesh if self.pipeline is None else self.stage_meshes.meshes[self.pipeline.schedule.placement[chunk]]
+
+    @property
     def least_limit(self) -> int:
         """Bytes that a plan without stages may hold on every device: those of the smallest, where they differ."""
         limits = self.pipeline.limits if self.pipeline is not None else ()
@@ -279,13 +290,19 @@ class PlanRecord:
         """All nodes that share a choice, by the first of them, which is included."""
         return _grouped((node.tied or name, name) for name, node in self.nodes.items())
 
-    def assignment(self, names: Mapping[str, str]) -> Assignment:
-        """The choice as lowering takes it; ``names`` maps a parameter's path to its node."""
-        parameters = {names[path]: place for path, place in self.parameters.items()}
+    def assignment(self, names: Mapping[str, str], chunk: int | None = None) -> Assignment:
+        """The choice as lowering takes it; ``names`` maps a parameter's path to its node. ``chunk``: on the mesh of its
+        stage, and with the parameters as it has them; everything that is not on that mesh is meaningless there."""
+        mesh = self.mesh if chunk is None else self.mesh_of(chunk)
+        borrowed = self.pipeline.borrowed if self.pipeline is not None and chunk is not None else {}
+        # Chunks on one mesh have a parameter alike.
+        users = sorted((user for user in borrowed if self.mesh_of(user[0]) == mesh), key=lambda user: user[0] == chunk)
+        lent = {path: borrowed[user, path] for user, path in users}
+        parameters = {names[path]: place for path, place in {**self.parameters, **lent}.items()}
         copies = {name + RECOMPUTED for name in self.recomputed}
         strategies = {name: strategy for name, strategy in self.strategies.items() if name not in copies}
         return Assignment(
-            self.mesh,
+            mesh,
             strategies,
             parameters,
             recomputed=frozenset(self.recomputed),

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from autopar.schedule.schedule import Schedule
 
+from .assignment import ParameterPlacement
 from .placements import Placements
+from .stage_meshes import Mesh
 from .staged_graph import Edge
 
 
@@ -54,20 +56,23 @@ class LinkFigures:
 class PlannedPipeline:
     """How a pipeline is cut and run, and its prices.
 
-    Pipeline rank s is the s-th block of consecutive devices, each block a mesh of the plan's shape. One chunk and
-    several microbatches is gradient accumulation.
+    Pipeline rank s is the s-th block of consecutive devices, each block a mesh of the plan's shape, or of its own. One
+    chunk and several microbatches is gradient accumulation.
 
     Attributes:
         cuts: the forward nodes at which chunks 1, 2, ... begin (:mod:`autopar.ir.staged_graph`).
         schedule: what each pipeline rank does.
-        wires: how the value of each edge is placed while it is sent, on the mesh inside a stage.
-        wire_bytes: the bytes of it that one rank sends for one microbatch.
+        wires: how the value of each edge is placed while it is sent, on the meshes inside both stages
+            (:func:`.stage_meshes.on_axes`).
+        wire_bytes: the most bytes of it that one rank sends or receives for one microbatch.
         peaks: peak bytes on the devices of each pipeline rank.
         update_seconds: of optimizer and weight refresh, after all reductions.
         hides: whether reductions are sent while their rank computes.
         own_statistics: whether every microbatch is a batch of its own (``Options(batch_statistics="microbatch")``).
         limits: bytes that the devices of each pipeline rank may hold, where devices are of several kinds.
         devices: what each pipeline rank's devices are called, where they are of several kinds.
+        meshes: the mesh inside each pipeline rank, if they are unequal. All have as many axes.
+        borrowed: by chunk and path, where a chunk has a parameter that another one stores on another mesh.
         hosts, speeds: where pipeline ranks share processors, the host of each, and how fast each is while 1, 2, ... of
             a host compute.
     """
@@ -86,6 +91,8 @@ class PlannedPipeline:
     own_statistics: bool = False
     limits: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    borrowed: Mapping[tuple[int, str], ParameterPlacement] = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:

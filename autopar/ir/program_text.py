@@ -41,7 +41,7 @@ GROUPS = {
 }
 SECTIONS = ("refresh", "forward", "backward")
 _HEAD = re.compile(r"^# rank at (\([\d, ]*\)) of mesh (\([\d, ]*\))$")
-_SLOT = re.compile(r'^(\w+) ("(?:.*)") = (\w+) ("(?:.*)"): (\w+\[[^\]]*\]) at (\(.*\))(?: ([^()]+))?$')
+_SLOT = re.compile(r'^(\w+) ("(?:.*)") = (\w+) ("(?:.*)"): (\w+\[[^\]]*\]) at (\((?:[^()]|\([^()]*\))*\))(?: (.+))?$')
 _SLOT_EXAMPLE = 'parameter "w" = param "layers.0.weight": f32[4, 8] at (S(0))'
 _SECTION = re.compile(r"^(\w+)\(((?:%\w+(?:, )?)*)\):$")
 _VALUE = re.compile(r"^%(\w+)(?:\.(\d+))?$")

@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import NOT, Placements, is_shard, parse_placements, short
+from autopar.ir.stage_meshes import on_axes
 from autopar.solver.problem import Transfer
 
 from .axis_names import weight_values
@@ -216,9 +217,12 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     if not names:
         raise unmatched(instance.graph, pattern)
     groups = {instance.graph.classes.get(name, name) for name in names}
+    here = on_axes(pinned, mesh)
+    if excluded and here != pinned:
+        return instance
     return with_choices(
         instance,
-        lambda node, choice: node.name not in groups or (_place(choice) == pinned) is not excluded,
+        lambda node, choice: node.name not in groups or (_place(choice) == here) is not excluded,
         strict=f"the pin {pattern!r}: {text!r} cannot be met",
     )
 

@@ -30,12 +30,12 @@ def optimizer_seconds(prices: Prices, node: Node, place: ParameterPlacement, opt
     return moved / prices.cluster.device.updates
 
 
-def agreement_seconds(prices: Prices, graphs: Iterable[Graph], stages: int = 1) -> float:
-    """Seconds in which all devices of all ``stages`` agree, once a step, whether a gradient of the scaled loss has
-    overflowed. ``graphs`` make up the step."""
+def agreement_seconds(prices: Prices, graphs: Iterable[Graph], mesh: tuple[int, ...] = ()) -> float:
+    """Seconds in which all devices agree, once a step, whether a gradient of the scaled loss has overflowed. ``graphs``
+    make up the step; ``mesh``: that of all devices, if it is not that of ``prices``."""
     if not any(node.is_scaled for graph in graphs for node in graph.placeholders("param")):
         return 0.0
-    mesh = (stages, *prices.mesh)
+    mesh = mesh or prices.mesh
     axes = tuple(axis for axis, devices in enumerate(mesh) if devices > 1)
     return collective_seconds(prices.cluster, mesh, "all_reduce", axes, torch.float32.itemsize) if axes else 0.0
 

@@ -6,7 +6,8 @@ Rules are tested by execution. A strategy that they do not offer may compute som
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial
 
@@ -16,11 +17,39 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, Node
 from autopar.ir.placements import PARTIAL_SUM, Placements, Strategy, short
+from autopar.ir.plan_record import PlanRecord
+from autopar.ir.staged_graph import Staged
 from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.recompute import recomputed
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.parameter_choices import parameter_choices
 from autopar.placement.placed_step import trained
 from autopar.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class ChunkNodes:
+    """The ``chunks`` of a pipeline whose stages have this ``mesh``, of one kind of device, the ``names`` of their
+    nodes, and by chunk the paths of the ``parameters`` that it uses."""
+
+    mesh: tuple[int, ...]
+    chunks: tuple[int, ...]
+    names: frozenset[str]
+    parameters: Mapping[int, frozenset[str]]
+
+
+def nodes_by_mesh(plan: PlanRecord, staged: Staged) -> Iterator[ChunkNodes]:
+    """The chunks of a graph that is cut as planned, by the mesh of their stages: all of them, if that is one, and
+    otherwise by the kind of its devices too."""
+    assert plan.pipeline is not None
+    graphs, meshes = [SaveActivations()(chunk) for chunk in staged.chunks], plan.stage_meshes
+    devices = () if meshes.are_equal else plan.pipeline.devices
+    kinds = [(meshes.meshes[stage], devices[stage : stage + 1]) for stage in plan.pipeline.schedule.placement]
+    for kind in dict.fromkeys(kinds):
+        chunks = tuple(chunk for chunk, own in enumerate(kinds) if own == kind)
+        names = frozenset(n.name for chunk in chunks for n in graphs[chunk].nodes if n.op != "receive")
+        yield ChunkNodes(kind[0], chunks, names, {chunk: frozenset(graphs[chunk].parameters) for chunk in chunks})
+
 
 # Strategies that a message names. Chosen: what a reader takes in.
 SHOWN = 3
@@ -30,8 +59,9 @@ _COPY = re.compile(r"_at\d+(_\d+)?_*(?=$|(_result\d+)?_rest$|_recomputed$)")
 _SUM = re.compile(r"_sum_*$")
 
 
-def check_offered(plan: Plan, graph: Graph) -> None:
-    """Compares a valid ``plan`` with the annotated ``graph`` that it will run.
+def check_offered(plan: Plan, graph: Graph, part: ChunkNodes | None = None) -> None:
+    """Compares a valid ``plan`` with the annotated ``graph`` that it will run: all of it, or the ``part`` on whose mesh
+    the graph is annotated.
 
     Raises:
         PlanMismatchError: names the node or parameter, what the plan says, and the closest choices on offer.
@@ -42,9 +72,12 @@ def check_offered(plan: Plan, graph: Graph) -> None:
     _check_names("node", (plan.nodes.keys() | plan.strategies.keys()) - copies, names)
     _check_names("parameter", plan.parameters, [node.target for node in graph.placeholders("param")])
     for node in graph.placeholders("param"):
-        _check_parameter(plan.parameters[node.target], node, graph)
+        for place in _places(plan, node, part):
+            _check_parameter(place, node, graph)
     offered: dict[int, frozenset[Strategy]] = {}
     for name, strategy in plan.strategies.items():
+        if part is not None and name not in part.names:
+            continue
         if name in sums:
             _check_sum(name, strategy)
             continue
@@ -59,6 +92,17 @@ def check_offered(plan: Plan, graph: Graph) -> None:
             raise PlanMismatchError(
                 f"the plan keeps {name!r} in host memory, which is no saved activation and no parameter; leave it out"
             )
+
+
+def _places(plan: Plan, node: Node, part: ChunkNodes | None) -> Iterator[ParameterPlacement]:
+    """How a parameter is placed, by the chunks of ``part`` that use it."""
+    if part is None:
+        yield plan.parameters[node.target]
+        return
+    assert plan.pipeline is not None
+    for chunk in part.chunks:
+        if node.target in part.parameters[chunk]:
+            yield plan.pipeline.borrowed.get((chunk, node.target), plan.parameters[node.target])
 
 
 def _chunk_copies(plan: Plan, graph: Graph) -> set[str]:

@@ -31,6 +31,8 @@ def _contradictions(options: Options, plan: PlanRecord) -> Iterator[tuple[str, s
     """What is asked for, and what the plan has instead."""
     for name in ("stages", "microbatches", "schedule"):
         wanted, found = getattr(options, name), getattr(plan, name)
+        if name == "stages" and isinstance(wanted, tuple):
+            found = plan.stage_meshes.sizes
         if wanted not in (None, found):
             yield f"{name}={wanted!r}", f"{name}={found!r}"
     if options.sync == EVERY_STEP and plan.sync is not None:

@@ -19,11 +19,11 @@ from .step_graphs import graph_hash, step_graph
 
 def check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
     """Raises :class:`PlanMismatchError` if the user's plan is for another number of devices."""
-    devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
+    devices, planned = math.prod(mesh), plan.stage_meshes.devices
     if devices != planned:
         stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
         raise PlanMismatchError(
-            f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
+            f"the plan is for {stages}{plan.stage_meshes} of {planned} devices, but the mesh is {mesh} of {devices}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.errors import PlanMismatchError
@@ -67,11 +67,18 @@ def _without_inputs(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op != "input"]
 
 
-def refit_plan(plan: Plan, original: Graph, other: Graph) -> Assignment:
+def refit_plan(
+    plan: Plan, original: Graph, other: Graph, chunk: int | None = None, names: Collection[str] | None = None
+) -> Assignment:
     """:func:`refit` of the choices of ``plan``, which was made for ``original``. Nodes that only a cut graph has are
-    left out."""
-    chosen = plan.assignment({node.target: node.name for node in original.placeholders("param")})
-    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in original}
+    left out. ``chunk``: one whose stage has a mesh of its own, for which both graphs are annotated; ``names``: the
+    nodes there, to which the result is restricted."""
+    chosen = plan.assignment({node.target: node.name for node in original.placeholders("param")}, chunk)
+    strategies = {
+        name: strategy
+        for name, strategy in chosen.strategies.items()
+        if name in original and (names is None or name in names)
+    }
     return refit(replace(chosen, strategies=strategies), original, other)
 
 
@@ -86,6 +93,8 @@ def _kind(strategy: Strategy) -> object:
 
 def _check_inputs(assignment: Assignment, original: Graph, other: Graph, names: Mapping[str, str]) -> None:
     for node in original.placeholders("input"):
+        if node.name not in assignment.strategies:
+            continue
         place, old = assignment.strategies[node.name].outputs[0], node.type.shape
         new = other[names[node.name]].type.shape
         for dim, (before, after) in enumerate(zip(old, new, strict=True)):

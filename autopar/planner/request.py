@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cluster.description import Cluster
@@ -89,12 +89,12 @@ def memory_limit_of(request: PlanRequest) -> int:
     return int(request.memory_limit or request.options.memory_limit or usable_bytes(request.cluster))
 
 
-def stage_limits(request: PlanRequest, stages: int, devices: int) -> tuple[int, ...]:
-    """:func:`memory_limit_of` for each of ``stages`` blocks of as many consecutive ``devices``."""
+def stage_limits(request: PlanRequest, blocks: Sequence[range]) -> tuple[int, ...]:
+    """:func:`memory_limit_of` for each of some ``blocks`` of consecutive devices."""
     cluster = request.cluster
     if not cluster.groups:
-        return (memory_limit_of(request),) * stages
-    return tuple(_within(request, cluster.at(stage * devices, devices)) for stage in range(stages))
+        return (memory_limit_of(request),) * len(blocks)
+    return tuple(_within(request, cluster.at(block.start, len(block))) for block in blocks)
 
 
 def _within(request: PlanRequest, cluster: Cluster) -> int:

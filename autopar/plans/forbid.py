@@ -66,7 +66,8 @@ def _mesh_of(plan: PlanRecord, question: Question) -> Any:
     """The mesh as the plan regrouped it, since pins read its axes; a mesh with names stays as it is."""
     if getattr(question.mesh, "mesh_dim_names", None):
         return question.mesh
-    return (plan.stages * plan.mesh[0], *plan.mesh[1:])
+    meshes = plan.stage_meshes
+    return (plan.stages * plan.mesh[0], *plan.mesh[1:]) if meshes.are_equal else meshes.whole
 
 
 def _fixed(plan: PlanRecord, options: Any, pins: Mapping[str, str]) -> Any:
@@ -77,6 +78,8 @@ def _stages(plan: PlanRecord, options: Any) -> Iterator[tuple[str, Any]]:
     """What the plan chose about stages and a user left open."""
     if plan.stages == plan.microbatches == 1:
         return
-    for name in ("stages", "microbatches"):
-        if getattr(options, name) is None:
-            yield name, getattr(plan, name)
+    meshes = plan.stage_meshes
+    chosen = {"stages": plan.stages if meshes.are_equal else meshes.sizes, "microbatches": plan.microbatches}
+    for name, value in chosen.items():
+        if getattr(options, name) is None or (name == "stages" and not meshes.are_equal):
+            yield name, value

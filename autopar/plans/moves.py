@@ -22,7 +22,8 @@ def moves(plan: PlanRecord) -> Iterator[str]:
             by_value[line.name].append(line)
             types = _types(plan.nodes[line.name].type)
             for step in line.steps:
-                yield from _hop(plan, step, types, f"lines[{position}] ({line.kind} {line.name})")
+                mesh = plan.stage_meshes.meshes[line.stage]
+                yield from _hop(mesh, step, types, f"lines[{position}] ({line.kind} {line.name})")
     yield from _ends(plan, by_value)
 
 
@@ -38,11 +39,11 @@ def _types(text: str) -> list[TensorType]:
     return [*results, *(TensorType(shape, dtype) for dtype in stored)]
 
 
-def _hop(plan: PlanRecord, step: ReshardStep, types: list[TensorType], where: str) -> Iterator[str]:
+def _hop(mesh: tuple[int, ...], step: ReshardStep, types: list[TensorType], where: str) -> Iterator[str]:
     """Checks that a step leads from its source to its target, and moves as many bytes as the tensor needs."""
     source, target = parse_placements(step.source), parse_placements(step.target)
     divisible = all(shard_before(place) > 0 for place in (*source, *target))
-    hops = [make_hop(kind, source, target, plan.mesh) for kind in types if divisible]
+    hops = [make_hop(kind, source, target, mesh) for kind in types if divisible]
     possible = {(hop.kind, hop.axes, hop.collective.bytes if hop.collective else 0) for hop in hops if hop is not None}
     if (step.kind, step.axes, step.bytes) not in possible:
         needed = " or ".join(f"{kind} over {list(axes)} of {size} bytes" for kind, axes, size in sorted(possible))
@@ -57,6 +58,8 @@ def _produced(plan: PlanRecord) -> Mapping[str, set[Placements]]:
     produced = {name: set(strategy.outputs) for name, strategy in plan.strategies.items()}
     # A weight is updated in the placement of its optimizer state and gathered from there.
     rests = {path: {place.weight, place.optimizer} for path, place in plan.parameters.items()}
+    for (_, path), place in plan.pipeline.borrowed.items() if plan.pipeline is not None else ():
+        rests[path] |= {place.weight, place.optimizer}
     return {**produced, **{node: rests[path] for path, node in plan.parameter_nodes.items()}}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
+from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import Placements, short
 from autopar.ir.planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeline
 from autopar.ir.staged_graph import Edge
@@ -34,7 +35,19 @@ def pipeline_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
         "speeds": list(pipeline.speeds),
         "own_statistics": pipeline.own_statistics,
         **unequal,
+        **_meshes_to_data(pipeline),
     }
+
+
+def _meshes_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
+    """What only stages with unequal meshes have."""
+    if not pipeline.meshes:
+        return {}
+    borrowed = [
+        [chunk, path, *map(short, (place.weight, place.gradient, place.optimizer))]
+        for (chunk, path), place in sorted(pipeline.borrowed.items())
+    ]
+    return {"meshes": [list(mesh) for mesh in pipeline.meshes], "borrowed": borrowed}
 
 
 def _numbers(figures: ChunkFigures | LinkFigures) -> list[Any]:
@@ -62,4 +75,9 @@ def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> Planne
         own_statistics=bool(data.get("own_statistics", False)),
         limits=tuple(map(int, data.get("limits", ()))),
         devices=tuple(map(str, data.get("devices", ()))),
+        meshes=tuple(tuple(map(int, mesh)) for mesh in data.get("meshes", ())),
+        borrowed={
+            (int(chunk), str(path)): ParameterPlacement(places(weight), places(gradient), places(optimizer))
+            for chunk, path, weight, gradient, optimizer in data.get("borrowed", ())
+        },
     )

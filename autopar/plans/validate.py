@@ -59,6 +59,7 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
         yield f"mesh is {plan.mesh}: its axes have at least one device each"
     if len(plan.axis_names) != len(plan.mesh) or len(set(plan.axis_names)) < len(plan.axis_names):
         yield f"axis_names {plan.axis_names} do not name each axis of the mesh {plan.mesh}"
+    yield from _meshes(plan)
     for name in ("batch", "stages", "microbatches", "memory_limit"):
         if getattr(plan, name) < 1:
             yield f"{name} is {getattr(plan, name)}, not a positive number"
@@ -75,6 +76,17 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
     for name in ("solve_seconds", "gap"):
         if getattr(plan, name) < 0:
             yield f"{name} is {getattr(plan, name)}, below 0"
+
+
+def _meshes(plan: PlanRecord) -> Iterator[str]:
+    """Checks the meshes of unequal stages."""
+    meshes = plan.pipeline.meshes if plan.pipeline is not None else ()
+    if not meshes:
+        return
+    if len(meshes) != plan.stages or any(len(mesh) != len(plan.mesh) or min(mesh, default=0) < 1 for mesh in meshes):
+        yield f"pipeline.meshes are {meshes} for {plan.stages} stages with the axes of {plan.mesh}"
+    elif plan.mesh != plan.stage_meshes.largest:
+        yield f"mesh is {plan.mesh}, but the largest of pipeline.meshes is {plan.stage_meshes.largest}"
 
 
 def _unknown(where: str, names: Iterable[str], present: Mapping[str, object]) -> Iterator[str]:
@@ -112,6 +124,7 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     yield from _unknown("lines", named, nodes)
     if plan.pipeline is not None:
         yield from _unknown("pipeline", (*plan.pipeline.cuts, *_wired(plan)), nodes)
+        yield from _unknown("pipeline.borrowed", (path for _, path in plan.pipeline.borrowed), plan.parameters)
 
 
 def _wired(plan: PlanRecord) -> Iterator[str]:
@@ -174,8 +187,8 @@ def _impossible(plan: PlanRecord, where: str, place: Placements, shape: tuple[in
         yield f"{where} is placed {short(place)} on the mesh {plan.mesh}"
     elif any(shard_before(p) < 1 for p in place):
         yield f"{where}: {short(place)} divides a dim into 0 parts"
-    elif shape is not None and not is_valid(place, shape, plan.mesh):
-        yield f"{where}: {short(place)} is not a placement of shape {list(shape)} on the mesh {plan.mesh}"
+    elif shape is not None and not any(is_valid(place, shape, mesh) for mesh in plan.stage_meshes.meshes):
+        yield f"{where}: {short(place)} is not a placement of shape {list(shape)} on the {plan.stage_meshes}"
 
 
 def _copies(plan: PlanRecord) -> Iterator[str]:

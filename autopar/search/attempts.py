@@ -9,22 +9,29 @@ does with equal chunks, and its first microbatch waits for its messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import pairwise
 
 from autopar.cluster.description import Cluster
-from autopar.cost.collective.point_to_point import message_rate
+from autopar.cost.collective.point_to_point import rate_between
+from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.planner.request import PlanRequest, axes_are_fixed
-from autopar.restriction import Restriction
+from autopar.planner.alone import single_device_seconds
+from autopar.planner.request import PlanRequest, axes_are_fixed, kernels_of
+from autopar.restriction import Restriction, words_of
 
 from .division_bounds import Division, bounds_of
-from .stage_meshes import StageLayout, layouts, microbatch_counts
+from .stage_meshes import StageLayout, layout_of, layouts, microbatch_counts, unequal_layouts
 
 # How many placement programs, times operations of the graph, may be solved to see whether stages pay; at least one
 # program is solved.
 # Chosen: one program for a graph of 2000 operations, whose solve takes longest; four for one of 500.
 EFFORT = 2000
+
+# Layouts of unequal stages that are solved for a number of stages that the options fix.
+# Chosen: each takes a placement program for every kind of stage.
+MOST_UNEQUAL = 4
 
 # From so many devices on, layouts are proposed. Chosen: there are more ways to divide them than can be solved.
 MANY_DEVICES = 128
@@ -44,13 +51,53 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
         return
     possible = [
         (layout, microbatch_counts(_own_batch(request), layout.stages, options.microbatches))
-        for layout in layouts(request.mesh, options.stages)
+        for layout in _layouts(request, graph)
         if not request.roles or request.mesh[0] % layout.stages == 0
     ]
     if options.stages is not None or options.schedule is not None or asks_for_chunks(request):
         yield from possible
     else:
         yield from _promising(request, graph, best, possible)
+
+
+def _layouts(request: PlanRequest, graph: Graph) -> tuple[StageLayout, ...]:
+    """The layouts that the options allow; of unequal stages in a given number only those of the least bound. Raises
+    :class:`OptionsError` if there are none."""
+    mesh, stages = request.mesh, request.options.stages
+    if isinstance(stages, tuple):
+        layout = layout_of(mesh, stages)
+        if layout.counts:
+            _check_unequal(request)
+        return (layout,)
+    unequal = unequal_layouts(request.cluster, math.prod(mesh)) if _why_not_unequal(request) is None else ()
+    if stages is not None:
+        asked = [layout for layout in unequal if layout.stages == stages]
+        unequal = tuple(sorted(asked, key=lambda layout: _least_seconds(request, graph, layout)(1))[:MOST_UNEQUAL])
+    return (*layouts(mesh, stages, others=bool(unequal)), *unequal)
+
+
+def _why_not_unequal(request: PlanRequest) -> str | None:
+    """What of a request needs stages of as many devices each; None if nothing does."""
+    if request.roles:
+        return f"layout={words_of(request.options.layout)} divides the devices of every stage alike"
+    if len(request.axis_names) > 1 or (not request.options.mesh_search and len(request.mesh) > 1):
+        return f"the axes of the mesh {request.mesh} are fixed, and stages with meshes of their own have none of them"
+    if any(":" in text for text in request.options.pins.values()):
+        return "pins name shares of rows, S(dim:3+1), which only stages of as many devices each have"
+    if request.graph.caches:
+        return "the model keeps key-value caches, which are divided alike on every stage"
+    return None
+
+
+def _check_unequal(request: PlanRequest) -> None:
+    """Raises :class:`OptionsError` if something needs stages of as many devices each."""
+    reason = _why_not_unequal(request)
+    if reason is not None:
+        stages = len(request.options.stages) if isinstance(request.options.stages, tuple) else request.options.stages
+        raise OptionsError(
+            f"stages={request.options.stages}: {reason}; leave that out, or ask for stages={stages}, of as many "
+            "devices each"
+        )
 
 
 def proposes(request: PlanRequest) -> bool:
@@ -91,11 +138,11 @@ def _promising(
 ) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
     """Of all possible attempts those that could win, as many as the effort allows. The attempts of each layout that are
     expected to be quickest come first."""
-    bounds, idle = bounds_of(request, graph), partial(_idle_share, request.cluster)
+    idle = partial(_idle_share, request.cluster)
     promising: list[tuple[float, int, StageLayout, int]] = []
     for layout, counts in possible:
-        hops, inside = _hops(request, layout), math.prod(layout.mesh)
-        least = {n: bounds.seconds(Division(layout.stages, 1, inside, n, 1)) for n in counts}
+        hops, bound_of = _hops(request, layout), _least_seconds(request, graph, layout)
+        least = {n: bound_of(n) for n in counts}
         expected = {n: bound * (1.0 + idle(layout.stages, n)) + hops for n, bound in least.items() if bound < best}
         ranked = sorted((seconds, n) for n, seconds in expected.items())
         promising += [(seconds, rank, layout, n) for rank, (seconds, n) in enumerate(ranked)]
@@ -104,7 +151,20 @@ def _promising(
     # more are tried.
     is_likely = math.isinf(best) or bool(request.cluster.groups)
     most = max(4 if is_likely else 1, EFFORT // len(graph))
+    most *= 2 if any(layout.counts for _, _, layout, _ in promising) else 1
     yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
+
+
+def _least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> Callable[[int], float]:
+    """A function of the number of microbatches: seconds that no step of this layout can beat."""
+    if not layout.is_unequal:
+        bounds, inside = bounds_of(request, graph), math.prod(layout.mesh)
+        return lambda n: bounds.seconds(Division(layout.stages, 1, inside, n, 1))
+    cluster = request.cluster
+    seconds = cache(partial(single_device_seconds, graph=graph, fused=kernels_of(request, graph)))
+    # As the slowest device of each stage, whose rows are divided equally.
+    alone = [(len(block), seconds(cluster.at(block.start, len(block)))) for block in layout.blocks]
+    return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
 
 
 def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
@@ -115,6 +175,4 @@ def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
 
 def _hops(request: PlanRequest, layout: StageLayout) -> float:
     """Sum of the latencies that a microbatch meets on its way through all stages and back."""
-    devices = math.prod(layout.mesh)
-    pairs = ((s, s + 1) for s in range(layout.stages - 1))
-    return 2.0 * sum(message_rate(request.cluster, s, t, devices)[0] for s, t in pairs)
+    return 2.0 * sum(rate_between(request.cluster, *pair)[0] for pair in pairwise(layout.blocks))

@@ -245,9 +245,9 @@ def _rejected(candidates: list[Candidate], chosen: Candidate) -> Iterator[str]:
     quickest = min(candidates, key=lambda candidate: candidate.seconds)
     if quickest.seconds < chosen.seconds and quickest.layout is not None:
         yield (
-            f"{quickest.layout.stages} stages are predicted at {quickest.seconds / chosen.seconds:.0%} of this, but "
+            f"{quickest.layout.described} are predicted at {quickest.seconds / chosen.seconds:.0%} of this, but "
             f"on shared cores, pipelines ran up to {SHARED_CORES_SAFETY_FACTOR - 1:.0%} slower than predicted relative "
-            f"to single-stage plans; Options(stages={quickest.layout.stages}) chooses them"
+            f"to single-stage plans; Options(stages={quickest.layout.counts or quickest.layout.stages}) chooses them"
         )
 
 

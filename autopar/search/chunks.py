@@ -1,17 +1,18 @@
 """From placements of an uncut graph to placements of its pipeline chunks.
 
-The placement program is solved once for the graph of a microbatch, as if all of it ran on the mesh inside one stage.
-Cutting the graph leaves every choice as it is. In addition, values that are sent between stages need a placement on the
-wire. The sender reshards to the wire's placement, each rank sends its shard to its counterpart, and the receiver
-reshards to what its operations need. If both ends are replicated, a sharded wire sends each byte once and gathers it
-inside the receiving stage (the scatter/gather optimisation of Narayanan et al., SC'21, section 4.1). Wires are chosen
-by price.
+The placement program is solved for the graph of a microbatch, as if all of it ran on the mesh inside one stage: once
+for equal stages, and for each kind of unequal ones. Cutting the graph leaves every choice as it is; a chunk has those
+of its stage. In addition, values that are sent between stages need a placement on the wire. The sender reshards to the
+wire's placement, each rank sends its shard to its counterpart (to those that have parts of it, if the other mesh is
+another: the placement reads on both), and the receiver reshards to what its operations need. If both ends are
+replicated, a sharded wire sends each byte once and gathers it inside the receiving stage (the scatter/gather
+optimisation of Narayanan et al., SC'21, section 4.1). Wires are chosen by price.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial
@@ -20,7 +21,9 @@ from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Phase, TensorType, Value
 from autopar.ir.placements import Placements, Strategy
+from autopar.ir.stage_meshes import StageMeshes, on_axes
 from autopar.ir.staged_graph import Edge, Staged
+from autopar.ir.wire_pieces import Layout, busiest_elements
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
@@ -38,6 +41,12 @@ class Chunk:
     assignment: Assignment
 
 
+def meshes_of(chunks: Sequence[Chunk], placement: tuple[int, ...]) -> StageMeshes:
+    """The mesh of each pipeline rank. ``placement``: chunk to rank."""
+    meshes = {rank: chunk.assignment.mesh for rank, chunk in zip(placement, chunks, strict=True)}
+    return StageMeshes(tuple(meshes[rank] for rank in range(len(meshes))))
+
+
 @dataclass(frozen=True)
 class WirePrice:
     """The price of a message between two stages: ``seconds = latency + bytes / bandwidth``, where ``bytes`` are those
@@ -52,16 +61,20 @@ WirePrices = Mapping[tuple[int, int], WirePrice]
 
 def place_chunks(
     staged: Staged,
-    uncut: Assignment,
-    prices: Prices,
+    uncut: Sequence[Assignment],
+    prices: Sequence[Prices],
     links: WirePrices,
     fixed: Mapping[Edge, Placements] | None = None,
 ) -> tuple[tuple[Chunk, ...], dict[Edge, Placements]]:
-    """The chunks of ``staged`` with the choices of ``uncut``, an assignment of the uncut graph, and the placement of
-    every edge on the wire: the ``fixed`` one, or one chosen by price. ``links``: by (source, target) chunk."""
-    fixed, prices = fixed or {}, prices.uncompiled
+    """The chunks of ``staged`` with the choices of ``uncut``, by chunk an assignment of the uncut graph on the mesh of
+    its stage, and the placement of every edge on the wire: the ``fixed`` one, or one chosen by price. ``prices``: of
+    each chunk's stage; ``links``: by (source, target) chunk."""
+    fixed, prices = fixed or {}, [own.uncompiled for own in prices]
     saving = [SaveActivations()(graph) for graph in staged.chunks]
-    recomputing = [recomputed(graph, _carried(graph, uncut, prices)) for graph in saving]
+    recomputing = [
+        recomputed(graph, _carried(graph, assignment, own))
+        for graph, assignment, own in zip(saving, uncut, prices, strict=True)
+    ]
     graphs, bare = [graph for graph, _ in recomputing], [assignment for _, assignment in recomputing]
     senders = [_sent_values(graph) for graph in graphs]
     wires: dict[Edge, Placements] = {}
@@ -70,7 +83,8 @@ def place_chunks(
         home, kind = bare[edge.source].placements_of(value), graphs[edge.source].type_of(value)
         needs = _needs(graphs[edge.target], bare[edge.target], edge.name)
         link = links[edge.source, edge.target]
-        wires[edge] = fixed.get(edge) or best_wire(kind, home, needs, prices, link)
+        ends = prices[edge.source], prices[edge.target]
+        wires[edge] = fixed.get(edge) or best_wire(kind, home, needs, ends, link)
     chunks = [
         Chunk(index, graph, _with_wires(index, graph, assignment, wires))
         for index, (graph, assignment) in enumerate(zip(graphs, bare, strict=True))
@@ -87,11 +101,11 @@ def _with_wires(index: int, graph: Graph, assignment: Assignment, wires: Mapping
     received = {edge.name: place for edge, place in wires.items() if edge.target == index}
     strategies = dict(assignment.strategies)
     for node in graph.placeholders("receive"):
-        strategies[node.name] = Strategy((), (received[node.target],))
+        strategies[node.name] = Strategy((), (on_axes(received[node.target], assignment.mesh),))
     sends: dict[str, dict[Placements, None]] = {}
     for edge, place in wires.items():
         if edge.source == index:
-            sends.setdefault(edge.name, {})[place] = None
+            sends.setdefault(edge.name, {})[on_axes(place, assignment.mesh)] = None
     return replace(assignment, strategies=strategies, sends={name: tuple(places) for name, places in sends.items()})
 
 
@@ -167,16 +181,34 @@ def best_wire(
     kind: TensorType,
     home: Placements,
     needs: tuple[tuple[Phase, Placements], ...],
-    prices: Prices,
+    ends: tuple[Prices, Prices],
     link: WirePrice,
 ) -> Placements:
     """The placement in which sending a value costs least. The sender reshards it from ``home``, the receiver to each of
-    ``needs``. Partial sums are reduced first; otherwise each rank would send a whole tensor."""
-    table = prices.table(kind)
+    ``needs``. Partial sums are reduced first; otherwise each rank would send a whole tensor. ``ends``: the prices of
+    the sender and of the receiver."""
+    sender, receiver = ends
+    before, after = sender.table(kind), receiver.table(kind)
 
     def seconds(place: Placements) -> float:
-        wire = link.latency + local_bytes(kind, place, prices.mesh) / link.bandwidth
-        return table.cost(home, place) + wire + sum(table.cost(place, need) for _, need in needs)
+        wire = link.latency + wire_bytes(kind, place, sender.mesh, receiver.mesh) / link.bandwidth
+        sent, taken = on_axes(place, sender.mesh), on_axes(place, receiver.mesh)
+        return before.cost(home, sent) + wire + sum(after.cost(taken, need) for _, need in needs)
 
-    states = [place for place in table.states if not any(isinstance(placement, Partial) for placement in place)]
+    states = [
+        place
+        for place in dict.fromkeys((*before.states, *after.states))
+        if not any(isinstance(placement, Partial) for placement in place)
+        and on_axes(place, sender.mesh) in before.index
+        and on_axes(place, receiver.mesh) in after.index
+    ]
     return min(states, key=lambda place: (seconds(place), str(place)))
+
+
+def wire_bytes(kind: TensorType, place: Placements, source: tuple[int, ...], target: tuple[int, ...]) -> int:
+    """The most bytes that one device sends or receives of a value whose wire is placed so on the meshes of both
+    ends."""
+    if source == target:
+        return local_bytes(kind, place, source)
+    ends = (Layout(on_axes(place, mesh), mesh) for mesh in (source, target))
+    return busiest_elements(tuple(map(int, kind.shape)), *ends) * kind.dtype.itemsize

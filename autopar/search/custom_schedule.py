@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -55,7 +54,9 @@ def with_solved_schedule(solution: PipelineSolution, search: ScheduleSearch) -> 
         and solved.schedule.name not in SCHEDULES
     ):
         before = solution.pipeline
-        pipeline = planned_pipeline(before.cuts, breakdown, before.wires, solution.uncut.prices, before.own_statistics)
+        pipeline = planned_pipeline(
+            before.cuts, breakdown, before.wires, solution.prices, before.own_statistics, solution.cluster
+        )
         better = replace(solution, breakdown=breakdown, pipeline=pipeline)
         if held_beyond(better, search.limits) <= 0:
             return better, ""
@@ -79,10 +80,11 @@ def _solve(solution: PipelineSolution, search: ScheduleSearch) -> SolvedSchedule
 
 def _price_under(solution: PipelineSolution, schedule: Schedule) -> PipelineBreakdown:
     """The cost breakdown of the same chunks under ``schedule``."""
-    prices, wires = solution.uncut.prices, solution.pipeline.wires
+    wires, cluster = solution.pipeline.wires, solution.cluster
     pairs = tuple(sorted({(edge.source, edge.target) for edge in wires}))
-    links = wire_prices(prices.cluster, schedule.placement, math.prod(solution.layout.mesh), pairs)
-    return price_stages(solution.breakdown.chunks, wires, schedule, prices, links, solution.uncut.instance.optimizer)
+    links = wire_prices(cluster, schedule.placement, solution.layout.blocks, pairs)
+    chunks = solution.breakdown.chunks
+    return price_stages(chunks, wires, schedule, solution.prices, links, solution.optimizer, cluster)
 
 
 def _kept(solution: PipelineSolution, reason: str) -> str:

@@ -96,8 +96,8 @@ class Bounds:
     @cached_property
     def _kinds(self) -> tuple[_Alone, ...]:
         """What the step takes on one device of each kind."""
-        cluster = self.cluster
-        kinds = Counter(kinds_of_blocks(cluster, self.devices, 1)) if cluster.groups else {0: self.devices}
+        cluster, each = self.cluster, [range(device, device + 1) for device in range(self.devices)]
+        kinds = Counter(kinds_of_blocks(cluster, each)) if cluster.groups else {0: self.devices}
         return tuple(_alone(cluster.at(first, 1), count, self.graph, self.fused) for first, count in kinds.items())
 
     @cached_property

@@ -37,13 +37,13 @@ def pipeline_infeasible(
     limit for the pipeline with this ``layout`` and number of ``microbatches``. None if no sufficient limit was
     found."""
     options = request.options
-    stages = f"{layout.stages} stages" if layout.stages > 1 else "one stage"
+    stages = layout.described if layout.stages > 1 else "one stage"
     problem = f"no plan in {stages} on mesh {request.mesh} fits into {size(limit)} per device"
     tries = max(LEAST_TRIES, min(EFFORT // len(request.graph.nodes), MOST_TRIES))
     least = smallest_limit(options, peak, tries)
     if least is None:
         return None
-    settings = f"memory_limit={least}, stages={layout.stages}, microbatches={microbatches}"
+    settings = f"memory_limit={least}, stages={layout.counts or layout.stages}, microbatches={microbatches}"
     advice = "; ".join(_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, tries=tries)))
     return InfeasibleError(
         f"{problem}. With {microbatches} microbatch{'es' * (microbatches > 1)} {least} bytes ({size(least)}) are "
@@ -84,7 +84,7 @@ def _advice(
             yield f"{text}, {size(lower)}"
     if microbatches < request.batch:
         yield "more microbatches, each with fewer samples"
-    if options.zero is not None and math.prod(layout.mesh) > 1:
+    if options.zero is not None and max(layout.sizes) > 1:
         yield "zero=None, so that weights, gradients and state may rest in shards"
     yield twice_the_devices(least)
     yield LESS_STATE

@@ -1,8 +1,8 @@
 """The quickest pipeline for one division of the devices into stages and of the batch into microbatches.
 
-The placement program is solved once, for the graph of one microbatch on the mesh inside a stage. Its solution prices
-every node. From these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
-(:mod:`.pipeline_breakdown`). The quickest step wins.
+The placement program is solved once, for the graph of one microbatch on the mesh inside a stage, or once for each kind
+of stage where they have unequal meshes. Its solution prices every node. From these prices come the cuts (:mod:`.cuts`)
+and, for each schedule, the simulated step (:mod:`.pipeline_breakdown`). The quickest step wins.
 
 The memory of the uncut graph is taken as that of all stages together. If a stage turns out too full, the program is
 solved again with less memory, a few times.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
@@ -29,19 +30,21 @@ from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.placement.prices import Prices
 from autopar.planner.infeasible import check_host
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.shared_work import SharedWork
 from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
+from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of
 
 from .chunks import place_chunks
 from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
-from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders
+from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders, prices_on_blocks
 from .stage_meshes import StageLayout
 
 # How often the program is solved: as if stages held the average, then as if all held what the fullest does, then with
@@ -56,11 +59,13 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class PipelineSolution:
-    """A cut, placed and scheduled graph. ``uncut`` is the solution of the placement program for the uncut graph of one
-    microbatch. ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
+    """A cut, placed and scheduled graph. ``solutions`` are those of the placement program for the uncut graph of one
+    microbatch, by pipeline rank: one and the same where stages have equal meshes. ``cluster``: of all ranks.
+    ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
 
     layout: StageLayout
-    uncut: MeshSolution
+    solutions: tuple[MeshSolution, ...]
+    cluster: Cluster
     breakdown: PipelineBreakdown
     pipeline: PlannedPipeline
     measured: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -69,6 +74,20 @@ class PipelineSolution:
     def seconds(self) -> float:
         return self.breakdown.seconds
 
+    @property
+    def uncut(self) -> MeshSolution:
+        """The solution on the largest mesh, of the first such rank."""
+        return max(self.solutions, key=lambda solution: solution.prices.devices)
+
+    @property
+    def prices(self) -> tuple[Prices, ...]:
+        """By pipeline rank, those of its own devices."""
+        return prices_on_blocks(self.solutions)
+
+    @property
+    def optimizer(self) -> str:
+        return self.uncut.instance.optimizer
+
 
 @dataclass(frozen=True)
 class PipelineRequest:
@@ -76,8 +95,8 @@ class PipelineRequest:
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``limits``: bytes for each
     device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
     ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
-    common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, within
-    limits of the device's and the host's bytes."""
+    common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
+    stage, within limits of the bytes of all devices together and of their hosts. ``cluster``: of all devices."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -86,7 +105,8 @@ class PipelineRequest:
     schedule: str | None
     pins: dict[str, str]
     limits: tuple[float, ...]
-    solve: Callable[[Graph, Repeats, float, float], MeshSolution]
+    solve: Callable[[Graph, Repeats, float, float], tuple[MeshSolution, ...]]
+    cluster: Cluster
     host_limit: float = math.inf
     chunks: int | None = None
     alone: Callable[[], Graph] | None = None
@@ -119,13 +139,15 @@ def search(request: PipelineRequest) -> PipelineSolution:
     candidates, segment_of = _candidates(request, pieces.graph)
     _kinds_within(request, len(candidates) + 1)
     stages, worst = request.layout.stages, _Overfull()
-    limit, host = sum(request.limits), request.host_limit * stages
+    sizes = request.layout.sizes
+    limit = sum(own * size for own, size in zip(request.limits, sizes, strict=True))
+    host = request.host_limit * sum(sizes)
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
-        uncut = request.solve(saving, repeats, limit, host)
+        solved = request.solve(saving, repeats, limit, host)
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
-        for solution in _scheduled(request, pieces, candidates, segment_of, uncut):
+        for solution in _scheduled(request, pieces, candidates, segment_of, solved):
             solutions.append(solution)
             fitting += [solution] if _fits(request, solution) else []
             if len(fitting) == PRICED:
@@ -142,7 +164,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
             continue  # Memory binds: the first stage, which has most in flight, decides.
         # As above; a fifth less where nothing could be cut at all.
         limit *= 0.95 * min(1.0, 1.0 / worst.share) if math.isfinite(worst.share) else 0.8
-    check_host(uncut.prices.cluster, host_bytes, request.host_limit)
+    check_host(solved[0].prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
 
 
@@ -222,9 +244,13 @@ def _too_full(request: PipelineRequest, worst: _Overfull) -> InfeasibleError:
     fullest = f"; the fullest stage of the best cut needs {worst.bytes}{within}" if known else ""
     limits = f"{request.limits[0]:.0f}" if alike else ", ".join(f"{limit:.0f}" for limit in request.limits)
     return InfeasibleError(
-        f"{request.layout.stages} stages on meshes {request.layout.mesh} with {request.microbatches} microbatches do "
+        f"{_where(request.layout)} with {request.microbatches} microbatches do "
         f"not fit into {limits} bytes per device{fullest}. More stages or microbatches hold less each"
     )
+
+
+def _where(layout: StageLayout) -> str:
+    return layout.described if layout.counts else f"{layout.stages} stages on meshes {layout.mesh}"
 
 
 def schedule_choices(stages: int, requested: str | None, most_chunks: int = MOST_CHUNKS) -> Iterator[tuple[str, int]]:
@@ -260,23 +286,24 @@ def _scheduled(
     pieces: Microbatched,
     candidates: tuple[CutCandidate, ...],
     segment_of: dict[str, int],
-    uncut: MeshSolution,
+    solved: tuple[MeshSolution, ...],
 ) -> Iterator[PipelineSolution]:
     """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates."""
-    stages, devices = request.layout.stages, math.prod(request.layout.mesh)
-    links = wire_prices(uncut.prices.cluster, tuple(range(stages)), devices, _ring(stages))
+    layout, cluster = request.layout, request.cluster
+    stages = layout.stages
+    links = wire_prices(cluster, tuple(range(stages)), layout.blocks, _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
-    priced = breakdowns_on_blocks(uncut, stages)
-    # Equal blocks have one breakdown.
-    segments = {
-        id(breakdown): price_segments(pieces.graph, candidates, segment_of, uncut, breakdown, slowest)
-        for breakdown in {id(breakdown): breakdown for breakdown in priced}.values()
-    }
+    priced = breakdowns_on_blocks(solved, cluster)
+    segments: dict[int, Segments] = {}
+    for own, breakdown in zip(solved, priced, strict=True):
+        if id(breakdown) not in segments:  # Equal blocks have one breakdown.
+            own_segments = price_segments(pieces.graph, candidates, segment_of, own, breakdown, slowest)
+            segments[id(breakdown)] = own_segments
     on_blocks = tuple(segments[id(breakdown)] for breakdown in priced)
     count = on_blocks[0].count
     pinned = pinned_ranks(pieces.graph, segment_of, count, request.pins, stages)
     kinds = _kinds_within(request, count)
-    alike = kinds_of_blocks(uncut.prices.cluster, stages, devices)
+    alike = kinds_of_blocks(cluster, layout.blocks)
     placed = [
         Arranged(kind, order, request.microbatches)
         for kind in kinds
@@ -288,10 +315,10 @@ def _scheduled(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
+    shared = shared_processors(cluster, stages, -(-sum(layout.sizes) // stages))
     found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
     for arranged, cuts in Estimates(on_blocks, shared).in_order(found):
-        yield cut_and_price(request.layout, pieces, cuts, arranged, uncut)
+        yield cut_and_price(layout, pieces, cuts, arranged, solved, cluster)
 
 
 def _ring(stages: int) -> tuple[tuple[int, int], ...]:
@@ -299,24 +326,36 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_and_price(
-    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], arranged: Arranged, uncut: MeshSolution
+    layout: StageLayout,
+    pieces: Microbatched,
+    cuts: tuple[str, ...],
+    arranged: Arranged,
+    solved: tuple[MeshSolution, ...],
+    cluster: Cluster,
 ) -> PipelineSolution:
     """Cuts the graph at ``cuts``, places it, and prices it as ``arranged``."""
     staged = cut(pieces, cuts)
     schedule = scheduled(arranged.kind, layout.stages, pieces.count, staged).reordered(arranged.order)
-    return price_schedule(layout, staged, cuts, schedule, uncut)
+    return price_schedule(layout, staged, cuts, schedule, solved, cluster)
 
 
 def price_schedule(
-    layout: StageLayout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, uncut: MeshSolution
+    layout: StageLayout,
+    staged: Staged,
+    cuts: tuple[str, ...],
+    schedule: Schedule,
+    solved: tuple[MeshSolution, ...],
+    cluster: Cluster,
 ) -> PipelineSolution:
-    """Places the cut graph as ``uncut`` chooses, and prices it under ``schedule``."""
+    """Places the cut graph as the solutions of the pipeline ranks choose, and prices it under ``schedule``."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
-    links = wire_prices(uncut.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
-    chunks, wires = place_chunks(staged, uncut.assignment, uncut.prices, links)
-    breakdown = price_stages(chunks, wires, schedule, uncut.prices, links, uncut.instance.optimizer)
-    pipeline = planned_pipeline(cuts, breakdown, wires, uncut.prices, staged.own_statistics)
-    return PipelineSolution(layout, uncut, breakdown, pipeline)
+    links = wire_prices(cluster, schedule.placement, layout.blocks, pairs)
+    of_chunks = [solved[rank] for rank in schedule.placement]
+    chunks, wires = place_chunks(staged, [s.assignment for s in of_chunks], [s.prices for s in of_chunks], links)
+    prices = prices_on_blocks(solved)
+    breakdown = price_stages(chunks, wires, schedule, prices, links, solved[0].instance.optimizer, cluster)
+    pipeline = planned_pipeline(cuts, breakdown, wires, prices, staged.own_statistics, cluster)
+    return PipelineSolution(layout, solved, cluster, breakdown, pipeline)
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:

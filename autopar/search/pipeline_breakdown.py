@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cluster.description import Cluster
-from autopar.cost.collective.point_to_point import message_rate
+from autopar.cost.collective.point_to_point import rate_between
 from autopar.cost.pipeline.prices import EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.pipeline.simulate import Simulation, simulate
 from autopar.ir.microbatching import Repeats
@@ -24,11 +24,11 @@ from autopar.placement.item_prices import agreement_seconds
 from autopar.placement.memory_bound import offloaded_activation_bytes, saved_bytes
 from autopar.placement.overlap_windows import HiddenShares, gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
-from autopar.placement.prices import Prices, local_bytes
+from autopar.placement.prices import Prices
 from autopar.schedule.schedule import Schedule
 
 from .chunk_price import SectionOf, chunk_price, sections_of
-from .chunks import Chunk, WirePrice, WirePrices
+from .chunks import Chunk, WirePrice, WirePrices, meshes_of, wire_bytes
 from .shared_parameters import shared_parameters
 
 
@@ -68,20 +68,21 @@ class PipelineBreakdown:
 
 
 def wire_prices(
-    cluster: Cluster, placement: tuple[int, ...], devices: int, pairs: tuple[tuple[int, int], ...]
+    cluster: Cluster, placement: tuple[int, ...], blocks: Sequence[range], pairs: tuple[tuple[int, int], ...]
 ) -> WirePrices:
-    """The price of the wire of each of ``pairs`` of chunks, 0 within a rank. ``placement``: chunk to rank."""
+    """The price of the wire of each of ``pairs`` of chunks, 0 within a rank. ``placement``: chunk to rank; ``blocks``:
+    the devices of each rank."""
     wires: dict[tuple[int, int], WirePrice] = {}
     for pair in pairs:
         source, target = placement[pair[0]], placement[pair[1]]
-        rate = (0.0, float("inf")) if source == target else message_rate(cluster, source, target, devices)
+        rate = (0.0, float("inf")) if source == target else rate_between(cluster, blocks[source], blocks[target])
         wires[pair] = WirePrice(*rate)
     return wires
 
 
 def shared_processors(cluster: Cluster, stages: int, devices: int) -> SharedProcessors | None:
     """Which stages share the processors of a host, and how quick they are while others wait; None if no two stages
-    share processors. ``devices``: of each stage. Prices assume that all devices of a host are at work."""
+    share processors. ``devices``: of each stage, on average. Prices assume that all devices of a host are at work."""
     each = -(-min(cluster.sharing, stages * devices) // devices)
     if each == 1 or cluster.sharing == cluster.cores:
         return None
@@ -94,21 +95,24 @@ def price_stages(
     chunks: tuple[Chunk, ...],
     wires: Mapping[Edge, Placements],
     schedule: Schedule,
-    prices: Prices,
+    prices: Sequence[Prices],
     links: WirePrices,
     optimizer: str,
+    cluster: Cluster,
 ) -> PipelineBreakdown:
-    """The cost breakdown of a cut and placed graph under ``schedule``."""
-    shares = [hidden_shares(chunk.graph, prices.cluster) for chunk in chunks]
+    """The cost breakdown of a cut and placed graph under ``schedule``. ``prices``: by pipeline rank, those of its
+    devices, which are part of ``cluster``."""
+    shares = [hidden_shares(chunk.graph, cluster) for chunk in chunks]
     sections = [sections_of(chunk.graph) for chunk in chunks]
-    breakdowns = tuple(_breakdowns(chunks, schedule, prices, optimizer, shares, sections))
+    breakdowns = tuple(_breakdowns(chunks, schedule, prices, optimizer, shares, sections, cluster))
+    devices = sum(own.devices for own in prices)
     step = max(sum(breakdowns[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
         tuple(map(chunk_price, chunks, breakdowns, shares, sections)),
-        _edge_prices(chunks, wires, prices, links),
+        _edge_prices(chunks, wires, links),
         step=step,
-        hides=prices.cluster.overlaps,
-        shared=shared_processors(prices.cluster, schedule.stages, prices.devices),
+        hides=cluster.overlaps,
+        shared=shared_processors(cluster, schedule.stages, -(-devices // schedule.stages)),
     )
     return PipelineBreakdown(chunks, breakdowns, priced, simulate(schedule, priced), schedule)
 
@@ -116,28 +120,33 @@ def price_stages(
 def _breakdowns(
     chunks: tuple[Chunk, ...],
     schedule: Schedule,
-    prices: Prices,
+    prices: Sequence[Prices],
     optimizer: str,
     shares: Sequence[HiddenShares],
     sections: Sequence[SectionOf],
+    cluster: Cluster,
 ) -> Iterator[CostBreakdown]:
     """The cost breakdown of each chunk on its rank's devices. The first chunk of each rank includes the agreement on
     overflow, which every device makes once a step."""
     most, first = in_flight_at_peak(chunks, schedule, prices, optimizer), {held[0] for held in schedule.held}
-    agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
-    shared = shared_parameters(chunks, schedule.placement, prices)
+    whole = meshes_of(chunks, schedule.placement).whole
+    agreement = agreement_seconds(prices[0], (chunk.graph for chunk in chunks), whole)
+    shared = shared_parameters(chunks, schedule.placement, cluster)
     for chunk, lent, share, section_of in zip(chunks, shared, shares, sections, strict=True):
         repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
-        own = prices.on_block(schedule.placement[chunk.index])
+        own = prices[schedule.placement[chunk.index]]
         step = PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, lent)
         windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
         yield cost_breakdown(step, agreement if chunk.index in first else 0.0, windows, section_of)
 
 
-def in_flight_at_peak(chunks: tuple[Chunk, ...], schedule: Schedule, prices: Prices, optimizer: str) -> tuple[int, ...]:
+def in_flight_at_peak(
+    chunks: tuple[Chunk, ...], schedule: Schedule, prices: Sequence[Prices], optimizer: str
+) -> tuple[int, ...]:
     """For each chunk, the microbatches in flight at the moment when its rank holds most saved bytes, those in
     host memory included; at least one. The chunks of a rank do not all have their most in flight at once."""
-    steps = [PlacedStep(chunk.graph, chunk.assignment, prices, optimizer) for chunk in chunks]
+    owns = [prices[rank] for rank in schedule.placement]
+    steps = [PlacedStep(c.graph, c.assignment, own, optimizer) for c, own in zip(chunks, owns, strict=True)]
     saved = [saved_bytes(step) + offloaded_activation_bytes(step) for step in steps]
     return tuple(max(1, count) for _, count in sorted(_counts_at_peak(schedule, saved)))
 
@@ -159,14 +168,15 @@ def _counts_at_peak(schedule: Schedule, saved: Sequence[int]) -> Iterator[tuple[
 
 
 def _edge_prices(
-    chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], prices: Prices, links: WirePrices
+    chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], links: WirePrices
 ) -> dict[tuple[int, int], EdgePrice]:
     """By pair of chunks, the price of the edge, with the bytes that one rank sends forward and back."""
     kinds = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
     sizes: dict[tuple[int, int], float] = {}
     for edge, place in wires.items():
         key = (edge.source, edge.target)
-        sizes[key] = sizes.get(key, 0.0) + local_bytes(kinds[edge.target][edge.name], place, prices.mesh)
+        meshes = (chunks[end].assignment.mesh for end in key)
+        sizes[key] = sizes.get(key, 0.0) + wire_bytes(kinds[edge.target][edge.name], place, *meshes)
 
     def link(low: int, high: int) -> WirePrice:
         return links.get((low, high)) or links.get((high, low)) or WirePrice(0.0, float("inf"))

@@ -32,11 +32,9 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
     busy, freed = sum(line.seconds for line in lines), _freed_seconds(breakdown, busiest)
     seconds = max(breakdown.seconds, busy - freed)
     memories = [breakdown.breakdowns[c].memory for c in breakdown.schedule.held[breakdown.fullest]]
-    prices = solution.uncut.prices
     graph = solution.uncut.instance.graph
     dtype = working_dtype(graph)
-    stages = range(solution.layout.stages)
-    possible = sum(prices.devices * prices.on_block(s).cluster.device.flops(dtype) for s in stages) * seconds
+    possible = sum(own.devices * own.cluster.device.flops(dtype) for own in solution.prices) * seconds
     return Predicted(
         step_seconds=seconds,
         compute_seconds=compute,
@@ -108,8 +106,9 @@ def staged_lines(breakdown: PipelineBreakdown, make: Callable[[CostLine], PlanLi
 
 
 def new_strategies(solution: PipelineSolution) -> dict[str, Strategy]:
-    """The choices of nodes that only the cut graph has: sums of partial gradients, and copies for other chunks."""
-    uncut = solution.uncut.assignment.strategies
+    """The choices of nodes that only the cut graph has, sums of partial gradients and copies for other chunks, and of
+    nodes on another mesh than the largest."""
+    uncut = {} if solution.pipeline.meshes else solution.uncut.assignment.strategies
     return {
         name: strategy
         for chunk in solution.breakdown.chunks
@@ -144,12 +143,12 @@ def staged_holdings(solution: PipelineSolution) -> tuple[ResidentTensor, ...]:
 
 def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[ResidentTensor]:
     """The tensors that rest on the devices of ``rank``."""
-    breakdown, prices = solution.breakdown, solution.uncut.prices
+    breakdown, prices, optimizer = solution.breakdown, solution.prices, solution.optimizer
     most, shared = (
-        in_flight_at_peak(breakdown.chunks, breakdown.schedule, prices, solution.uncut.instance.optimizer),
-        shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices),
+        in_flight_at_peak(breakdown.chunks, breakdown.schedule, prices, optimizer),
+        shared_parameters(breakdown.chunks, breakdown.schedule.placement, solution.cluster),
     )
     for index in breakdown.schedule.held[rank]:
         repeats = Repeats(breakdown.schedule.microbatches, most[index], accumulates=True)
-        chunk, optimizer = breakdown.chunks[index], solution.uncut.instance.optimizer
-        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, shared[index]))
+        chunk, own = breakdown.chunks[index], solution.solutions[rank].prices
+        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, shared[index]))

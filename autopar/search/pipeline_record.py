@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from autopar.cluster.description import Cluster
 from autopar.cost.pipeline.prices import ChunkPrice
+from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import Placements
 from autopar.ir.planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeline
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Edge
-from autopar.placement.prices import Prices, local_bytes
+from autopar.placement.prices import Prices
 
+from .chunks import wire_bytes
 from .pipeline_breakdown import PipelineBreakdown
 
 
@@ -17,10 +21,13 @@ def planned_pipeline(
     cuts: tuple[str, ...],
     breakdown: PipelineBreakdown,
     wires: Mapping[Edge, Placements],
-    prices: Prices,
+    prices: Sequence[Prices],
     own_statistics: bool,
+    cluster: Cluster,
 ) -> PlannedPipeline:
-    """The pipeline of a cost breakdown as a plan records it, with enough figures to simulate the step again."""
+    """The pipeline of a cost breakdown as a plan records it, with enough figures to simulate the step again.
+    ``prices``: by pipeline rank."""
+    meshes = StageMeshes(tuple(own.mesh for own in prices))
     chunks = tuple(map(_chunk_figures, breakdown.prices.chunks))
     links = tuple(
         LinkFigures(source, target, p.bytes_of("forward"), p.bytes_of("backward"), p.bandwidth, p.latency)
@@ -31,7 +38,7 @@ def planned_pipeline(
         cuts=cuts,
         schedule=breakdown.schedule,
         wires=wires,
-        wire_bytes=_wire_bytes(breakdown, wires, prices),
+        wire_bytes=_wire_bytes(breakdown, wires),
         chunk_figures=chunks,
         link_figures=links,
         peaks=breakdown.peaks,
@@ -40,14 +47,21 @@ def planned_pipeline(
         hosts=shared.hosts if shared else (),
         speeds=shared.speeds if shared else (),
         own_statistics=own_statistics,
-        devices=_device_names(prices, breakdown.schedule.stages),
+        devices=tuple(own.cluster.device.name for own in prices) if cluster.groups else (),
+        meshes=() if meshes.are_equal else meshes.meshes,
+        borrowed={} if meshes.are_equal else _borrowed(breakdown),
     )
 
 
-def _device_names(prices: Prices, stages: int) -> tuple[str, ...]:
-    if not prices.cluster.groups:
-        return ()
-    return tuple(prices.on_block(stage).cluster.device.name for stage in range(stages))
+def _borrowed(breakdown: PipelineBreakdown) -> dict[tuple[int, str], ParameterPlacement]:
+    """Where the chunks that use a parameter have it on another mesh than its owner's."""
+    owners: dict[str, tuple[int, ...]] = {}
+    found: dict[tuple[int, str], ParameterPlacement] = {}
+    for chunk in breakdown.chunks:
+        for node in chunk.graph.placeholders("param"):
+            if owners.setdefault(node.target, chunk.assignment.mesh) != chunk.assignment.mesh:
+                found[chunk.index, node.target] = chunk.assignment.parameters[node.name]
+    return found
 
 
 def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
@@ -65,6 +79,11 @@ def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
     )
 
 
-def _wire_bytes(breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements], prices: Prices) -> dict[Edge, int]:
-    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in breakdown.chunks]
-    return {edge: local_bytes(received[edge.target][edge.name], place, prices.mesh) for edge, place in wires.items()}
+def _wire_bytes(breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements]) -> dict[Edge, int]:
+    chunks = breakdown.chunks
+    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
+    meshes = [chunk.assignment.mesh for chunk in chunks]
+    return {
+        edge: wire_bytes(received[edge.target][edge.name], place, meshes[edge.source], meshes[edge.target])
+        for edge, place in wires.items()
+    }

@@ -110,7 +110,7 @@ def _of_layout(
 
 def _limits(request: PlanRequest, layout: StageLayout) -> tuple[float, ...]:
     """Bytes for each device, by pipeline rank."""
-    return tuple(map(float, stage_limits(request, layout.stages, math.prod(layout.mesh))))
+    return tuple(map(float, stage_limits(request, layout.blocks)))
 
 
 def _itself(error: Exception) -> Exception:
@@ -144,7 +144,8 @@ class _Pipeline:
             chunks=Restriction.of(request.options.layout).interleave,
             pins=dict(self.pinned),
             limits=_limits(request, layout),
-            solve=StagePrograms(inside, best, timings).solve,
+            solve=StagePrograms(inside, layout, best, timings).solve,
+            cluster=request.cluster,
             host_limit=usable_host_bytes(request.cluster),
             alone=self._alone(),
             shared=request.shared,
@@ -209,7 +210,8 @@ class _Solved:
         count = f"{schedule.microbatches} microbatch{'es' if schedule.microbatches > 1 else ''}"
         if solution.layout.stages == 1:
             return f"{where}, {count}", staged_predicted(solution)
-        stages = f"{solution.layout.stages} stages" + (f" x {where}" if math.prod(self.inside.mesh) > 1 else "")
+        stages = solution.layout.described
+        stages += f" x {where}" if math.prod(self.inside.mesh) > 1 and not solution.layout.counts else ""
         return f"{stages}, {schedule.name}, {count}", staged_predicted(solution)
 
     def improved(self) -> Candidate:

@@ -10,6 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
 from autopar.ir.plan_record import Predicted
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.passes.lower.lower import Lowering
 from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
 from autopar.placement.memory_bound import HostMemory, Memory, host_memory
@@ -104,14 +105,14 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
 
 def _of_rank(solution: PipelineSolution, rank: int) -> ExactMemory:
     program = _program(solution, rank)
-    footprint = rehearse(program, solution.uncut.prices.cluster.backend)
+    footprint = rehearse(program, solution.cluster.backend)
     return of_step(_targets(solution), footprint, tuple(rank_holdings(solution, rank)), _host(solution, rank))
 
 
 def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
     """The program of the fullest device of a rank, without results and inputs."""
-    breakdown, prices = solution.breakdown, solution.uncut.prices
-    inside = prices.fullest
+    breakdown, prices = solution.breakdown, solution.solutions[rank].prices
+    inside, meshes = prices.fullest, StageMeshes(tuple(own.mesh for own in solution.prices))
     held = breakdown.schedule.held[rank]
     jobs = {
         c: Lowering(
@@ -124,11 +125,11 @@ def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
         for c in held
     }
     wires = solution.pipeline.wires
-    chunks = {c: lower_chunk(ChunkLowering(job, c, wires, breakdown.schedule)) for c, job in jobs.items()}
+    chunks = {c: lower_chunk(ChunkLowering(job, c, wires, breakdown.schedule, meshes)) for c, job in jobs.items()}
     owners = _owners(solution)
     slots = {slot.target: (slot, owners[slot.target]) for c in held for slot in chunks[c].parameters}
     return PipelineProgram(
-        mesh=(breakdown.schedule.stages, *prices.mesh),
+        meshes=meshes,
         coordinate=(rank, *inside),
         schedule=breakdown.schedule,
         chunks=chunks,
@@ -157,8 +158,8 @@ def _targets(solution: PipelineSolution) -> dict[str, str]:
 
 def _host(solution: PipelineSolution, rank: int) -> HostMemory:
     """What a rank keeps outside of the device."""
-    breakdown, prices, optimizer = solution.breakdown, solution.uncut.prices, solution.uncut.instance.optimizer
-    shared = shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices)
+    breakdown, prices, optimizer = solution.breakdown, solution.solutions[rank].prices, solution.optimizer
+    shared = shared_parameters(breakdown.chunks, breakdown.schedule.placement, solution.cluster)
     parts = [
         host_memory(
             PlacedStep(

@@ -14,9 +14,10 @@ import numpy as np
 
 from autopar.cluster.description import Cluster
 from autopar.errors import PlanMismatchError
-from autopar.ir.assignment import Assignment
+from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
+from autopar.ir.placements import REPLICATE, Placements, Strategy
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.keywords import suggests
 from autopar.options import Options, under_policy
@@ -28,6 +29,7 @@ from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
+from autopar.planner.check_strategies import ChunkNodes, nodes_by_mesh
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
@@ -71,7 +73,7 @@ def reprice(
         loss=prepared.loss,
         batch=batch,
         mesh=plan.mesh,
-        cluster=Cluster.get(cluster or plan.cluster).among(plan.stages * math.prod(plan.mesh)),
+        cluster=Cluster.get(cluster or plan.cluster).among(plan.stage_meshes.devices),
         options=settings,
         model=plan.model,
         axis_names=plan.axis_names,
@@ -96,16 +98,55 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest)
         )
         for batch in (plan.batch, request.batch)
     )
-    planned, other = (
-        annotate(SaveActivations()(microbatched.graph), plan.mesh, plan.shares) for microbatched in (before, pieces)
-    )
     repeats = inner_repeats(count, stages)
-    solved = _solution_of(request, other, refit_plan(plan, planned, other), repeats)
+    graphs = SaveActivations()(before.graph), SaveActivations()(pieces.graph)
+    sizes = plan.stage_meshes.sizes if pipeline.meshes else ()
+    layout = StageLayout(stages, plan.mesh, tuple(range(len(plan.mesh))), sizes)
+    parts = list(nodes_by_mesh(plan, cut(before, pipeline.cuts)))
+    refitted = {part.chunks: _refitted(plan, _on(plan, request, layout, part), graphs, repeats, part) for part in parts}
+    of_chunks = {chunk: refitted[part.chunks] for part in parts for chunk in part.chunks}
+    solved = tuple(of_chunks[held[0]] for held in pipeline.schedule.held)
     renamed = corresponding(before.graph, pieces.graph)
     cuts = tuple(renamed[name] for name in pipeline.cuts)
-    layout = StageLayout(stages, plan.mesh, tuple(range(len(plan.mesh))))
-    solution = price_schedule(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
+    solution = price_schedule(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved, request.cluster)
     return staged_plan(request, replace(request, repeats=repeats), solution, Timings())
+
+
+def _on(plan: Plan, request: PlanRequest, layout: StageLayout, part: ChunkNodes) -> PlanRequest:
+    """The request for the stages of ``part``; if their mesh is their own, for the devices of the first of them."""
+    if not layout.counts:
+        return request
+    assert plan.pipeline is not None
+    block = layout.blocks[plan.pipeline.schedule.placement[part.chunks[0]]]
+    return replace(request, mesh=part.mesh, cluster=request.cluster.at(block.start, len(block)))
+
+
+def _refitted(
+    plan: Plan, request: PlanRequest, graphs: tuple[Graph, Graph], repeats: Repeats, part: ChunkNodes
+) -> MeshSolution:
+    """The plan's choices on one mesh for the first of ``graphs``, with saved activations, carried over to the second.
+    What lies on other meshes is whole there."""
+    planned, other = (annotate(graph, part.mesh, plan.shares) for graph in graphs)
+    if plan.stage_meshes.are_equal:
+        return _solution_of(request, other, refit_plan(plan, planned, other), repeats)
+    own = refit_plan(plan, planned, other, part.chunks[0], part.names)
+    whole = (REPLICATE,) * len(part.mesh)
+    used = {path for paths in part.parameters.values() for path in paths}
+    parameters = {
+        node.name: own.parameters[node.name] if node.target in used else ParameterPlacement(whole, whole, whole)
+        for node in other.placeholders("param")
+    }
+    strategies = {
+        node.name: own.strategies.get(node.name) or min(other.strategies[node.name], key=partial(_divided, whole))
+        for node in other.nodes
+        if node.op != "param"
+    }
+    return _solution_of(request, other, replace(own, strategies=strategies, parameters=parameters), repeats)
+
+
+def _divided(whole: Placements, strategy: Strategy) -> int:
+    """How many tensors a strategy does not have whole."""
+    return sum(place != whole for place in strategy.places)
 
 
 def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, repeats: Repeats) -> MeshSolution:

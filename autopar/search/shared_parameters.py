@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.cost.collective.point_to_point import message_rate
+from autopar.cluster.description import Cluster
+from autopar.cost.collective.point_to_point import rate_between
+from autopar.ir.wire_pieces import Layout, busiest_elements
 from autopar.placement.placed_step import SharedParameter, SharedParameters, trained
-from autopar.placement.prices import Prices, local_bytes
 
-from .chunks import Chunk
+from .chunks import Chunk, meshes_of
 
 
 def shared_parameters(
-    chunks: Sequence[Chunk], placement: tuple[int, ...], prices: Prices
+    chunks: Sequence[Chunk], placement: tuple[int, ...], cluster: Cluster
 ) -> tuple[SharedParameters, ...]:
     """For each chunk, the parameters that an earlier chunk stores. A stage borrows each only once, even if several of
     its chunks use it: it receives the stored tensor and sends the gradient back. ``placement``: chunk to pipeline
     rank."""
     owners: dict[str, int] = {}
+    stored: dict[str, Layout] = {}
+    meshes = meshes_of(chunks, placement)
     present: set[tuple[str, int]] = set()
     shared: list[SharedParameters] = []
     for chunk in chunks:
@@ -25,13 +28,15 @@ def shared_parameters(
         rank, learns = placement[chunk.index], trained(chunk.graph)
         for node in chunk.graph.placeholders("param"):
             path = node.target
+            here = Layout(chunk.assignment.parameters[node.name].optimizer, chunk.assignment.mesh)
+            stored.setdefault(path, here)
             owner = owners.setdefault(path, rank)
             if (path, rank) in present:
                 borrowed[path] = SharedParameter(is_remote=False)
             elif owner != rank:
-                latency, bandwidth = message_rate(prices.cluster, owner, rank, prices.devices)
-                stored = chunk.assignment.parameters[node.name].optimizer
-                seconds = latency + local_bytes(node.stored, stored, prices.mesh) / bandwidth
+                latency, bandwidth = rate_between(cluster, meshes.ranks(owner), meshes.ranks(rank))
+                moved = busiest_elements(tuple(map(int, node.stored.shape)), stored[path], here)
+                seconds = latency + moved * node.stored.dtype.itemsize / bandwidth
                 borrowed[path] = SharedParameter(is_remote=True, seconds=seconds * (2 if path in learns else 1))
             present.add((path, rank))
         shared.append(borrowed)

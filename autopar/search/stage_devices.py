@@ -1,10 +1,10 @@
 """Stages on devices of several kinds: what each block of devices takes for the model and may hold, and the orders in
 which the stages may lie on them.
 
-Pipeline rank b is the b-th block of consecutive devices. The placement program is solved for what all blocks can do in
-step; what its solution takes on each block is priced with the devices of that block. Which part of the model a block
-gets is open, so that devices with little memory may be given the last layers, of which fewer microbatches are in
-flight.
+Pipeline rank b is the b-th block of consecutive devices. The placement program of equal blocks is solved for what all
+of them can do in step; what its solution takes on each block is priced with the devices of that block. Unequal blocks
+have a program each. Which part of the model a block gets is open, so that devices with little memory may be given the
+last layers, of which fewer microbatches are in flight.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from autopar.cluster.description import Cluster
 from autopar.placement.breakdown import CostBreakdown, cost_breakdown
+from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution, placed_step
 
 # The most orders that are tried one by one; of more, only those in which equal devices follow each other.
@@ -23,27 +24,41 @@ from autopar.planner.mesh_solution import MeshSolution, placed_step
 MOST_ORDERS = 12
 
 
-def kinds_of_blocks(cluster: Cluster, blocks: int, devices: int) -> tuple[int, ...]:
-    """For each block of ``devices`` consecutive devices, the first block of equal ones."""
-    each = [cluster.at(block * devices, devices).device for block in range(blocks)]
-    return tuple(each.index(device) for device in each)
+def kinds_of_blocks(cluster: Cluster, blocks: Sequence[range]) -> tuple[int, ...]:
+    """For each block of consecutive devices, the first one of as many of the same kind."""
+    each = [(len(block), cluster.at(block.start, len(block)).device) for block in blocks]
+    return tuple(each.index(own) for own in each)
 
 
-def breakdowns_on_blocks(solved: MeshSolution, blocks: int) -> tuple[CostBreakdown, ...]:
-    """The cost breakdown of a solution on each block; on equal ones it is computed once."""
-    prices = solved.prices
-    if not prices.cluster.groups:
-        return (solved.breakdown,) * blocks
-    kinds = kinds_of_blocks(prices.cluster, blocks, prices.devices)
+def breakdowns_on_blocks(solutions: Sequence[MeshSolution], cluster: Cluster) -> tuple[CostBreakdown, ...]:
+    """The cost breakdown of the solution of each block there; on equal ones it is computed once."""
+    prices = prices_on_blocks(solutions)
+    blocks = [range(block * own.devices, (block + 1) * own.devices) for block, own in enumerate(prices)]
+    if all(own is solved.prices for own, solved in zip(prices, solutions, strict=True)):
+        return tuple(solved.breakdown for solved in solutions)
+    kinds, solved = kinds_of_blocks(cluster, blocks), solutions[0]
     step = placed_step(solved.instance, solved.assignment)
-    priced = {kind: cost_breakdown(replace(step, prices=prices.on_block(kind))) for kind in set(kinds)}
+    priced = {kind: cost_breakdown(replace(step, prices=prices[kind])) for kind in set(kinds)}
     return tuple(priced[kind] for kind in kinds)
 
 
-def blocks_worth(solved: MeshSolution, blocks: int) -> float:
-    """How many blocks of what all can do in step the blocks are together worth: each as many as it is quicker."""
-    seconds = solved.breakdown.seconds
-    return sum(seconds / on_block.seconds for on_block in breakdowns_on_blocks(solved, blocks))
+def prices_on_blocks(solutions: Sequence[MeshSolution]) -> tuple[Prices, ...]:
+    """The prices of each block's own devices. Unequal blocks have a solution each, priced so; equal blocks share
+    one."""
+    return tuple(solved.prices.on_block(block) for block, solved in enumerate(solutions))
+
+
+def least_share(solutions: Sequence[MeshSolution], cluster: Cluster) -> float:
+    """A lower bound of the seconds that the slowest stage takes. Were the whole step on block b to take u[b] seconds at
+    least, and b to have the share f[b] of the step, the slowest would take max f[b] u[b]; that is least if all take the
+    same, 1 / sum of 1 / u[b]."""
+    on_blocks = zip(solutions, breakdowns_on_blocks(solutions, cluster), strict=True)
+    rates = [
+        solved.breakdown.seconds / on_block.seconds / solved.unlimited
+        for solved, on_block in on_blocks
+        if solved.unlimited > 0
+    ]
+    return 1.0 / sum(rates) if len(rates) == len(solutions) else 0.0
 
 
 def orders(kinds: Sequence[int], seconds: Sequence[float], limits: Sequence[float]) -> tuple[tuple[int, ...], ...]:

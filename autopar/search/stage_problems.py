@@ -1,5 +1,5 @@
 """Solves the placement programs of one pipeline. They place the uncut graph on the mesh inside a stage, for all stages
-together."""
+together: one program for equal stages, and one for each kind of unequal ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest
-from autopar.planner.row_shares import divisions, on_mesh
+from autopar.planner.request import PlanRequest, mesh_candidates
+from autopar.planner.row_shares import Division, divisions, on_mesh
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 
-from .stage_devices import blocks_worth
+from .stage_devices import kinds_of_blocks, least_share
+from .stage_meshes import StageLayout
 
 # A stage may take less than its share of the program's bound, by up to this factor: the program overlaps messages with
 # the computation of all stages, a cost breakdown with that of one (4% apart in seven of eight plans, 11% in the other).
@@ -23,31 +24,57 @@ SAFETY_FACTOR = 1.15
 
 @dataclass
 class StagePrograms:
-    """The placement programs for ``request`` (for the mesh inside a stage). A pipeline is searched again with less
-    memory only while it could be quicker than ``best`` seconds."""
+    """The placement programs for ``request`` (for the mesh inside a stage of ``layout``). A pipeline is searched again
+    with less memory only while it could be quicker than ``best`` seconds."""
 
     request: PlanRequest
+    layout: StageLayout
     best: float
     timings: Timings
     _least: float = field(default=0.0, init=False)
 
-    def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> MeshSolution:
-        """The best solution within ``limit`` bytes, summed over one device of each stage, and ``host`` bytes of their
-        hosts.
+    def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> tuple[MeshSolution, ...]:
+        """The best solution for each stage within ``limit`` bytes, summed over the devices of all stages, and ``host``
+        bytes of their hosts.
 
         All stages share the work of a step, so at least one of them takes its share of the seconds without a memory
         limit (a quicker one, a larger share); a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if
         nothing fits, or if an earlier solution shows that no pipeline can beat ``best``."""
         if self._least > SAFETY_FACTOR * self.best:
             raise InfeasibleError(
-                f"{repeats.stages} stages take at least {self._least:.3g} s: not searched with less memory"
+                f"{self.layout.described} take at least {self._least:.3g} s: not searched with less memory"
             )
-        limited = replace(self.request, repeats=repeats, memory_limit=limit, host_limit=host)
-        tried = divisions(self.request, max(1, self.request.batch // repeats.microbatches))
-        solved = [solve_only(on_mesh(limited, division), graph, self.timings) for division in tried]
-        unequal = bool(self.request.cluster.groups)
-        self._least = min(
-            solution.unlimited / (blocks_worth(solution, repeats.stages) if unequal else repeats.stages)
-            for solution in solved
-        )
-        return min(solved, key=lambda solution: solution.breakdown.seconds)
+        blocks, cluster = self.layout.blocks, self.request.cluster
+        kinds = kinds_of_blocks(cluster, blocks) if self.layout.is_unequal else (0,) * len(blocks)
+        solved: dict[int, MeshSolution] = {}
+        bounds: dict[int, list[MeshSolution]] = {}
+        for kind in dict.fromkeys(kinds):
+            inside, devices = self._inside(kind), self.layout.sizes[kind]
+            limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
+            tried = [on_mesh(limited, division) for division in self._divisions(inside, repeats)]
+            bounds[kind] = [solve_only(each, graph, self.timings) for each in tried]
+            solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
+        self._least = self._bound(kinds, bounds)
+        return tuple(solved[kind] for kind in kinds)
+
+    def _inside(self, kind: int) -> PlanRequest:
+        """The request for the devices of one stage, if its mesh is its own."""
+        if not self.layout.is_unequal:
+            return self.request
+        block = self.layout.blocks[kind]
+        return replace(self.request, mesh=(len(block),), cluster=self.request.cluster.at(block.start, len(block)))
+
+    def _divisions(self, inside: PlanRequest, repeats: Repeats) -> tuple[Division, ...]:
+        """The meshes to try, with the shares of rows. Of stages with meshes of their own all have as many axes."""
+        if not self.layout.is_unequal:
+            return divisions(inside, max(1, inside.batch // repeats.microbatches))
+        axes = max(len(mesh) for size in self.layout.counts for mesh in mesh_candidates(replace(inside, mesh=(size,))))
+        return tuple(((1,) * (axes - len(mesh)) + mesh, ()) for mesh in mesh_candidates(inside))
+
+    def _bound(self, kinds: tuple[int, ...], bounds: dict[int, list[MeshSolution]]) -> float:
+        """The least that any choice of solutions says of the slowest stage."""
+        cluster = self.request.cluster
+        if not self.layout.is_unequal:
+            return min(least_share((solution,) * len(kinds), cluster) for solution in bounds[0])
+        least = {kind: min(each, key=lambda solution: solution.unlimited) for kind, each in bounds.items()}
+        return least_share([least[kind] for kind in kinds], cluster)

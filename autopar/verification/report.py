@@ -109,7 +109,8 @@ class Report:
     def _where(self) -> str:
         """The mesh asked for, and the plan's if it arranges the devices differently."""
         stages = f"{self.plan.stages} stages of " if self.plan.stages > 1 else ""
-        planned = f"{stages}{self.plan.mesh}"
+        meshes = self.plan.stage_meshes
+        planned = f"{stages}{meshes if not meshes.are_equal else self.plan.mesh}"
         return planned if planned == str(self.mesh or self.plan.mesh) else f"{self.mesh}, planned as {planned}"
 
     def __str__(self) -> str:

@@ -6,14 +6,15 @@ from autopar.cluster.description import Cluster, Link
 from autopar.cluster.links import MESSAGE, Rate
 
 
-def link_between(cluster: Cluster, source: int, target: int, devices: int) -> Link:
-    """The slowest level of links between the block ``source`` of ``devices`` consecutive ranks and the block
-    ``target``. Each rank sends to the rank at its position in the other block."""
+def link_between(cluster: Cluster, source: range, target: range) -> Link:
+    """The slowest level of links between two blocks of ranks. Each rank sends to the rank at its position in the other
+    block; of unequal blocks, to those at its share of the positions."""
+    count = max(len(source), len(target))
+    positions = [(i * len(source) // count, i * len(target) // count) for i in range(count)]
     for link in cluster.links:
         if link.size is None:
             return link
-        pairs = ((source * devices + i, target * devices + i) for i in range(devices))
-        if all(a // link.size == b // link.size for a, b in pairs):
+        if all(source[a] // link.size == target[b] // link.size for a, b in positions):
             return link
     return cluster.links[-1]
 
@@ -25,9 +26,15 @@ def _rate(link: Link) -> Rate:
 
 
 def message_rate(cluster: Cluster, source: int, target: int, devices: int) -> tuple[float, float]:
-    """(latency in seconds, bytes per second) of messages from one rank of stage ``source`` to its counterpart of stage
-    ``target`` while all ``devices`` of both stages send at once. Only these devices share the adapters of a block."""
-    link = link_between(cluster, source, target, devices)
+    """:func:`rate_between` of the stages ``source`` and ``target``, of so many ``devices`` each."""
+    blocks = (range(stage * devices, (stage + 1) * devices) for stage in (source, target))
+    return rate_between(cluster, *blocks)
+
+
+def rate_between(cluster: Cluster, source: range, target: range) -> tuple[float, float]:
+    """(latency in seconds, bytes per second) of messages from one rank of the stage on the ranks ``source`` to one of
+    the stage on ``target`` while all of both stages send at once. Only these devices share the adapters of a block."""
+    link, devices = link_between(cluster, source, target), max(len(source), len(target))
     level = cluster.links.index(link)
     below = (cluster.links[level - 1].size or 1) if level else 1
     slowest = _rate(link)

@@ -15,6 +15,7 @@ from autopar.ir.chunk_program import ChunkProgram, Port
 from autopar.ir.node import Output, Value
 from autopar.ir.placements import Placements, short
 from autopar.ir.program import Section, TensorSlot
+from autopar.ir.stage_meshes import StageMeshes, on_axes
 from autopar.ir.staged_graph import Edge
 from autopar.schedule.schedule import Schedule
 
@@ -35,36 +36,44 @@ from .overlap import overlap_section
 from .reduce_last_microbatch import reducing
 from .split_section import split_section
 
-# The placements, on the mesh inside a stage, in which each edge's value is sent.
+# The placements in which each edge's value is sent, as they read on the meshes of both ends
+# (:func:`autopar.ir.stage_meshes.on_axes`).
 Wires = Mapping[Edge, Placements]
 
 
 @dataclass(frozen=True)
 class ChunkLowering:
     """The input of lowering a chunk: ``job`` for the graph of chunk ``chunk``, with saved activations; ``wires`` of all
-    edges of the pipeline; the ``schedule`` that runs it."""
+    edges of the pipeline; the ``schedule`` that runs it; the ``meshes`` of its stages."""
 
     job: Lowering
     chunk: int
     wires: Wires
     schedule: Schedule
+    meshes: StageMeshes
 
     def ports(self, *, sends: bool, backward: bool) -> tuple[Port, ...]:
         """The ends of edges at this chunk, in the order of the message."""
         phase = "backward" if backward else "forward"
         mine = [e for e in self.wires if e.phase == phase and self.chunk == (e.source if sends else e.target)]
-        return tuple(Port(edge, self._slot(edge)) for edge in sorted(mine))
+        return tuple(Port(edge, self._slot(edge), self._elsewhere(edge)) for edge in sorted(mine))
 
     def _slot(self, edge: Edge) -> TensorSlot:
-        value = self.value(edge)
+        value, place = self.value(edge), on_axes(self.wires[edge], self.job.mesh)
         kind = self.job.graph.type_of(value)
-        if edge.target == self.chunk and self.job.home(value) != self.wires[edge]:
+        if edge.target == self.chunk and self.job.home(value) != place:
             raise GraphError(
                 f"chunk {self.chunk} takes %{edge.name} as {short(self.job.home(value))}, but it is sent as "
-                f"{short(self.wires[edge])}"
+                f"{short(place)}"
             )
         shape = tuple(int(size) for size in kind.shape)
-        return TensorSlot(value.node, "receive", edge.name, shape, self.wires[edge], kind.dtype)
+        return TensorSlot(value.node, "receive", edge.name, shape, place, kind.dtype)
+
+    def _elsewhere(self, edge: Edge) -> Placements | None:
+        """The placements at the other end of an edge, if its mesh is another."""
+        other = edge.source if edge.target == self.chunk else edge.target
+        mesh = self.meshes.meshes[self.schedule.placement[other]]
+        return None if mesh == self.job.mesh else on_axes(self.wires[edge], mesh)
 
     def value(self, edge: Edge) -> Value:
         """The value of an edge in this chunk's graph."""

@@ -50,14 +50,15 @@ class Stepped:
 
 
 class PipelineCall(CompiledCall):
-    """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage)."""
+    """See the module docstring. ``groups`` are of the mesh of all devices."""
 
     @shown("compiling the program")
     def _bind_program(self, program: PipelineProgram) -> None:
         self.program = program
-        self.stages = stage_meshes(self.groups)
+        self.stages = stage_meshes(self.groups, program.meshes)
         self.chunks = {
-            index: ChunkExecutable(chunk, self.stages.own, self.compilation) for index, chunk in program.chunks.items()
+            index: ChunkExecutable(chunk, self.stages.own, self._mesh_of, self.compilation)
+            for index, chunk in program.chunks.items()
         }
         self.weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
         self.parameters = self.weights.parameters([p.slot for p in program.parameters])
@@ -68,6 +69,9 @@ class PipelineCall(CompiledCall):
         self._shapes = input_shapes(program)
         self._cached = cache_slots([slot for chunk in program.chunks.values() for slot in chunk.placeholders])
         self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
+
+    def _mesh_of(self, chunk: int) -> tuple[int, ...]:
+        return self.program.meshes.meshes[self.program.stage_of(chunk)]
 
     def sections(self) -> Iterator[Section]:
         if self._prelude is not None:
@@ -127,11 +131,9 @@ class PipelineCall(CompiledCall):
             def inputs(chunk: int, microbatch: int) -> list[torch.Tensor]:
                 return step_inputs.of(self.chunks[chunk], microbatch, self._left_by(run, chunk, microbatch - 1))
 
-            messenger, device = Messenger(self.stages), self.groups.device
+            messenger = Messenger(self.stages)
             recorder = None if self.timelines is None else Recorder(self.stages)
-            run = PipelineRun(
-                self.program, self.chunks, messenger, inputs, self._scaled_tangents(scale), device, recorder
-            )
+            run = PipelineRun(self.program, self.chunks, messenger, inputs, self._scaled_tangents(scale), recorder)
             if recorder is not None:
                 recorder.start()
             run.run()

@@ -36,7 +36,6 @@ class PipelineRun:
     messenger: Messenger
     inputs: Inputs
     tangents: Mapping[int, Sequence[torch.Tensor]]
-    device: torch.device
     recorder: Recorder | None = None
     results: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -82,7 +81,10 @@ class PipelineRun:
                 self._backward(action)
             case "send_forward" | "send_backward":
                 message = action.message
-                self.messenger.send(self._leaving.pop(message), self.program.stage_of(message.target))
+                chunk = self.chunks[action.chunk]
+                exchange = chunk.sends if message.direction == "forward" else chunk.gradient_sends
+                crossings = next((several for peer, several in exchange if peer == message.target), ())
+                self.messenger.send(self._leaving.pop(message), crossings, self.program.stage_of(message.target))
             case "receive_forward" | "receive_backward":
                 self._receive(action)
             case "step":
@@ -173,9 +175,8 @@ class PipelineRun:
     def _receive(self, action: Action) -> None:
         message, chunk = action.message, self.chunks[action.chunk]
         exchange = chunk.receives if message.direction == "forward" else chunk.gradient_receives
-        kinds = next((kinds for peer, kinds in exchange if peer == message.source), ())
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in kinds]
-        self._arrivals[message] = self.messenger.receive(tensors, self.program.stage_of(message.source))
+        crossings = next((several for peer, several in exchange if peer == message.source), ())
+        self._arrivals[message] = self.messenger.receive(crossings, self.program.stage_of(message.source))
 
 
 def _message(direction: str, source: int, target: int, microbatch: int) -> Message:

@@ -3,7 +3,7 @@ chunk at the other end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,38 +11,45 @@ import torch
 
 from autopar.errors import ExecutionError
 from autopar.ir.chunk_program import ChunkProgram, Port
-from autopar.ir.placements import local_shape
+from autopar.ir.placements import index_of
 from autopar.ir.program import Section
+from autopar.ir.wire_pieces import Layout
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.compiled_pieces import Compilation
 from autopar.runtime.execute.executor import instruction_axes, own_constants, runner
 from autopar.runtime.execute.gradient_reducer import Reducer, Reduction
 from autopar.runtime.execute.section_code import Run
 
-# The messages to or from other chunks: (chunk, local shape and dtype of each tensor of the message).
-Exchange = tuple[tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]], ...]
+from .point_to_point import Crossing
+
+# The messages to or from other chunks: (chunk, what this rank has of each tensor of the message).
+Exchange = tuple[tuple[int, tuple[Crossing, ...]], ...]
+# The mesh of the stage that has a chunk.
+MeshOf = Callable[[int], tuple[int, ...]]
 Messages = dict[int, list[torch.Tensor]]
 
 
-def exchanges(program: ChunkProgram, ports: Iterable[Port], *, sends: bool) -> Exchange:
-    """The ends of edges by the chunk at their other end; ports are in that order."""
+def exchanges(program: ChunkProgram, ports: Iterable[Port], device: int, mesh_of: MeshOf, *, sends: bool) -> Exchange:
+    """The ends of edges at ``device`` of the stage by the chunk at their other end; ports are in that order."""
 
     def other(port: Port) -> int:
         return port.edge.target if sends else port.edge.source
 
-    def local(port: Port) -> tuple[tuple[int, ...], torch.dtype]:
-        slot = port.slot
-        return local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), slot.dtype
+    def local(port: Port) -> Crossing:
+        slot, there = port.slot, Layout(port.there, mesh_of(other(port)))
+        return Crossing.of(slot.shape, slot.dtype, Layout(slot.placements, program.mesh), there, device, sends=sends)
 
     return tuple((peer, tuple(map(local, several))) for peer, several in groupby(ports, other))
 
 
 class ChunkExecutable:
-    """The sections of ``program`` on ``groups`` of the mesh inside its stage. Creating one is collective there. Raises
-    :class:`ExecutionError` if the program is for another rank. With a ``compilation`` pieces of the sections are
-    compiled."""
+    """The sections of ``program`` on ``groups`` of the mesh inside its stage. ``mesh_of``: that of any chunk's stage.
+    Creating one is collective there. Raises :class:`ExecutionError` if the program is for another rank. With a
+    ``compilation`` pieces of the sections are compiled."""
 
-    def __init__(self, program: ChunkProgram, groups: MeshGroups, compilation: Compilation | None = None) -> None:
+    def __init__(
+        self, program: ChunkProgram, groups: MeshGroups, mesh_of: MeshOf, compilation: Compilation | None = None
+    ) -> None:
         if groups.shape != program.mesh or groups.coordinate != program.coordinate:
             raise ExecutionError(
                 f"chunk {program.chunk} is lowered for coordinate {program.coordinate} of a mesh {program.mesh}, but "
@@ -62,10 +69,11 @@ class ChunkExecutable:
         self._more_backward, self._last = run(program.more_backward), run(program.last)
         self._reducer = Reducer(program.reduce, groups, where)
         self.constants = own_constants(program.placeholders, program.constants, groups)
-        self.receives = exchanges(program, program.receives, sends=False)
-        self.sends = exchanges(program, program.sends, sends=True)
-        self.gradient_receives = exchanges(program, program.gradient_receives, sends=False)
-        self.gradient_sends = exchanges(program, program.gradient_sends, sends=True)
+        device = index_of(program.coordinate, program.mesh)
+        self.receives = exchanges(program, program.receives, device, mesh_of, sends=False)
+        self.sends = exchanges(program, program.sends, device, mesh_of, sends=True)
+        self.gradient_receives = exchanges(program, program.gradient_receives, device, mesh_of, sends=False)
+        self.gradient_sends = exchanges(program, program.gradient_sends, device, mesh_of, sends=True)
 
     def refresh(self, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Working parameters from stored ones."""

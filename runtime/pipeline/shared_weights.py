@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
-from autopar.ir.placements import local_shape
+from autopar.ir.placements import Placements
+from autopar.ir.wire_pieces import Layout
 
-from .point_to_point import Arrival, Messenger
+from .point_to_point import Arrival, Crossing, Messenger
 from .stage_mesh import StageGroups
 
 
@@ -28,9 +29,9 @@ class SharedWeights:
             path, owner = parameter.slot.target, self._stage(parameter.owner)
             for stage in self._stages(parameter, parameter.chunks):
                 if owner == self.stages.stage:
-                    messenger.send([stored[path]], stage)
+                    messenger.send([stored[path]], [self._crossing(parameter, stage, sends=True)], stage)
                 elif stage == self.stages.stage:
-                    arriving[path] = messenger.receive([self._room(parameter)], owner)
+                    arriving[path] = messenger.receive([self._crossing(parameter, owner, sends=False)], owner)
         spread = stored | {path: arrival.wait()[0] for path, arrival in arriving.items()}
         messenger.finish()
         return spread
@@ -46,9 +47,10 @@ class SharedWeights:
             path, owner = parameter.slot.target, self._stage(parameter.owner)
             for stage in self._stages(parameter, parameter.gradients):
                 if stage == self.stages.stage:
-                    messenger.send([totals[path]], owner)
+                    messenger.send([totals[path]], [self._crossing(parameter, owner, sends=True)], owner)
                 elif owner == self.stages.stage:
-                    arriving.append((path, messenger.receive([self._room(parameter)], stage)))
+                    crossing = self._crossing(parameter, stage, sends=False)
+                    arriving.append((path, messenger.receive([crossing], stage)))
         for path, arrival in arriving:
             (part,) = arrival.wait()
             totals[path] = totals[path].add_(part) if path in totals else part
@@ -62,8 +64,12 @@ class SharedWeights:
         """The stages of ``chunks`` other than the owner's."""
         return sorted({self._stage(chunk) for chunk in chunks} - {self._stage(parameter.owner)})
 
-    def _room(self, parameter: StagedParameter) -> torch.Tensor:
-        own, slot = self.stages.own, parameter.slot
-        return torch.empty(
-            local_shape(slot.shape, slot.placements, own.shape, own.coordinate), dtype=slot.dtype, device=own.device
-        )
+    def _crossing(self, parameter: StagedParameter, other: int, *, sends: bool) -> Crossing:
+        """What this rank sends of a stored parameter, or of its gradient, to the stage ``other``, or receives."""
+        slot, meshes, own = parameter.slot, self.stages.meshes.meshes, self.stages.stage
+        here, there = (Layout(self._placed(parameter, stage), meshes[stage]) for stage in (own, other))
+        return Crossing.of(slot.shape, slot.dtype, here, there, self.stages.index, sends=sends)
+
+    def _placed(self, parameter: StagedParameter, stage: int) -> Placements:
+        """How a stage has the parameter: all of its chunks alike."""
+        return parameter.placed(next(chunk for chunk in parameter.chunks if self._stage(chunk) == stage))

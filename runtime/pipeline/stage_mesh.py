@@ -1,4 +1,5 @@
-"""The meshes of a pipeline: the whole ``(stages, *inside)``, and one inside each stage.
+"""The meshes of a pipeline: the whole, which is ``(stages, *inside)`` where stages have equal meshes and one axis of
+all devices otherwise, and one inside each stage.
 
 Parameters of a stage are DTensors on the mesh inside it, also on ranks of other stages, where they are empty: torch
 supports meshes that a rank is not part of.
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, known_groups, mesh_groups
 from autopar.runtime.state.parameters import Place
@@ -31,28 +34,33 @@ class Elsewhere:
 
 
 class StageGroups:
-    """The groups of a pipeline. ``whole``: groups of the mesh (stages, \\*inside); ``own``: groups of the mesh inside
-    this rank's stage; ``place``: each stage's mesh; ``peers``: a group of the ranks at this coordinate of all stages,
-    used only for messages between stages (None if there is one stage). Creating one is collective over the mesh."""
+    """The groups of a pipeline. ``whole``: groups of the mesh of all devices; ``own``: groups of the mesh inside this
+    rank's stage; ``place``: each stage's mesh; ``peers``: a group used only for messages between stages, of the ranks
+    that this one exchanges any with: those at its coordinate of all stages or, of unequal stages, all (None if there is
+    one stage). Creating one is collective over the mesh."""
 
-    def __init__(self, whole: MeshGroups) -> None:
-        self.whole = whole
-        self.stage, self.count = whole.coordinate[0], whole.shape[0]
-        inside = whole.shape[1:]
-        ranks = whole.mesh.mesh
-        names = tuple(f"inside{axis}" for axis in range(len(inside)))
+    def __init__(self, whole: MeshGroups, meshes: StageMeshes) -> None:
+        self.whole, self.meshes, self.count = whole, meshes, meshes.stages
+        ranks = whole.mesh.mesh.flatten()
+        index = int((ranks == dist.get_rank()).nonzero()[0, 0])
+        self.stage, coordinate = meshes.place(index)
+        blocks = [ranks[meshes.ranks(s).start : meshes.ranks(s).stop].reshape(m) for s, m in enumerate(meshes.meshes)]
+        names = tuple(f"inside{axis}" for axis in range(len(coordinate)))
         if self.count == 1:
-            self.own = whole.regrouped(inside)
+            self.own = whole.regrouped(meshes.meshes[0])
         else:
-            axis_groups = [whole.mesh.get_group(axis + 1) for axis in range(len(inside))]
+            axis_groups = self._axis_groups(blocks[self.stage], coordinate)
             kind = whole.mesh.device_type
-            own = DeviceMesh.from_group(axis_groups, kind, mesh=ranks[self.stage], mesh_dim_names=names)
+            own = DeviceMesh.from_group(axis_groups, kind, mesh=blocks[self.stage], mesh_dim_names=names)
             self.own = mesh_groups(own)
         self.place: tuple[Place, ...] = tuple(
-            self.own if stage == self.stage else Elsewhere(self._other(ranks[stage], names), inside)
-            for stage in range(self.count)
+            self.own if stage == self.stage else Elsewhere(self._other(block, names), tuple(block.shape))
+            for stage, block in enumerate(blocks)
         )
-        self.ranks: tuple[int, ...] = tuple(int(block[whole.coordinate[1:]]) for block in ranks)
+        self._blocks = tuple(tuple(map(int, block.flatten())) for block in blocks)
+        self.ranks: tuple[int, ...] = tuple(
+            map(int, ranks) if not meshes.are_equal else (int(block[coordinate]) for block in blocks)
+        )
         self.peers = (
             dist.new_group(
                 list(self.ranks), world_timeout(), use_local_synchronization=True, group_desc="pipeline messages"
@@ -61,28 +69,55 @@ class StageGroups:
             else None
         )
 
+    def _axis_groups(self, block: torch.Tensor, coordinate: tuple[int, ...]) -> list[dist.ProcessGroup]:
+        """The group of each axis inside this stage: those of the whole mesh, if that has the axis."""
+        if self.meshes.are_equal:
+            return [self.whole.mesh.get_group(axis + 1) for axis in range(len(coordinate))]
+        groups = []
+        for axis, size in enumerate(block.shape):
+            line = product(*(range(size) if other == axis else [at] for other, at in enumerate(coordinate)))
+            members = [int(block[place]) for place in line]
+            groups.append(dist.new_group(members, world_timeout(), use_local_synchronization=True))
+        return groups
+
     def _other(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
         return sub_mesh(self.whole.mesh.device_type, ranks, names)
+
+    def peer(self, stage: int, device: int) -> int:
+        """The place in ``peers`` of a device of a stage. Where stages are equal, it must be this rank's counterpart."""
+        return self.ranks.index(self._blocks[stage][device])
+
+    @property
+    def index(self) -> int:
+        """The place of this rank among the devices of its stage."""
+        return self._blocks[self.stage].index(dist.get_rank())
 
     def everywhere(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Broadcasts ``tensor`` from the ranks of ``stage``; on other ranks it is an uninitialised tensor of the same
         shape, which is filled. Collective over the stages."""
-        if self.count > 1 and tensor.numel():
-            group = self.whole.over((0,))
-            dist.broadcast(tensor, group=group.group, group_src=stage)
-        return tensor
+        return _from_rank(tensor, self.whole, self._blocks[stage][0]) if self.count > 1 else tensor
 
 
-# By the identity of the groups, as in :mod:`autopar.runtime.comm.groups`. Never dropped, since creating one is
-# collective.
-_MADE: dict[int, StageGroups] = {}
+def _from_rank(tensor: torch.Tensor, whole: MeshGroups, rank: int) -> torch.Tensor:
+    """Broadcasts ``tensor`` from the stage whose first rank is ``rank``: on the axis of the stages each of its devices
+    to its counterparts, on a single axis that first one to all."""
+    if tensor.numel():
+        group = whole.over((0,))
+        dist.broadcast(tensor, group=group.group, group_src=int((whole.mesh.mesh == rank).nonzero()[0, 0]))
+    return tensor
 
 
-def stage_meshes(whole: MeshGroups) -> StageGroups:
-    """The one :class:`StageGroups` of ``whole`` in this process."""
-    if id(whole) not in _MADE:
-        _MADE[id(whole)] = StageGroups(whole)
-    return _MADE[id(whole)]
+# By the identity of the groups, as in :mod:`autopar.runtime.comm.groups`, and the meshes. Never dropped, since creating
+# one is collective.
+_MADE: dict[tuple[int, StageMeshes], StageGroups] = {}
+
+
+def stage_meshes(whole: MeshGroups, meshes: StageMeshes) -> StageGroups:
+    """The one :class:`StageGroups` of ``meshes`` on ``whole`` in this process."""
+    key = id(whole), meshes
+    if key not in _MADE:
+        _MADE[key] = StageGroups(whole, meshes)
+    return _MADE[key]
 
 
 def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
@@ -93,12 +128,11 @@ def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
     ranks = tensor.device_mesh.mesh
     if ranks.numel() == groups.mesh.mesh.numel():
         return _gathered(tensor)
-    stage = int((groups.mesh.mesh == ranks.flatten()[0]).nonzero()[0, 0])
-    if stage == groups.coordinate[0]:
+    if tensor.device_mesh.get_coordinate() is not None:
         whole = _gathered(tensor).contiguous()
     else:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=groups.device)
-    return stage_meshes(groups).everywhere(whole, stage)
+    return _from_rank(whole, groups, int(ranks.flatten()[0]))
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:

@@ -45,9 +45,12 @@ class Recorder:
         )
 
     def timeline(self, name: str) -> Timeline:
-        """The spans of all stages, from the ranks at this rank's coordinate. Collective."""
-        everything: list[list[Span]] = [self.spans] * self.stages.count
+        """The spans of all stages: those of the ranks at this rank's coordinate, or of the first ranks of unequal
+        stages. Collective."""
+        everything: list[list[Span]] = [self.spans] * len(self.stages.ranks)
         if self.stages.peers is not None:
             dist.all_gather_object(everything, self.spans, group=self.stages.peers)
+        if not self.stages.meshes.are_equal:
+            everything = [everything[self.stages.peer(stage, 0)] for stage in range(self.stages.count)]
         spans = sorted((s for spans in everything for s in spans), key=lambda s: (s.start, s.rank, s.end))
         return Timeline(self.stages.count, tuple(spans), name=name)

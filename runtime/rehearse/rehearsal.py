@@ -25,7 +25,7 @@ from autopar.runtime.execute.executor import own_constants, runner
 from autopar.runtime.execute.host_tier import HostCopy
 from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
-from autopar.runtime.pipeline.point_to_point import IN_FLIGHT, Arrival
+from autopar.runtime.pipeline.point_to_point import IN_FLIGHT, Arrival, Crossing
 from autopar.torch_internals.tensors import storage_key
 
 from .storage_meter import StorageMeter
@@ -86,7 +86,8 @@ def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: 
         if isinstance(program, Program):
             groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
             return _rehearse_whole(_without_data(program), groups)
-        groups = ImaginedGroups(program.mesh[1:], program.coordinate[1:], backend, device)
+        inside = program.meshes.meshes[program.stage]
+        groups = ImaginedGroups(inside, program.coordinate[1:], backend, device)
         chunks = {index: _without_data(chunk) for index, chunk in program.chunks.items()}
         return _rehearse_stages(replace(program, chunks=chunks), groups)
 
@@ -207,16 +208,18 @@ class _Record:
 class _NoPeers:
     """A messenger without peers: keeps messages for other stages as long as a real one does."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._sent: dict[int, list[Tensors]] = {}
 
-    def send(self, tensors: Sequence[torch.Tensor], stage: int) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], crossings: Sequence[Crossing], stage: int) -> None:
         queue = self._sent.setdefault(stage, [])
-        queue.append([tensor.contiguous() for tensor in tensors if tensor.numel()])
+        pairs = zip(tensors, crossings, strict=True)
+        queue.append([piece.of(tensor).contiguous() for tensor, crossing in pairs for piece in crossing.pieces])
         del queue[:-IN_FLIGHT]
 
-    def receive(self, tensors: Tensors, stage: int) -> Arrival:
-        return Arrival(tensors)
+    def receive(self, crossings: Sequence[Crossing], stage: int) -> Arrival:
+        return Arrival([torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in crossings])
 
     def finish(self) -> None:
         self._sent.clear()
@@ -229,7 +232,10 @@ def _caches(program: PipelineProgram, groups: MeshGroups) -> dict[tuple[str, int
 
 
 def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
-    chunks = {index: ChunkExecutable(chunk, groups) for index, chunk in program.chunks.items()}
+    def mesh_of(chunk: int) -> tuple[int, ...]:
+        return program.meshes.meshes[program.stage_of(chunk)]
+
+    chunks = {index: ChunkExecutable(chunk, groups, mesh_of) for index, chunk in program.chunks.items()}
     owned = [p for p in program.parameters if program.stage_of(p.owner) == program.stage]
     stored: dict[str, Any] = {}
     for parameter in owned:
@@ -256,7 +262,7 @@ def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
             return _forward_inputs(chunk.program.placeholders, working[index], chunk.constants, empty)
 
         tangents = {i: [_empty(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
-        run = _Rehearsed(program, chunks, _NoPeers(), inputs, tangents, groups.device, record=record)  # type: ignore[arg-type]
+        run = _Rehearsed(program, chunks, _NoPeers(groups.device), inputs, tangents, record=record)  # type: ignore[arg-type]
         run.run()
         gradients = [value for values in run.gradients.values() for value in values]
         names = [slot.target for i in run.gradients for slot in chunks[i].program.gradients]

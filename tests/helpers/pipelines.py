@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -13,11 +12,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from autopar.arguments import split_batch
+from autopar.cluster.description import Cluster
 from autopar.compiler.pipeline import pipeline_program
-from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.signature import Signature
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Staged
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower_chunk import Wires
@@ -44,7 +45,8 @@ SCHEDULE_NAMES = tuple(SCHEDULES)
 @dataclass(frozen=True)
 class Wanted:
     """``mesh``: stages, then the mesh inside one. ``schedule``: name and chunks per rank. ``anywhere``: cut at random
-    places rather than good ones."""
+    places rather than good ones. ``unequal``: the mesh inside each stage, where these differ from the one in ``mesh``,
+    with as many axes."""
 
     mesh: tuple[int, ...]
     schedule: str
@@ -52,6 +54,11 @@ class Wanted:
     chunks: int | None = None
     seed: int = 0
     anywhere: bool = False
+    unequal: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def meshes(self) -> StageMeshes:
+        return StageMeshes(self.unequal) if self.unequal else StageMeshes.equal(self.mesh[0], self.mesh[1:])
 
     @property
     def count(self) -> int:
@@ -68,17 +75,23 @@ class Made:
     chunks: tuple[Chunk, ...]
     wires: Wires
     schedule: Schedule
-    prices: Prices
+    prices: tuple[Prices, ...]
 
-    def program(self, coordinate: tuple[int, ...]) -> PipelineProgram:
-        return pipeline_program(
-            self.pieces, self.staged, self.chunks, self.wires, self.schedule, coordinate, self.prices.path, 256
-        )
+    @property
+    def meshes(self) -> StageMeshes:
+        return StageMeshes(tuple(own.mesh for own in self.prices))
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.prices[0].cluster
+
+    def program(self, device: int) -> PipelineProgram:
+        paths = [own.path for own in self.prices]
+        return pipeline_program(self.pieces, self.staged, self.chunks, self.wires, self.schedule, device, paths, 256)
 
     def programs(self) -> list[PipelineProgram]:
-        """Of all ranks, row-major."""
-        mesh = (self.schedule.stages, *self.prices.mesh)
-        return [self.program(coordinate) for coordinate in product(*map(range, mesh))]
+        """Of all ranks, in their order."""
+        return [self.program(device) for device in range(self.meshes.devices)]
 
 
 def cuts_of(graph: Graph, wanted: Wanted) -> tuple[str, ...]:
@@ -94,7 +107,6 @@ def cuts_of(graph: Graph, wanted: Wanted) -> tuple[str, ...]:
 def make_pipeline(graph: Graph, wanted: Wanted, *, like: Made | None = None) -> Made:
     """``graph``: a concrete step graph without saved activations; one that only goes forward gets a forward schedule.
     ``like``: parameters lie where that one has them."""
-    inside = wanted.mesh[1:]
     pieces = microbatch(graph, wanted.microbatches)
     cuts = (
         cuts_of(pieces.graph, wanted)
@@ -105,24 +117,34 @@ def make_pipeline(graph: Graph, wanted: Wanted, *, like: Made | None = None) -> 
     schedule = scheduled((wanted.schedule, wanted.count // wanted.mesh[0]), wanted.mesh[0], pieces.count, staged)
     if not graph.placeholders("tangent"):
         schedule = forward_only(schedule)
-    whole = annotate(SaveActivations()(pieces.graph), inside)
-    prices = prices_for(whole, inside)
-    assignment = random_assignment(whole, inside, wanted.seed)
-    if like is not None:
-        assignment = replace(assignment, parameters=_parameters_of(like, whole))
+    saving = SaveActivations()(pieces.graph)
+    placed = {mesh: _placed(saving, mesh, wanted, like) for mesh in dict.fromkeys(wanted.meshes.meshes)}
+    on_ranks = [placed[mesh] for mesh in wanted.meshes.meshes]
+    of_chunks = [on_ranks[rank] for rank in schedule.placement]
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in staged.edges}
-    chunks, wires = place_chunks(staged, assignment, prices, links)
-    return Made(pieces, staged, chunks, wires, schedule, prices)
+    chunks, wires = place_chunks(staged, [own for own, _ in of_chunks], [own for _, own in of_chunks], links)
+    return Made(pieces, staged, chunks, wires, schedule, tuple(own for _, own in on_ranks))
 
 
-def _parameters_of(like: Made, graph: Graph) -> dict[str, ParameterPlacement]:
-    """Where ``like`` has the parameters, by their names in another trace."""
+def _placed(graph: Graph, mesh: tuple[int, ...], wanted: Wanted, like: Made | None) -> tuple[Assignment, Prices]:
+    """Any placement of the graph on one mesh, and prices there."""
+    whole = annotate(graph, mesh)
+    assignment = random_assignment(whole, mesh, wanted.seed)
+    if like is not None:
+        parameters = assignment.parameters | _parameters_of(like, whole, mesh)
+        assignment = replace(assignment, parameters=parameters)
+    return assignment, prices_for(whole, mesh)
+
+
+def _parameters_of(like: Made, graph: Graph, mesh: tuple[int, ...]) -> dict[str, ParameterPlacement]:
+    """Where ``like`` has the parameters on ``mesh``, by their names in another trace."""
     places = {
         node.target: chunk.assignment.parameters[node.name]
         for chunk in like.chunks
+        if chunk.assignment.mesh == mesh
         for node in chunk.graph.placeholders("param")
     }
-    return {node.name: places[node.target] for node in graph.placeholders("param")}
+    return {node.name: places[node.target] for node in graph.placeholders("param") if node.target in places}
 
 
 @dataclass(frozen=True)
@@ -171,11 +193,11 @@ def _kind(request: Request) -> object:
 
 @dataclass
 class PipelineCompiler:
-    """Compiles requests for one rank of ``wanted.mesh``, by hand; the first must be for training."""
+    """Compiles requests for one rank of ``wanted``, by hand; the first must be for training."""
 
     model: nn.Module
     wanted: Wanted
-    coordinate: tuple[int, ...]
+    device: int
     ready: Ready | None = None
     first: Made | None = None
 
@@ -185,4 +207,4 @@ class PipelineCompiler:
         else:
             found = cut_for_all(traced_for(self.model, request), self.wanted, request, like=self.first)
         self.first = self.first or found.made
-        return Compiled(found.made.program(self.coordinate), found.signature, self.wanted, found.fingerprint)
+        return Compiled(found.made.program(self.device), found.signature, self.wanted, found.fingerprint)

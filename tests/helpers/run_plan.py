@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +51,7 @@ class Bench:
 
     def programs(self, plan: Plan) -> list[Any]:
         """The program of each rank under ``plan``. Raises what compiling it raises."""
-        count = plan.stages * math.prod(plan.mesh)
+        count = plan.stage_meshes.devices
         return [self._compiled(plan, rank, count) for rank in range(count)]
 
     def _by_path(self, program: Any, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -87,10 +86,10 @@ class Bench:
     def _annotate(self, plan: Plan) -> Any:
         """Rules are found once for each graph and mesh."""
 
-        def annotated(graph: Any) -> Any:
-            key = (graph.to_text(), plan.mesh)
+        def annotated(graph: Any, mesh: tuple[int, ...] | None = None) -> Any:
+            key = (graph.to_text(), mesh or plan.mesh)
             if key not in self._annotated:
-                self._annotated[key] = annotate(graph, plan.mesh)
+                self._annotated[key] = annotate(graph, mesh or plan.mesh)
             return self._annotated[key]
 
         return annotated

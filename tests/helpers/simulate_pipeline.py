@@ -57,9 +57,12 @@ class Pipeline:
     def __init__(self, programs: Sequence[PipelineProgram], values: Mapping[str, torch.Tensor]) -> None:
         first = programs[0]
         self.first, self.schedule = first, first.schedule
-        size = len(programs) // first.mesh[0]
-        self.stages = [Stage(programs[k * size : (k + 1) * size]) for k in range(first.mesh[0])]
-        assert [p.coordinate for p in programs] == list(product(*map(range, first.mesh)))
+        meshes = first.meshes
+        blocks = (meshes.ranks(stage) for stage in range(meshes.stages))
+        self.stages = [Stage([programs[rank] for rank in block]) for block in blocks]
+        assert [p.coordinate for p in programs] == [
+            (stage, *place) for stage, mesh in enumerate(meshes.meshes) for place in product(*map(range, mesh))
+        ]
         self.values = dict(values)
         if first.prelude is not None:
             self.values |= self._prelude()
@@ -139,8 +142,30 @@ class Pipeline:
             while posted and queue:
                 message, shards = queue.popleft()
                 assert message == posted.popleft(), "untagged messages in another order than their receives"
-                stage.arrived[message] = shards
+                stage.arrived[message] = self._across(stage, message, shards)
         return all(message in stage.arrived for message in self._needs(action))
+
+    def _across(self, stage: Stage, message: Message, shards: Shards) -> Shards:
+        """What the ranks of a stage receive of the ``shards`` that those of another sent: parts of the whole values."""
+        forward = message.direction == "forward"
+        target, source = stage.chunk(message.target), self._sender(message)
+        if target[0].mesh == source[0].mesh:
+            return shards
+        ports = target[0].receives if forward else target[0].gradient_receives
+        mine = [port for port in ports if port.edge.source == message.source]
+        sent = {port.edge: port.slot for port in (source[0].sends if forward else source[0].gradient_sends)}
+        received: Shards = [[] for _ in target]
+        for position, port in enumerate(mine):
+            slot = sent[port.edge]
+            assert port.there == slot.placements
+            parts = [[values[position]] for values in shards]
+            (whole,) = World(source)._assemble([[slot]] * len(source), parts).values()  # type: ignore[arg-type]
+            for chunk, values in zip(target, received, strict=True):
+                values.append(take_local(whole, port.slot.placements, chunk.mesh, chunk.coordinate).contiguous())
+        return received
+
+    def _sender(self, message: Message) -> list[ChunkProgram]:
+        return self.stages[self.schedule.placement[message.source]].chunk(message.source)
 
     def _arrived(self, stage: Stage, action: Action) -> Shards:
         messages = [stage.arrived.pop(message) for message in sorted(self._needs(action), key=lambda m: m.source)]
@@ -238,7 +263,7 @@ class Pipeline:
                 stage = self.stages[self.schedule.placement[chunk]]
                 slots = stage.chunk(chunk)[0].gradients
                 slot = next(s for s in slots if s.target == path)
-                assert slot.placements == parameter.slot.placements
+                assert slot.placements == parameter.placed(chunk)
                 world = World(stage.chunk(chunk))  # type: ignore[arg-type]
                 shards = [[value] for value in stage.gradients[chunk, path]]
                 parts.append(world._assemble([[slot]] * len(shards), shards)[path])

@@ -16,6 +16,7 @@ from autopar.ir.chunk_program import ChunkProgram, Port
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, StagedResult
 from autopar.ir.placements import REPLICATE, parse_placement
 from autopar.ir.program import TensorSlot
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Edge
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import make_schedule
@@ -185,7 +186,10 @@ TARGETS = st.text("a_.0\"'\\", max_size=5)
 
 
 def _port(source: int, target: int, name: str, slot: str) -> Port:
-    return Port(Edge(source, target, name), TensorSlot(slot, "receive", name, (2, 3), (parse_placement("S(0)"),)))
+    other = (parse_placement("R"),) if source % 2 else None
+    return Port(
+        Edge(source, target, name), TensorSlot(slot, "receive", name, (2, 3), (parse_placement("S(0)"),)), other
+    )
 
 
 NUMBERS = st.integers(0, 9)
@@ -201,7 +205,8 @@ CHUNK_FIELDS = {
 }
 CHUNKS = st.builds(ChunkProgram, **CHUNK_FIELDS)
 USERS, OWED = (st.lists(NUMBERS, min_size=least, max_size=3).map(tuple) for least in (1, 0))
-PARAMETERS = st.lists(st.builds(StagedParameter, SLOTS, USERS, OWED), max_size=2).map(tuple)
+ELSEWHERE = st.dictionaries(NUMBERS, st.sampled_from([(parse_placement("S(1)"),), (parse_placement("R"),)]), max_size=2)
+PARAMETERS = st.lists(st.builds(StagedParameter, SLOTS, USERS, OWED, ELSEWHERE), max_size=2).map(tuple)
 COMBINES = st.sampled_from(["sum", "same", "concatenate:1"])
 RESULTS = st.lists(st.builds(StagedResult, SLOTS, NUMBERS, COMBINES), max_size=2).map(tuple)
 
@@ -213,10 +218,22 @@ def test_any_chunk_round_trips(chunk: ChunkProgram) -> None:
 
 
 @settings(max_examples=20, phases=[Phase.generate])
-@given(PARAMETERS, RESULTS, st.dictionaries(TARGETS, st.none() | NUMBERS, max_size=2), st.booleans(), CHUNKS)
+@given(
+    st.sampled_from([StageMeshes.equal(2, (2,)), StageMeshes(((1,), (3,))), StageMeshes(((1, 2), (2, 2)))]),
+    PARAMETERS,
+    RESULTS,
+    st.dictionaries(TARGETS, st.none() | NUMBERS, max_size=2),
+    st.booleans(),
+    CHUNKS,
+)
 def test_any_pipeline_round_trips(
-    parameters: Any, results: Any, inputs: dict[str, int | None], draws: bool, chunk: ChunkProgram
+    meshes: StageMeshes,
+    parameters: Any,
+    results: Any,
+    inputs: dict[str, int | None],
+    draws: bool,
+    chunk: ChunkProgram,
 ) -> None:
     schedule = forward_only(make_schedule("gpipe", 2, 3))
-    program = PipelineProgram((2, 2), (1, 1), schedule, {1: chunk}, parameters, results, inputs, None, draws)
+    program = PipelineProgram(meshes, (1, 1), schedule, {1: chunk}, parameters, results, inputs, None, draws)
     assert PipelineProgram.from_text(program.to_text()) == program

@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import parse_placements
 from autopar.ir.reshard import Collective
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Edge
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.collectives_read_back import collectives_of_stage, difference
@@ -69,7 +70,7 @@ def _lowered(graph: Graph) -> ChunkProgram:
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2,), annotate(graph, (2,)))
     job = Lowering(graph, Assignment((2,), strategies, {"w": places}), (0,), prices.path, 1 << 20)
     wires = {edge: parse_placements(text) for edge, text in WIRES.items()}
-    return lower_chunk(ChunkLowering(job, 1, wires, make_schedule("1f1b", 3, 2)))
+    return lower_chunk(ChunkLowering(job, 1, wires, make_schedule("1f1b", 3, 2), StageMeshes.equal(3, (2,))))
 
 
 LOWERED = """# chunk 1, rank at (0,) of mesh (2,)
@@ -158,15 +159,27 @@ QUICK = [
     ("gpt2", Wanted((1, 2), "gpipe", 4)),
     ("unet", Wanted((3, 2), "zb-h1", 4, anywhere=True, seed=3)),
     ("resnet", Wanted((3, 2), "1f1b", 1, seed=5)),
+    # Stages of unequal numbers of devices; a tied weight on two of them.
+    ("gpt2", Wanted((2, 1), "1f1b", 8, unequal=((1,), (3,)))),
+    ("gpt2", Wanted((2, 1, 1), "interleaved", 4, unequal=((2, 1), (2, 2)), anywhere=True, seed=1)),
 ]
-REST = [
-    ("t5", Wanted((2, 2), "zb-v", 5, anywhere=True, seed=2)),
-    ("vit", Wanted((2, 3), "1f1b", 2, anywhere=True, seed=4)),
-] + [
-    (name, Wanted(mesh, schedule, count, seed=seed * 10 + turn, anywhere=True))
-    for seed, (name, mesh) in enumerate(product(MODELS, [(4, 1), (2, 2), (3, 2), (2, 2, 2)]))
-    for turn, (schedule, count) in enumerate(zip(SCHEDULE_NAMES, (1, 2, 5, 8, 5), strict=True))
-]
+UNEQUAL = (((1,), (3,)), ((3,), (2,)), ((1, 2), (2, 2)), ((2,), (1,), (3,)))
+REST = (
+    [
+        ("t5", Wanted((2, 2), "zb-v", 5, anywhere=True, seed=2)),
+        ("vit", Wanted((2, 3), "1f1b", 2, anywhere=True, seed=4)),
+    ]
+    + [
+        (name, Wanted(mesh, schedule, count, seed=seed * 10 + turn, anywhere=True))
+        for seed, (name, mesh) in enumerate(product(MODELS, [(4, 1), (2, 2), (3, 2), (2, 2, 2)]))
+        for turn, (schedule, count) in enumerate(zip(SCHEDULE_NAMES, (1, 2, 5, 8, 5), strict=True))
+    ]
+    + [
+        (name, Wanted((len(meshes), *meshes[0]), schedule, count, seed=seed * 10 + turn, anywhere=True, unequal=meshes))
+        for seed, (name, meshes) in enumerate(product(MODELS, UNEQUAL))
+        for turn, (schedule, count) in enumerate(zip(SCHEDULE_NAMES, (1, 2, 5, 8, 5), strict=True))
+    ]
+)
 CASES = [*QUICK, *(pytest.param(*rest, marks=pytest.mark.slow) for rest in REST)]
 
 
@@ -182,20 +195,21 @@ def test_chunks_compute_what_one_device_does(name: str, wanted: Wanted) -> None:
         ("gpt2", Wanted((2, 2), "1f1b", 4, seed=1)),
         pytest.param("t5", Wanted((2, 2, 2), "zb-v", 5, seed=2, anywhere=True), marks=pytest.mark.slow),
         ("unet", Wanted((1, 4), "gpipe", 5, seed=3)),
+        ("gpt2", Wanted((2, 1), "1f1b", 4, seed=1, unequal=((1,), (3,)))),
     ],
     ids=str,
 )
 def test_stages_communicate_what_was_priced(name: str, wanted: Wanted) -> None:
     made = make_pipeline(_case(name).graph, wanted)
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
-    breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
+    breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw", made.cluster)
     said = 0
     for stage, held in enumerate(made.schedule.held):
         priced: Counter[Collective] = Counter()
         for line in (line for chunk in held for line in breakdown.breakdowns[chunk].lines):
             for wire in line.collectives:
                 priced[wire] += line.times
-        found = collectives_of_stage(made.program((stage, *[0] * len(made.prices.mesh))))
+        found = collectives_of_stage(made.program(made.meshes.ranks(stage).start))
         assert difference(found, priced) == ()
         said += sum(found.values())
     assert said > wanted.microbatches
@@ -210,10 +224,10 @@ def test_no_gradient_waits_for_a_reduction_before_it_is_sent(wanted: Wanted, mon
     monkeypatch.setattr("autopar.search.chunk_price.BUCKET_BYTES", 256)
     made = make_pipeline(_case("gpt2").graph, wanted)
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
-    breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
+    breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw", made.cluster)
     under_way = []
     for stage in range(made.schedule.stages):
-        for chunk in made.program((stage, 0)).chunks.values():
+        for chunk in made.program(made.meshes.ranks(stage).start).chunks.values():
             mine = [i for i in chunk.last.instructions if i.name.startswith("gradients")]
             waits = [i for i in mine if i.op == "collective.wait"]
             if not made.schedule.ends_with(chunk.chunk):

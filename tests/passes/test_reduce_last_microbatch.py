@@ -10,6 +10,7 @@ from autopar.ir.chunk_program import ChunkProgram
 from autopar.ir.graph import Graph
 from autopar.ir.placements import Strategy
 from autopar.ir.program import Section
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower import Lowering
 from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
@@ -31,7 +32,8 @@ def chunk(microbatches: int, rests: dict[str, str], bucket: int, schedule: str =
     places = {name: ParameterPlacement(*across([text])) for name, text in rests.items()}
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2,), graph)
     job = Lowering(graph, Assignment((2,), strategies, places), (0,), prices.path, bucket)
-    return lower_chunk(ChunkLowering(job, of - 1, {}, make_schedule(schedule, 1, microbatches, of, edges=chain(of))))
+    ordered = make_schedule(schedule, 1, microbatches, of, edges=chain(of))
+    return lower_chunk(ChunkLowering(job, of - 1, {}, ordered, StageMeshes.equal(1, job.mesh)))
 
 
 def lines(text: str) -> str:

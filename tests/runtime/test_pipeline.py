@@ -28,6 +28,7 @@ from autopar.runtime import ParallelModule, Request, run_local
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
 from autopar.runtime.state.materialise import materialise
 from autopar.trace.tracer import Traced
+from tests.helpers.marks import slow_but
 from tests.helpers.pipelines import (
     SCHEDULE_NAMES,
     PipelineCompiler,
@@ -71,11 +72,11 @@ def on_ranks(name: str, wanted: Wanted, work: Work, *, timeout: float = 200.0) -
             with torch.no_grad():
                 for parameter in plain.parameters():
                     parameter.zero_()
-        mesh = init_device_mesh("cpu", wanted.mesh)
-        compiler = PipelineCompiler(plain, wanted, tuple(mesh.get_coordinate() or ()), ready)
+        mesh = init_device_mesh("cpu", wanted.meshes.whole)
+        compiler = PipelineCompiler(plain, wanted, rank, ready)
         return work(ParallelModule(plain, mesh, compiler), copy.deepcopy(model), batch)
 
-    return run_local(rank_work, math.prod(wanted.mesh), timeout=timeout, backend="gloo")
+    return run_local(rank_work, wanted.meshes.devices, timeout=timeout, backend="gloo")
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -123,12 +124,18 @@ def one_step(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
 QUICK = [
     ("gpt2", Wanted((1, 2), "1f1b", 8)),
     ("unet", Wanted((3, 1), "zb-h1", 4)),
+    # Rows of a microbatch on three devices: two, two and one of five.
+    ("gpt2", Wanted((2, 1), "1f1b", 8, unequal=((1,), (3,)))),
 ]
 MODELS = ("gpt2", "llama", "t5", "unet", "vit")
 REST = [
     ("gpt2", Wanted((4, 1), "1f1b", 5)),
     ("llama", Wanted((2, 2), "gpipe", 2)),
     ("t5", Wanted((2, 2), "zb-v", 5)),
+    ("llama", Wanted((2, 1), "gpipe", 4, unequal=((1,), (2,)), seed=1)),
+    ("gpt2", Wanted((2, 1, 1), "interleaved", 4, unequal=((2, 1), (2, 2)), seed=2)),
+    ("t5", Wanted((2, 1), "zb-v", 5, unequal=((3,), (1,)), seed=3)),
+    ("vit", Wanted((3, 1), "zb-h1", 4, unequal=((1,), (2,), (1,)), seed=4)),
 ] + [
     (name, Wanted(mesh, schedule, count, seed=seed))
     for seed, (name, mesh) in enumerate(itertools.product(MODELS, [(4, 1), (2, 2), (3, 1), (2, 2, 2)]))
@@ -191,6 +198,7 @@ def evaluates(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
     [
         pytest.param("gpt2", Wanted((2, 2), "1f1b", 4), marks=pytest.mark.slow),
         pytest.param("gpt2", Wanted((1, 2), "gpipe", 2), marks=pytest.mark.slow),
+        pytest.param("gpt2", Wanted((2, 1), "1f1b", 4, unequal=((1,), (3,))), marks=pytest.mark.slow),
     ],
 )
 def test_training_and_evaluation(name: str, wanted: Wanted) -> None:
@@ -232,8 +240,9 @@ def clips(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_torchs_own_clipping_over_stages() -> None:
-    on_ranks("gpt2", Wanted((2, 2), "1f1b", 2), clips)
+@pytest.mark.parametrize("unequal", [(), ((1,), (3,))], ids=str)
+def test_torchs_own_clipping_over_stages(unequal: tuple[tuple[int, ...], ...]) -> None:
+    on_ranks("gpt2", Wanted((2, 1 if unequal else 2), "1f1b", 2, unequal=unequal), clips)
 
 
 def test_a_local_batch_is_the_batch() -> None:
@@ -249,9 +258,10 @@ def records(model: ParallelModule, reference: nn.Module, batch: Any) -> Any:
     return timelines
 
 
-def test_a_measured_timeline() -> None:
+@pytest.mark.parametrize("unequal", slow_but([()], [(), ((1,), (2,), (1,))]), ids=str)
+def test_a_measured_timeline(unequal: tuple[tuple[int, ...], ...]) -> None:
     """Every computation of every stage once, one after the other, and none before what it needs."""
-    wanted = Wanted((3, 1), "1f1b", 4)
+    wanted = Wanted((3, 1), "1f1b", 4, unequal=unequal)
     for (timeline,) in on_ranks("gpt2", wanted, records):
         assert timeline.stages == 3
         for rank in range(3):
@@ -286,7 +296,7 @@ def test_checkpoints_of_a_pipeline_load_into_another(tmp_path: Path) -> None:
             assert torch.equal(model.full_tensor(state[name]), value), name
 
     on_ranks("gpt2", Wanted((2, 2), "1f1b", 2), saves)
-    on_ranks("gpt2", Wanted((4, 1), "gpipe", 2), loads)
+    on_ranks("gpt2", Wanted((2, 1), "gpipe", 2, unequal=((3,), (1,))), loads)
     model, _ = _make("gpt2")
     state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     with warnings.catch_warnings():
@@ -306,7 +316,7 @@ def test_meta_models_are_initialised_stage_by_stage() -> None:
     def work(rank: int, world: int) -> None:
         mesh = init_device_mesh("cpu", wanted.mesh)
         own = copy.deepcopy(meta)
-        compiler = PipelineCompiler(own, wanted, tuple(mesh.get_coordinate() or ()), ready)
+        compiler = PipelineCompiler(own, wanted, rank, ready)
         parallel = ParallelModule(own, mesh, compiler, seed=3)
         step(parallel, batch)
         whole = copy.deepcopy(meta)

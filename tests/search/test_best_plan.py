@@ -316,18 +316,20 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
 def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch, best: float) -> None:
     """Two stages that take at least 4 s together, 2 s each, beside a plan of ``best`` seconds. Bills were seen 11%
     under their share of the program's bound, so that 1.77 s are no reason yet."""
-    solution = Mock(**{"unlimited": 4.0, "breakdown.seconds": 5.0})
+    solution = Mock(**{"unlimited": 4.0, "breakdown.seconds": 5.0, "prices.devices": 2})
+    solution.prices.on_block.return_value = solution.prices
     solve_only = Mock(return_value=solution)
     monkeypatch.setattr(stage_programs, "solve_only", solve_only)
     request = requested("plain", (2,))
-    programs = stage_programs.StagePrograms(request, best, Timings())
+    programs = stage_programs.StagePrograms(request, StageLayout(2, (2,), (0,)), best, Timings())
     repeats = Repeats(2, 1, accumulates=True, stages=2)
-    assert programs.solve(request.graph, repeats, 100.0, 10.0) is solution
+    # Limits are those of all four devices together; each stage has two.
+    assert programs.solve(request.graph, repeats, 200.0, 20.0) == (solution, solution)
     if best * 1.15 < 2.0:
         with pytest.raises(InfeasibleError, match="2 stages take at least 2 s: not searched with less memory"):
-            programs.solve(request.graph, repeats, 90.0, 10.0)
+            programs.solve(request.graph, repeats, 180.0, 20.0)
     else:
-        assert programs.solve(request.graph, repeats, 90.0, 10.0) is solution
+        assert programs.solve(request.graph, repeats, 180.0, 20.0) == (solution, solution)
         assert [call.args[0].memory_limit for call in solve_only.call_args_list] == [100.0, 90.0]
 
 

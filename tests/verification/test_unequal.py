@@ -24,8 +24,14 @@ CASES: list[tuple[str, tuple[Group, ...], dict[str, Any]]] = [
     ("gpt2", (Group(1, SLOW), Group(3, FAST)), {"stages": 2, "microbatches": 4, "zero": 3}),
     ("vit", (Group(1, FAST), Group(2, SLOW), Group(1, FAST)), {"stages": 4, "microbatches": 4, "schedule": "solved"}),
     ("gpt2", (Group(1, SLOW), Group(1, FAST)), {}),
+    # Stages of unequal numbers of devices, between which a weight is tied.
+    ("gpt2", (Group(1, FAST), Group(2, SLOW)), {"stages": (1, 2), "microbatches": 8, "zero": 1, "schedule": "1f1b"}),
+    ("gpt2", (Group(1, FAST), Group(3, SLOW)), {"stages": (1, 3), "microbatches": 5, "schedule": "solved"}),
+    ("t5", (Group(2, SLOW), Group(1, FAST)), {"stages": (2, 1), "microbatches": 4, "schedule": "zb-v", "zero": 3}),
+    ("llama", (Group(4, SLOW),), {"stages": (1, 3), "microbatches": 8, "precision": "bf16"}),
+    ("vit", (Group(1, FAST), Group(3, SLOW)), {"stages": 2, "microbatches": 4, "schedule": "interleaved"}),
 ]
-QUICK = 1
+QUICK = (1, 7)
 
 
 def _cluster(groups: tuple[Group, ...]) -> Cluster:
@@ -34,7 +40,7 @@ def _cluster(groups: tuple[Group, ...]) -> Cluster:
 
 @pytest.mark.parametrize(
     ("name", "groups", "options"),
-    [pytest.param(*case, marks=[] if i == QUICK else pytest.mark.slow) for i, case in enumerate(CASES)],
+    [pytest.param(*case, marks=[] if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)],
 )
 def test_equal_to_one_process(name: str, groups: tuple[Group, ...], options: dict[str, Any]) -> None:
     model, batch = _make(name)

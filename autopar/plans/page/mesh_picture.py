@@ -11,7 +11,7 @@ from autopar.ir.placements import Placements, is_shard
 from autopar.ir.plan_record import PlanRecord
 from autopar.offload import TIER_NAMES
 from autopar.plans.views.module_tree import optimizer_text, readable
-from autopar.plans.views.stages import folded_modules
+from autopar.plans.views.stages import folded_modules, mesh_of_parameter
 
 # Ways of placing that are shown, those of most bytes first. Chosen: a screen of pictures.
 _MOST = 8
@@ -68,22 +68,23 @@ class Way:
 def mesh_pictures(plan: PlanRecord) -> tuple[Way, ...]:
     """The pictures of ``plan``'s parameters."""
     held = {name: sum(h.bytes for h in found) for name, found in plan.holdings_by_name.items()}
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str, tuple[int, ...]], list[str]] = {}
     for path, place in plan.parameters.items():
-        placed = (readable(place.weight), readable(place.gradient), optimizer_text(place))
+        mesh = mesh_of_parameter(plan, path)
+        placed = (readable(place.weight), readable(place.gradient), optimizer_text(place), mesh)
         groups.setdefault(placed, []).append(path)
 
     def size_of(path: str) -> int:
         return held.get(plan.parameter_nodes.get(path, ""), 0)
 
     ways = []
-    for paths in groups.values():
+    for (*_, mesh), paths in groups.items():
         largest = sorted(paths, key=size_of, reverse=True)
         place = plan.parameters[paths[0]]
         state = "optimizer state" + (f" in {TIER_NAMES[place.offload]}" if place.offload else "")
         parts = {"weight": place.weight, "gradient": place.gradient, state: place.optimizer}
         grids = tuple(
-            _grid(plan, _list([what for what, _ in same]), placements)
+            _grid(mesh, _list([what for what, _ in same]), placements)
             for (placements, _), same in itertools.groupby(parts.items(), key=lambda part: (part[1], " in " in part[0]))
         )
         ways.append(Way(_names(largest), len(paths), sum(map(size_of, paths)), grids))
@@ -100,8 +101,8 @@ def _names(paths: Sequence[str]) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _grid(plan: PlanRecord, what: str, placements: Placements) -> Grid:
-    *outer, columns = plan.mesh
+def _grid(mesh: tuple[int, ...], what: str, placements: Placements) -> Grid:
+    *outer, columns = mesh
     rows = math.prod(outer)
     shares: dict[tuple[int, ...], int] = {}
     cells = []

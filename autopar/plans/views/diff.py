@@ -152,7 +152,9 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "precision",
         "layout",
     ):
-        first, second = getattr(before, name), getattr(after, name)
+        first, second = (getattr(plan, name) for plan in (before, after))
+        if name == "mesh" and not (before.stage_meshes.are_equal and after.stage_meshes.are_equal):
+            first, second = (" ".join(map(str, plan.stage_meshes.meshes)) for plan in (before, after))
         # Axis names are derived from the placements. They are not a setting of their own.
         if first != second and not (name == "axis_names" and before.mesh == after.mesh):
             yield Change(name, "setting", _setting(name, first), _setting(name, second))

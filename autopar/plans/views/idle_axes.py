@@ -43,7 +43,8 @@ def _alike(plan: PlanRecord, axis: int) -> float:
     computation."""
     # Agreeing on the loss scale and recomputed operations have no node of their own.
     kinds = {"compute": plan.strategies, "optimizer": plan.nodes}
-    lines = [line for line in plan.lines if line.name in kinds.get(line.kind, ())]
+    several = {stage for stage, mesh in enumerate(plan.stage_meshes.meshes) if mesh[axis] > 1}
+    lines = [line for line in plan.lines if line.name in kinds.get(line.kind, ()) and line.stage in several]
     alike = sum(line.seconds for line in lines if not _is_divided(plan, line, axis))
     total = sum(line.seconds for line in lines)
     return alike / total if total else 0.0

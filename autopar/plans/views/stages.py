@@ -82,8 +82,15 @@ def _stage_row(plan: PlanRecord, stage: int, modules: Mapping[int, tuple[str, ..
 
 def ranks_of(plan: PlanRecord, stage: int) -> tuple[int, int]:
     """The first and the last rank of a stage."""
-    size = math.prod(plan.mesh)
-    return stage * size, (stage + 1) * size - 1
+    ranks = plan.stage_meshes.ranks(stage)
+    return ranks.start, ranks.stop - 1
+
+
+def mesh_of_parameter(plan: PlanRecord, path: str) -> tuple[int, ...]:
+    """The mesh inside the stage that updates a parameter."""
+    lines = plan.lines_by_name.get(plan.parameter_nodes.get(path, ""), ())
+    stage = next((line.stage for line in lines if line.kind == "optimizer"), None)
+    return plan.mesh if stage is None else plan.stage_meshes.meshes[stage]
 
 
 def busiest_stage(plan: PlanRecord) -> int:
@@ -198,8 +205,12 @@ def folded_modules(modules: Iterable[str]) -> str:
 
 
 def mesh_text(plan: PlanRecord) -> str:
-    """``pp=2, dp=2``: the axis of stages, then the axes inside a stage, unless a stage has only one device."""
-    inner = [f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True)]
+    """``pp=2, dp=2``: the axis of stages, then the axes inside a stage, unless a stage has only one device. Of unequal
+    stages each axis has its size in every one of them: ``pp=2, dp=1+3``."""
+    meshes = plan.stage_meshes
+    several = [plan.mesh] if meshes.are_equal else meshes.meshes
+    sizes = ["+".join(map(str, each)) for each in zip(*several, strict=True)]
+    inner = [f"{name}={n}" for name, n in zip(plan.axis_names, sizes, strict=True)]
     if plan.stages == 1:
         return ", ".join(inner)
     return ", ".join([f"pp={plan.stages}", *(inner if math.prod(plan.mesh) > 1 else ())])

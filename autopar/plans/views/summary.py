@@ -53,7 +53,7 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
     yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
-    if plan.stages > 1 and math.prod(plan.mesh) == 1:
+    if plan.stages > 1 and math.prod(plan.stage_meshes.largest) == 1:
         reading = "each stage on one device: nothing is sharded"
     lines = [f"mesh   ({names})   {reading}"]
     if len(lines[0]) > page_width():

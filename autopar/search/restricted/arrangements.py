@@ -31,7 +31,8 @@ def arrangements(request: PlanRequest) -> list[PlanRequest]:
     """The requests to solve for ``request``: itself if no layout fixes a degree, otherwise one for each arrangement of
     its devices. Raises :class:`OptionsError` if there is none, with the numbers and the nearest that work."""
     restriction = Restriction.of(request.options.layout)
-    restriction = replace(restriction, pipeline=restriction.pipeline or request.options.stages)
+    stages = request.options.stages
+    restriction = replace(restriction, pipeline=restriction.pipeline or (None if isinstance(stages, tuple) else stages))
     restricting = (*_DEGREES[1:], "expert", "microbatch", "sequence_parallel")
     if all(getattr(restriction, name) is None for name in restricting):
         return [request]

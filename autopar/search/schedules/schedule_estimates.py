@@ -108,9 +108,9 @@ class Estimates:
         spans = zip(placement, pairwise(starts), strict=True)
         seconds = [float(self.on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
         edges = {
-            (c, c + 1): EdgePrice(latency=float(any_block.wire[start]))
-            for c, start in enumerate(starts[1:-1])
-            if placement[c] != placement[c + 1]
+            (c, c + 1): EdgePrice(latency=max(float(self.on_blocks[rank].wire[starts[c + 1]]) for rank in pair))
+            for c, pair in enumerate(pairwise(placement))
+            if pair[0] != pair[1]
         }
         return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=self.shared)
 

@@ -68,6 +68,31 @@ def test_another_plan_and_one_process_go_on(tmp_path: Path) -> None:
     check_files(tmp_path / f"step-{BEFORE:06d}")
 
 
+@pytest.mark.slow
+def test_stages_of_unequal_numbers_of_devices_go_on(tmp_path: Path) -> None:
+    """Saved by stages on one device and on two, loaded by the same, by the other way round, by equal stages, in
+    shards, and by one process."""
+    unequal: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b", "zero": 1}
+
+    def work(rank: int, world: int) -> list[Traced]:
+        return [
+            saves(tmp_path, parallel((world,), stages=(1, 2), **unequal)),
+            loads(tmp_path, parallel((world,), stages=(1, 2), **unequal)),
+            loads(tmp_path, parallel((world,), stages=(2, 1), **unequal)),
+            loads(tmp_path, parallel((world,), stages=3, microbatches=2)),
+            loads(tmp_path, parallel((world,), **SHARDED)),
+        ]
+
+    for wanted, same, *others in on(3, work):
+        assert_goes_on(same, wanted, tolerance=0.0)
+        for other in others:
+            assert_goes_on(other, wanted)
+    try:
+        assert_goes_on(loads(tmp_path, parallel((1,))), wanted)
+    finally:
+        dist.destroy_process_group()
+
+
 def check_files(folder: Path) -> None:
     """Tensors by the names of the state dict, once each; JSON beside them; safetensors that the package reads."""
     from safetensors.torch import load_file

@@ -1,0 +1,176 @@
+"""Stages of unequal numbers of devices: which are tried, what they cost, and that their plans compute what one device
+does, all ranks simulated in one process."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Options
+from autopar.cluster.description import Cluster, Group
+from autopar.errors import OptionsError, PlanMismatchError
+from autopar.plans.plan import Plan
+from autopar.search.stage_meshes import StageLayout, layout_of, unequal_layouts
+from tests.helpers.planning import slow_devices
+from tests.helpers.run_plan import Bench
+from tests.search.test_stage_devices import FAST, SLOW
+
+BATCH, WIDTH, VOCABULARY = 24, 12, 18
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head that share a weight; ``loss`` is the mean over all rows."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+@cache
+def bench() -> Bench:
+    torch.manual_seed(0)
+    x = torch.randint(VOCABULARY, (BATCH, 5))
+    return Bench(Tied(), {"x": x, "labels": x.roll(1, 1)})
+
+
+def plan(devices: int, cluster: Cluster | None = None, batch: int = BATCH, **options: Any) -> Plan:
+    own = bench()
+    given = {name: value[:batch] for name, value in own.batch.items()}
+    return autopar.plan(own.model, (devices,), given, cluster=cluster or slow_devices(), options=Options(**options))
+
+
+def mixed(*groups: Group) -> Cluster:
+    return slow_devices().with_groups(*groups)
+
+
+def check_computes_the_same(found: Plan, own: Bench | None = None) -> None:
+    own = own or bench()
+    expected, computed = own.expected(), own.run(found)
+    assert computed.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(computed[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def check_whole(found: Plan) -> None:
+    """The plan is valid, survives its text forms, and its figures are those of its simulated step."""
+    found.validate()
+    assert Plan.from_json(found.to_json()) == found == Plan.from_text(found.to_text())
+    assert autopar.step_timeline(found).seconds == pytest.approx(found.predicted.step_seconds)
+    assert str(found) and str(found.table(by="stage")) and found.tree()
+
+
+ASKED = [
+    ((1, 3), {"microbatches": 3, "schedule": "1f1b"}),
+    pytest.param((1, 2), {"microbatches": 4, "schedule": "gpipe", "zero": 1}, marks=pytest.mark.slow),
+    pytest.param((3, 1), {"microbatches": 3, "schedule": "interleaved"}, marks=pytest.mark.slow),
+    pytest.param((2, 4), {"microbatches": 6, "schedule": "zb-v"}, marks=pytest.mark.slow),
+    pytest.param((2, 1, 3), {"microbatches": 4, "schedule": "zb-h1", "zero": 3}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("stages", "options"), ASKED, ids=str)
+def test_asked_for_they_compute_what_one_device_does(stages: tuple[int, ...], options: dict[str, Any]) -> None:
+    found = plan(sum(stages), stages=stages, **options)
+    assert found.stage_meshes.sizes == stages
+    check_whole(found)
+    check_computes_the_same(found)
+
+
+def test_a_tied_weight_lies_on_both_meshes() -> None:
+    """Its state rests with the embedding; the head has it as its own mesh does."""
+    found = plan(4, stages=(1, 3), microbatches=3, schedule="1f1b")
+    assert found.pipeline is not None and {path for _, path in found.pipeline.borrowed} == {"embed.weight"}
+    updated = [line.stage for line in found.lines if line.kind == "optimizer" and line.name == "embed_weight"]
+    assert len(set(updated)) <= 1
+
+
+def test_each_stage_follows_the_speed_of_all_its_devices() -> None:
+    """Three devices compute three times as much in the same seconds."""
+    found = plan(4, stages=(1, 3), microbatches=8, schedule="1f1b")
+    busy = [0.0, 0.0]
+    for line in found.lines:
+        busy[line.stage] += line.seconds if line.kind == "compute" else 0.0
+    first, second = busy
+    assert found.stage_meshes.sizes == (1, 3) and second * 3 > 1.3 * first
+
+
+@pytest.mark.slow
+def test_the_search_divides_devices_of_two_kinds_unequally() -> None:
+    """Of one fast device and three slow ones, with so slow links that rows and weights stay within a kind."""
+    links = tuple(replace(link, rates={}, bandwidth=2e5, latency=1e-3) for link in slow_devices().links)
+    cluster = replace(mixed(Group(1, FAST), Group(3, SLOW)), links=links)
+    found = plan(4, cluster, microbatches=8)
+    check_whole(found)
+    check_computes_the_same(found)
+    stages_of = {name: figures for name, figures in found.baselines.items() if figures is not None}
+    assert found.stage_meshes.sizes == (1, 3) or any(name.startswith("stages of 1 + 3") for name in stages_of)
+
+
+def test_layouts_between_kinds() -> None:
+    def counts(*groups: Group) -> list[tuple[int, ...]]:
+        return [layout.counts for layout in unequal_layouts(mixed(*groups), sum(group.count for group in groups))]
+
+    assert counts(Group(1, FAST), Group(3, SLOW)) == [(1, 3)]
+    assert counts(Group(2, FAST), Group(4, SLOW)) == [(2, 4), (1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 1, 1)]
+    # Neighbours of one kind make one block; equal stages are the ordinary ones.
+    assert counts(Group(1, FAST), Group(1, SLOW), Group(2, SLOW)) == [(1, 3)]
+    assert counts(Group(2, FAST), Group(2, SLOW)) == [(1, 1, 2), (2, 1, 1)]
+    assert unequal_layouts(slow_devices(), 4) == ()
+
+
+def test_numbers_of_devices_make_a_layout() -> None:
+    assert layout_of((4,), (1, 3)) == StageLayout(2, (3,), (), (1, 3))
+    assert layout_of((4,), (2, 2)) == StageLayout(2, (2,), (0,))
+    assert layout_of((4,), (1, 3)).blocks == (range(1), range(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ((1, 2), r"stages=(1, 2) are 3 devices in all, but the mesh (4,) has 4: .*; stages=(1, 3) would"),
+        ((3, 3), r"stages=(3, 3) are 6 devices in all, but the mesh (4,) has 4: .*; stages=(3, 1) would"),
+        ((5, 1), r"stages=(5, 1) are 6 devices in all, but the mesh (4,) has 4: they take every device"),
+        ((4,), r"stages=(4,) gives the devices of one stage: stages=1 has all of them"),
+        ((0, 4), r"stages=(0, 4) are not numbers of devices, at least 1 for each stage"),
+    ],
+    ids=str,
+)
+def test_numbers_that_are_not_those_of_the_mesh_are_explained(stages: tuple[int, ...], message: str) -> None:
+    pattern = re.escape(message).replace(re.escape(".*"), ".*")
+    with pytest.raises(OptionsError, match=pattern):
+        plan(4, stages=stages)
+
+
+def test_what_needs_equal_stages_is_explained() -> None:
+    with pytest.raises(OptionsError, match=r"pins name shares of rows, .*ask for stages=2"):
+        plan(4, stages=(1, 3), pins={"blocks": "S(0:3+1)"})
+    with pytest.raises(OptionsError, match="a layout divides every stage alike"):
+        Options(stages=(1, 3), layout=autopar.Layout(tensor=1))
+
+
+def test_another_plan_is_not_what_the_options_ask_for() -> None:
+    from autopar.planner.options_of_plan import options_under
+
+    found = plan(4, stages=(1, 3), microbatches=3, schedule="1f1b")
+    options_under(Options(stages=(1, 3)), found)
+    with pytest.raises(PlanMismatchError, match=r"stages=\(3, 1\).*stages=\(1, 3\)"):
+        options_under(Options(stages=(3, 1)), found)
