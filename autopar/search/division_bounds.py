@@ -21,16 +21,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.cluster.description import Cluster
-from autopar.cost import family_of
 from autopar.ir.graph import Graph
 from autopar.ir.searched import Searched
 from autopar.passes.pipeline.chunk_assignment import gradient_parts
 from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.placement.fused_kernels import FusedKernels
-from autopar.planner.alone import launches_of, seconds_alone
+from autopar.planner.alone import seconds_alone
 from autopar.planner.request import PlanRequest, kernels_of
 
 from .stage_devices import kinds_of_blocks
@@ -117,8 +116,8 @@ class Bounds:
 def bounds_of(request: PlanRequest, graph: Graph) -> Bounds:
     """The bounds of the divisions of a request whose step ``graph`` will be cut."""
     cluster, devices, fused = request.cluster, math.prod(request.mesh), kernels_of(request, graph)
-    of = cluster, graph, fused
-    return request.shared.once("bounds", of, devices, make=lambda: Bounds(cluster, devices, graph, fused))
+    make = partial(Bounds, cluster, devices, graph, fused)
+    return request.shared.once("bounds", (cluster, graph, fused), devices, make=make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +134,16 @@ class _Alone:
 
 def _alone(cluster: Cluster, count: int, graph: Graph, fused: FusedKernels | None) -> _Alone:
     each, left_out = seconds_alone(cluster, graph, fused), data_only_nodes(graph) | _additions(graph)
-    launch, launched, computing = cluster.device.launch_seconds, 0.0, 0.0
-    # By node, the longest chain that ends with it: seconds, and launches.
+    computing = launching = 0.0
+    # By node, the longest chain that ends with it: seconds of computing and of launching.
     chains: dict[str, tuple[float, float]] = {}
     for node in graph.nodes:
         before = max((chains[value.node] for value in node.operands), default=(0.0, 0.0))
-        counts = node.name in each and node.name not in left_out
-        launches = launches_of(node, fused) if counts and not family_of(node.op).is_view else 0.0
-        seconds = max(0.0, each[node.name] - launches * launch) if counts else 0.0
-        launched, computing = launched + launches, computing + seconds
-        chains[node.name] = before[0] + seconds, before[1] + launches
-    longest = max(chains.values(), default=(0.0, 0.0))
-    return _Alone(count, computing, launched * launch, longest[0], longest[1] * launch)
+        seconds, launches = (0.0, 0.0) if node.name in left_out else each.get(node.name, (0.0, 0.0))
+        launches = min(launches, seconds)  # What is only viewed launches nothing.
+        computing, launching = computing + seconds - launches, launching + launches
+        chains[node.name] = before[0] + seconds - launches, before[1] + launches
+    return _Alone(count, computing, launching, *max(chains.values(), default=(0.0, 0.0)))
 
 
 def _additions(graph: Graph) -> frozenset[str]:
