@@ -304,11 +304,8 @@ def _scheduled(
     pinned = pinned_ranks(pieces.graph, segment_of, count, request.pins, stages)
     kinds = _kinds_within(request, count)
     alike = kinds_of_blocks(cluster, layout.blocks)
-    placed = [
-        Arranged(kind, order, request.microbatches)
-        for kind in kinds
-        for order in orders(alike, [breakdown.seconds for breakdown in priced], request.limits)
-    ]
+    tried = orders(alike, [breakdown.seconds for breakdown in priced], request.limits, pinned.tolist())
+    placed = [Arranged(kind, order, request.microbatches) for kind in kinds for order in tried]
     unlimited = (math.inf,) * stages
     if request.pins and not any(cuts_at(on_blocks, arranged, pinned, unlimited) for arranged in placed):
         raise OptionsError(

@@ -61,14 +61,20 @@ def least_share(solutions: Sequence[MeshSolution], cluster: Cluster) -> float:
     return 1.0 / sum(rates) if len(rates) == len(solutions) else 0.0
 
 
-def orders(kinds: Sequence[int], seconds: Sequence[float], limits: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+def orders(
+    kinds: Sequence[int], seconds: Sequence[float], limits: Sequence[float], pinned: Sequence[int] = ()
+) -> tuple[tuple[int, ...], ...]:
     """The orders to try: for each stage of the model in turn, its block. The blocks' own order is the first.
 
     Args:
         kinds: by block, as :func:`kinds_of_blocks` gives.
         seconds: by block, those of the whole model.
         limits: by block, the bytes that a device may hold.
+        pinned: by segment of the model, the block on which pins put it, or -1. If they name all blocks, theirs is an
+            order to try, where blocks differ.
     """
+    asked = tuple(dict.fromkeys(block for block in pinned if block >= 0))
+    by_pins = (asked,) if len(asked) == len(kinds) and len(set(kinds)) > 1 else ()
     blocks, counts = range(len(kinds)), Counter(kinds)
     ways = math.factorial(len(kinds)) // math.prod(math.factorial(n) for n in counts.values())
     sequences: list[tuple[int, ...]]
@@ -78,7 +84,7 @@ def orders(kinds: Sequence[int], seconds: Sequence[float], limits: Sequence[floa
         ascending = [sorted(blocks, key=key.__getitem__) for key in (seconds, limits)]
         listed = [*ascending, *(blocks[::-1] for blocks in ascending)]
         sequences = [tuple(kinds), *(tuple(kinds[block] for block in blocks) for blocks in listed)]
-    return tuple(dict.fromkeys(_blocks_in(sequence, kinds) for sequence in sequences))
+    return tuple(dict.fromkeys((*(_blocks_in(sequence, kinds) for sequence in sequences), *by_pins)))
 
 
 def _arrangements(left: Counter[int]) -> Iterator[tuple[int, ...]]:

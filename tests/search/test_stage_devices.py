@@ -168,3 +168,12 @@ def test_replicas_on_several_kinds_are_refused() -> None:
     model, batch = _make("gpt2")
     with pytest.raises(OptionsError, match="groups of different devices"):
         autopar.plan(model, (2,), batch, cluster=cluster(SLOW, FAST), options=Options(sync=autopar.LocalSGD(every=2)))
+
+
+def test_pins_of_all_stages_are_an_order_to_try() -> None:
+    kinds, seconds = tuple(range(6)), [1.0, 5.0, 2.0, 4.0, 3.0, 6.0]
+    asked = (4, 0, 5, 1, 3, 2)
+    assert asked not in orders(kinds, seconds, seconds)
+    assert orders(kinds, seconds, seconds, [-1, *asked, -1])[-1] == asked
+    assert orders(kinds, seconds, seconds, asked[1:]) == orders(kinds, seconds, seconds)
+    assert orders((0, 0), [1.0, 1.0], [1.0, 1.0], [1, 0]) == ((0, 1),)
