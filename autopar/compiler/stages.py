@@ -130,13 +130,14 @@ class StageCompiler:
         return self._program(pieces, staged, placed, checked=trains)
 
     def _resting(self, part: ChunkNodes, homes: Mapping[str, int]) -> Mapping[str, ParameterPlacement]:
-        """Where parameters rest for the chunks of ``part``: as planned, and whole if only chunks on other meshes were
-        planned to have them."""
+        """Where parameters rest for the chunks of ``part``: as planned, by whichever devices of such a mesh, and whole
+        if only chunks on other meshes were planned to have them."""
         if not self.pipeline.meshes:
             return self.plan.parameters
         everywhere = (REPLICATE,) * len(part.mesh)
         whole = ParameterPlacement(everywhere, everywhere, everywhere)
-        own = {path: place for path, place in self.plan.parameters.items() if homes.get(path) in part.chunks}
+        here = {path for path, home in homes.items() if self.plan.mesh_of(home) == part.mesh}
+        own = {path: place for path, place in self.plan.parameters.items() if path in here}
         lent = {path: place for (chunk, path), place in self.pipeline.borrowed.items() if chunk in part.chunks}
         return {**dict.fromkeys(self.plan.parameters, whole), **lent, **own}
 

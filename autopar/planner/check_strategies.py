@@ -69,7 +69,10 @@ def check_offered(plan: Plan, graph: Graph, part: ChunkNodes | None = None) -> N
     names = [node.name for node in graph.nodes]
     sums = _chunk_sums(plan, graph)
     copies = {name + RECOMPUTED for name in plan.recomputed} | _chunk_copies(plan, graph) | sums
-    _check_names("node", (plan.nodes.keys() | plan.strategies.keys()) - copies, names)
+    planned = (plan.nodes.keys() | plan.strategies.keys()) - copies
+    # A stage with another mesh may recompute what this one saves, and the plan has what any of them has.
+    elsewhere = set() if part is None else set(names) - part.names - planned
+    _check_names("node", planned, [name for name in names if name not in elsewhere])
     _check_names("parameter", plan.parameters, [node.target for node in graph.placeholders("param")])
     for node in graph.placeholders("param"):
         for place in _places(plan, node, part):

@@ -18,6 +18,11 @@ from autopar.plans.views.why import Explanation
 
 from .question import Question, question_of
 
+_SEVERAL_AXES = (
+    "not solved again: pins name placements on the axes of one mesh, and the stages of this plan have meshes of "
+    "several axes each; ask for stages of as many devices each to compare"
+)
+
 
 def with_forbidden(plan: PlanRecord, explanation: Explanation) -> Explanation:
     """``explanation`` with its choice forbidden in the placement program. Unchanged where there is nothing to choose.
@@ -31,6 +36,8 @@ def with_forbidden(plan: PlanRecord, explanation: Explanation) -> Explanation:
         return explanation
     place = _place(plan, node)
     alike = plan.alike[plan.nodes[node].tied or node]
+    if not plan.stage_meshes.are_equal and len(plan.mesh) > 1:
+        return replace(explanation, forbidden=Forbidden(place, len(alike), error=_SEVERAL_AXES))
     pins = {**question.options.pins, **{f"%{name}": f"{NOT}{place}" for name in alike}}
     try:
         other = question.again(mesh=_mesh_of(plan, question), options=_fixed(plan, question.options, pins))

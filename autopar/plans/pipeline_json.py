@@ -11,6 +11,7 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import Placements, short
 from autopar.ir.planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeline
 from autopar.ir.staged_graph import Edge
+from autopar.offload import tier_of
 from autopar.schedule.schedule import Schedule
 
 
@@ -44,7 +45,7 @@ def _meshes_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
     if not pipeline.meshes:
         return {}
     borrowed = [
-        [chunk, path, *map(short, (place.weight, place.gradient, place.optimizer))]
+        [chunk, path, *map(short, (place.weight, place.gradient, place.optimizer)), place.offload]
         for (chunk, path), place in sorted(pipeline.borrowed.items())
     ]
     return {"meshes": [list(mesh) for mesh in pipeline.meshes], "borrowed": borrowed}
@@ -77,7 +78,9 @@ def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> Planne
         devices=tuple(map(str, data.get("devices", ()))),
         meshes=tuple(tuple(map(int, mesh)) for mesh in data.get("meshes", ())),
         borrowed={
-            (int(chunk), str(path)): ParameterPlacement(places(weight), places(gradient), places(optimizer))
-            for chunk, path, weight, gradient, optimizer in data.get("borrowed", ())
+            (int(chunk), str(path)): ParameterPlacement(
+                places(weight), places(gradient), places(optimizer), tier_of(tier)
+            )
+            for chunk, path, weight, gradient, optimizer, tier in data.get("borrowed", ())
         },
     )

@@ -125,6 +125,12 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     if plan.pipeline is not None:
         yield from _unknown("pipeline", (*plan.pipeline.cuts, *_wired(plan)), nodes)
         yield from _unknown("pipeline.borrowed", (path for _, path in plan.pipeline.borrowed), plan.parameters)
+        chunks = plan.pipeline.schedule.chunks
+        yield from (
+            f"pipeline.borrowed names chunk {chunk} of {chunks}"
+            for chunk, _ in plan.pipeline.borrowed
+            if not 0 <= chunk < chunks
+        )
 
 
 def _wired(plan: PlanRecord) -> Iterator[str]:

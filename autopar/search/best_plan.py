@@ -303,7 +303,8 @@ def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candid
         make = partial(make_plan, inside, graph, solved, priced, timings)
         figures = partial(_figures, inside, solved)
         roles = [role.name for role in inside.roles] or [""] * len(inside.mesh)
-        known = dict.fromkeys(covered(inside.mesh, roles, 1, 1, (1,)), max(0.0, solved.unlimited))
+        # The program's own bound is of equal layers that choose alike, and of the restrictions.
+        known = dict.fromkeys(covered(inside.mesh, roles, 1, 1, (1,)), 0.0)
         candidates.append(Candidate(solved.breakdown.seconds, None, make, figures, priced, divisions=known))
     return candidates, failure
 

@@ -113,7 +113,8 @@ def new_strategies(solution: PipelineSolution) -> dict[str, Strategy]:
         name: strategy
         for chunk in solution.breakdown.chunks
         for name, strategy in chunk.assignment.strategies.items()
-        if name not in uncut and chunk.graph[name].op != "receive"
+        # A chunk that recomputes has no nodes for what it would have saved.
+        if name not in uncut and name in chunk.graph and chunk.graph[name].op != "receive"
     }
 
 

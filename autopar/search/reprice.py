@@ -53,9 +53,10 @@ def reprice(
     """``plan`` at another global ``batch`` size: the same choices with new prices.
 
     ``prepared`` is the model that the plan was made for (:func:`autopar.planner.prepare.prepare`). ``cluster`` and
-    ``options`` (only their optimizer and memory limit matter) default to the plan's cluster and limit; the precision is
-    the plan's. The result is "feasible", its bound is 0 and it lists no baselines, because nothing was solved. A
-    pipeline keeps its cuts, schedule and number of microbatches.
+    ``options`` (only their optimizer, ``compile`` and memory limit matter) default to the plan's cluster and limit, and
+    to ``compile="auto"`` whatever the plan was made with; the precision is the plan's. The result is "feasible", its
+    bound is 0 and it lists no baselines, because nothing was solved. A pipeline keeps its cuts, schedule and number of
+    microbatches. Under stages of unequal numbers of devices, operations that several stages repeat may be placed anew.
 
     Raises:
         PlanMismatchError: the plan belongs to another graph, the graph is valid only for its own batch size, or this

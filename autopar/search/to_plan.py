@@ -76,21 +76,22 @@ def _of_meshes(request: PlanRequest, solution: PipelineSolution, timings: Timing
         tied |= {name: roots[node.tied or name] for name, node in plan.nodes.items() if name in names}
         alternatives |= {root: plan.alternatives[key] for key, root in roots.items() if key in plan.alternatives}
     chosen = {**base.strategies, **new_strategies(solution)}
+    nodes = {
+        name: replace(node, tied="" if tied.get(name) == name else tied.get(name, ""))
+        for name, node in _merged([plan.nodes for plan, _, _ in parts]).items()
+        if not _is_left_out(name, recomputed)
+    }
     return replace(
         base,
         mesh=solution.uncut.prices.mesh,
         status="optimal" if all(plan.status == "optimal" for plan, _, _ in parts) else "feasible",
         gap=max(plan.gap for plan, _, _ in parts),
         solve_seconds=sum(plan.solve_seconds for plan, _, _ in parts),
-        strategies={name: s for name, s in chosen.items() if not _is_left_out(name, recomputed)},
+        strategies={name: s for name, s in chosen.items() if name in nodes or name in recomputed},
         parameters=_parameters(solution),
         outputs={path: chosen[name].outputs[0] for path, name in base.module_nodes.items() if path in base.outputs},
         alternatives=alternatives,
-        nodes={
-            name: replace(node, tied="" if tied.get(name) == name else tied.get(name, ""))
-            for name, node in _merged([plan.nodes for plan, _, _ in parts]).items()
-            if not _is_left_out(name, recomputed)
-        },
+        nodes=nodes,
         recomputed=tuple(sorted(recomputed)),
         offloaded=tuple(sorted(name for _, own, names in parts for name in own.assignment.offloaded if name in names)),
         warnings=tuple(dict.fromkeys(warning for plan, _, _ in parts for warning in plan.warnings)),
@@ -102,11 +103,12 @@ def _plan_of(request: PlanRequest, own: MeshSolution, timings: Timings) -> Plan:
 
 
 def _names(solution: PipelineSolution, own: MeshSolution) -> set[str]:
-    """The nodes of all chunks on ranks with this solution."""
+    """The nodes of all chunks on ranks with this solution, and what these would save if they did not recompute it."""
     ranks = {rank for rank, other in enumerate(solution.solutions) if other is own}
     placement = solution.pipeline.schedule.placement
     chunks = (chunk for chunk in solution.breakdown.chunks if placement[chunk.index] in ranks)
-    return {node.name for chunk in chunks for node in chunk.graph.nodes if node.op != "receive"}
+    names = {node.name for chunk in chunks for node in chunk.graph.nodes if node.op != "receive"}
+    return names | {name.removesuffix(RECOMPUTED) for name in names}
 
 
 def _is_left_out(name: str, recomputed: set[str]) -> bool:

@@ -81,6 +81,7 @@ def check_whole(found: Plan) -> None:
 ASKED = [
     ((1, 3), {"microbatches": 3, "schedule": "1f1b"}),
     pytest.param((1, 2), {"microbatches": 4, "schedule": "gpipe", "zero": 1}, marks=pytest.mark.slow),
+    ((1, 3), {"microbatches": 3, "schedule": "1f1b", "recompute": "full"}),
     pytest.param((3, 1), {"microbatches": 3, "schedule": "interleaved"}, marks=pytest.mark.slow),
     pytest.param((2, 4), {"microbatches": 6, "schedule": "zb-v"}, marks=pytest.mark.slow),
     pytest.param((2, 1, 3), {"microbatches": 4, "schedule": "zb-h1", "zero": 3}, marks=pytest.mark.slow),
@@ -174,3 +175,14 @@ def test_another_plan_is_not_what_the_options_ask_for() -> None:
     options_under(Options(stages=(1, 3)), found)
     with pytest.raises(PlanMismatchError, match=r"stages=\(3, 1\).*stages=\(1, 3\)"):
         options_under(Options(stages=(3, 1)), found)
+
+
+def test_the_first_part_of_the_model_on_the_larger_mesh_is_a_valid_plan() -> None:
+    """The tied weight's gradient is computed on both meshes, and rests on the larger one, in shards."""
+    found = plan(4, stages=(1, 3), microbatches=3, schedule="1f1b", memory_limit=70000)
+    check_whole(found)
+
+
+def test_offload_of_a_borrowed_weight_survives_json() -> None:
+    found = plan(4, stages=(1, 3), microbatches=3, schedule="1f1b", offload=True)
+    assert Plan.from_json(found.to_json()) == found

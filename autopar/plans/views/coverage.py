@@ -18,6 +18,6 @@ def coverage(found: Searched, seconds: float) -> str:
         f"search {found.solved} of {found.divisions} divisions into stages, data and tensor ranks, microbatches and "
         f"chunks solved, {found.excluded} excluded by their bounds"
     )
-    if not found.left:
+    if found.bound >= seconds:
         return f"{text}: no other is quicker"
     return f"{text}; none takes less than {duration(found.bound)} (within {found.gap(seconds):.0%})"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.errors import OptionsError
+from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION
 from autopar.ir.placements import NOT, short
@@ -222,9 +223,22 @@ def moved_gradients(plan: PlanRecord) -> Counter[str]:
 def _is_moved(plan: PlanRecord, path: str, value: str) -> bool:
     """Whether ``value``, the gradient of a parameter, is computed in another placement than it rests in."""
     producer, _, index = value.partition(".")
+    place = _placed_where(plan, path, producer)
     if producer in plan.parameter_nodes.values():
-        return plan.parameters[plan.nodes[producer].target].weight != plan.parameters[path].gradient
-    return plan.strategies[producer].outputs[int(index or 0)] != plan.parameters[path].gradient
+        return plan.parameters[plan.nodes[producer].target].weight != place.gradient
+    return plan.strategies[producer].outputs[int(index or 0)] != place.gradient
+
+
+def _placed_where(plan: PlanRecord, path: str, producer: str) -> ParameterPlacement:
+    """How the chunk that computes ``producer``, a part of a parameter's gradient, has that parameter."""
+    borrowed = {} if plan.pipeline is None else plan.pipeline.borrowed
+    lent = {chunk: place for (chunk, other), place in borrowed.items() if other == path}
+    if not lent:
+        return plan.parameters[path]
+    stages = {line.stage for line in plan.lines_by_name.get(producer, ())}
+    assert plan.pipeline is not None
+    placement = plan.pipeline.schedule.placement
+    return next((place for chunk, place in lent.items() if placement[chunk] in stages), plan.parameters[path])
 
 
 def _explain_node(plan: PlanRecord, name: str) -> Explanation:
