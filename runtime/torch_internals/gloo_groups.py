@@ -20,8 +20,8 @@ from .interrupt import connection_of, gloo_sockets
 
 
 def is_of_connections(error: BaseException) -> bool:
-    """Whether ``error`` says that communication failed. Gloo raises plain RuntimeErrors, which begin with the place in
-    its source (2.11); others raise them too, such as the writer of a full disk."""
+    """Whether ``error`` says that communication failed. Relies on gloo's errors, which are plain RuntimeErrors that
+    begin with the place in its source (2.11); others raise them too, such as the writer of a full disk."""
     said = isinstance(error, RuntimeError) and "gloo/" in str(error).partition("]")[0]
     return isinstance(error, dist.DistError) or said
 

@@ -69,7 +69,7 @@ def test_a_file_that_is_damaged_or_of_another_kind_is_made_again(
     file.write_text("garbage")
     assert found(*planned, annotations) == fresh
     for text in ("[", '[["f32[2]", 5]]', '[["none", []]]', '[["f32[2]", [["S(x)"]]]]', "{}x"):
-        module.write(module.KIND, module._key(*planned), text)
+        module.write(module.KIND, module._key(*planned, None), text)
         assert found(*planned, annotations) == fresh
     assert len(annotations) == 7
 
