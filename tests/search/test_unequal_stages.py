@@ -15,12 +15,16 @@ from torch import nn
 import autopar
 from autopar import Options
 from autopar.cluster.description import Cluster, Group
+from autopar.compiler.calls import Compiler
 from autopar.errors import OptionsError, PlanMismatchError
+from autopar.ir.pipeline_program import PipelineProgram
 from autopar.plans.plan import Plan
+from autopar.runtime.calls.compiled import Request
+from autopar.runtime.comm.groups import AxisGroup
 from autopar.search.stage_meshes import StageLayout, layout_of, unequal_layouts
 from tests.helpers.planning import slow_devices
 from tests.helpers.run_plan import Bench
-from tests.search.test_stage_devices import FAST, SLOW
+from tests.search.test_stage_devices import FAST, SLOW, at_speed
 
 BATCH, WIDTH, VOCABULARY = 24, 12, 18
 
@@ -186,3 +190,22 @@ def test_the_first_part_of_the_model_on_the_larger_mesh_is_a_valid_plan() -> Non
 def test_offload_of_a_borrowed_weight_survives_json() -> None:
     found = plan(4, stages=(1, 3), microbatches=3, schedule="1f1b", offload=True)
     assert Plan.from_json(found.to_json()) == found
+
+
+@pytest.mark.slow
+def test_evaluation_where_a_tied_weight_lies_on_equal_meshes_of_two_kinds() -> None:
+    """Its state is in shards, which both stages must store alike."""
+    kinds = Group(2, at_speed(3.0, "first")), Group(1, SLOW), Group(2, at_speed(2.0, "third"))
+    pins = {"embed": "stage 0", "blocks.2": "stage 1", "blocks.3": "stage 2"}
+    asked = {"stages": (2, 1, 2), "microbatches": 3, "schedule": "1f1b", "zero": 1, "pins": pins}
+    found, own = plan(5, mixed(*kinds), **asked), bench()
+    for rank in range(5):
+        compiler = Compiler(
+            model=own.model, mesh=(5,), axis_names=(), cluster=mixed(*kinds), options=Options(),
+            device=torch.device("cpu"), ranks=AxisGroup(None, 1, rank), plan=found,
+        )  # fmt: skip
+        compiled = compiler(Request((), own.batch, training=False, grad=False, outputs="loss"))
+        assert isinstance(compiled.program, PipelineProgram)
+        (tied,) = (each for each in compiled.program.parameters if len(each.chunks) > 1)
+        assert tied.slot.target == "embed.weight" and not tied.elsewhere
+    check_computes_the_same(found)
