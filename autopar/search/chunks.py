@@ -205,6 +205,16 @@ def best_wire(
     return min(states, key=lambda place: (seconds(place), str(place)))
 
 
+def edge_bytes(chunks: Sequence[Chunk], wires: Mapping[Edge, Placements]) -> dict[Edge, int]:
+    """:func:`wire_bytes` of each edge between ``chunks``, for one microbatch."""
+    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
+    meshes = [chunk.assignment.mesh for chunk in chunks]
+    return {
+        edge: wire_bytes(received[edge.target][edge.name], place, meshes[edge.source], meshes[edge.target])
+        for edge, place in wires.items()
+    }
+
+
 def wire_bytes(kind: TensorType, place: Placements, source: tuple[int, ...], target: tuple[int, ...]) -> int:
     """The most bytes that one device sends or receives of a value whose wire is placed so on the meshes of both
     ends."""

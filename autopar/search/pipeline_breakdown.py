@@ -28,7 +28,7 @@ from autopar.placement.prices import Prices
 from autopar.schedule.schedule import Schedule
 
 from .chunk_price import SectionOf, chunk_price, sections_of
-from .chunks import Chunk, WirePrice, WirePrices, meshes_of, wire_bytes
+from .chunks import Chunk, WirePrice, WirePrices, edge_bytes, meshes_of
 from .shared_parameters import shared_parameters
 
 
@@ -171,12 +171,10 @@ def _edge_prices(
     chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], links: WirePrices
 ) -> dict[tuple[int, int], EdgePrice]:
     """By pair of chunks, the price of the edge, with the bytes that one rank sends forward and back."""
-    kinds = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
     sizes: dict[tuple[int, int], float] = {}
-    for edge, place in wires.items():
+    for edge, nbytes in edge_bytes(chunks, wires).items():
         key = (edge.source, edge.target)
-        meshes = (chunks[end].assignment.mesh for end in key)
-        sizes[key] = sizes.get(key, 0.0) + wire_bytes(kinds[edge.target][edge.name], place, *meshes)
+        sizes[key] = sizes.get(key, 0.0) + nbytes
 
     def link(low: int, high: int) -> WirePrice:
         return links.get((low, high)) or links.get((high, low)) or WirePrice(0.0, float("inf"))

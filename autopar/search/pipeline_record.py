@@ -13,7 +13,7 @@ from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Edge
 from autopar.placement.prices import Prices
 
-from .chunks import wire_bytes
+from .chunks import edge_bytes
 from .pipeline_breakdown import PipelineBreakdown
 
 
@@ -38,7 +38,7 @@ def planned_pipeline(
         cuts=cuts,
         schedule=breakdown.schedule,
         wires=wires,
-        wire_bytes=_wire_bytes(breakdown, wires),
+        wire_bytes=edge_bytes(breakdown.chunks, wires),
         chunk_figures=chunks,
         link_figures=links,
         peaks=breakdown.peaks,
@@ -77,13 +77,3 @@ def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
         overlap_whole=price.overlap_backward,
         unawaited=price.unawaited,
     )
-
-
-def _wire_bytes(breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements]) -> dict[Edge, int]:
-    chunks = breakdown.chunks
-    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
-    meshes = [chunk.assignment.mesh for chunk in chunks]
-    return {
-        edge: wire_bytes(received[edge.target][edge.name], place, meshes[edge.source], meshes[edge.target])
-        for edge, place in wires.items()
-    }
