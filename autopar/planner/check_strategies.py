@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.tensor import Partial
 
@@ -29,26 +30,37 @@ from autopar.plans.plan import Plan
 
 @dataclass(frozen=True)
 class ChunkNodes:
-    """The ``chunks`` of a pipeline whose stages have this ``mesh``, of one kind of device, the ``names`` of their
-    nodes, and by chunk the paths of the ``parameters`` that it uses."""
+    """The chunks of a pipeline whose stages have this ``mesh``, of one kind of device: their ``graphs``, by number,
+    without saved activations. What is in them is found when it is asked for, which only unequal stages do."""
 
     mesh: tuple[int, ...]
-    chunks: tuple[int, ...]
-    names: frozenset[str]
-    parameters: Mapping[int, frozenset[str]]
+    graphs: Mapping[int, Graph]
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return tuple(self.graphs)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The nodes of all of them, those for saved activations included."""
+        saving = map(SaveActivations(), self.graphs.values())
+        return frozenset(node.name for graph in saving for node in graph.nodes if node.op != "receive")
+
+    @cached_property
+    def parameters(self) -> Mapping[int, frozenset[str]]:
+        """By chunk, the paths of the parameters that it uses."""
+        return {chunk: frozenset(graph.parameters) for chunk, graph in self.graphs.items()}
 
 
 def nodes_by_mesh(plan: PlanRecord, staged: Staged) -> Iterator[ChunkNodes]:
     """The chunks of a graph that is cut as planned, by the mesh of their stages: all of them, if that is one, and
     otherwise by the kind of its devices too."""
     assert plan.pipeline is not None
-    graphs, meshes = [SaveActivations()(chunk) for chunk in staged.chunks], plan.stage_meshes
+    meshes = plan.stage_meshes
     devices = () if meshes.are_equal else plan.pipeline.devices
     kinds = [(meshes.meshes[stage], devices[stage : stage + 1]) for stage in plan.pipeline.schedule.placement]
     for kind in dict.fromkeys(kinds):
-        chunks = tuple(chunk for chunk, own in enumerate(kinds) if own == kind)
-        names = frozenset(n.name for chunk in chunks for n in graphs[chunk].nodes if n.op != "receive")
-        yield ChunkNodes(kind[0], chunks, names, {chunk: frozenset(graphs[chunk].parameters) for chunk in chunks})
+        yield ChunkNodes(kind[0], {chunk: staged.chunks[chunk] for chunk, own in enumerate(kinds) if own == kind})
 
 
 # Strategies that a message names. Chosen: what a reader takes in.
