@@ -53,18 +53,19 @@ WAYS: Mapping[str, tuple[Any, str]] = {
     "activations in host memory": ({"optimizer": "device", "activations": "host"}, "rest"),
     "weights in host memory": ({"optimizer": "device", "activations": "device", "weights": "host"}, "rest"),
 }
-# As long as states of the model's matrices are.
-COPIED_ELEMENTS = 1 << 20
+# As long as states of the model's matrices are, and together more than the processor's caches hold, as they are.
+COPIED_ELEMENTS, COPIED_TENSORS = 1 << 20, 32
 
 
 def copy_bandwidth(rank: int, world: int, rounds: int) -> float:
     """Bytes per second at which a process copies to new memory and back, while all do."""
-    source, seconds = torch.ones(COPIED_ELEMENTS), list[float]()
-    for _ in range(10 * rounds):
+    sources, seconds = [torch.ones(COPIED_ELEMENTS) for _ in range(COPIED_TENSORS)], list[float]()
+    for _ in range(rounds):
         dist.barrier()
-        begin = time.perf_counter()
-        source.copy_(source.clone())
-        seconds.append(time.perf_counter() - begin)
+        for source in sources:
+            begin = time.perf_counter()
+            source.copy_(source.clone())
+            seconds.append(time.perf_counter() - begin)
     return 2 * 4 * COPIED_ELEMENTS / statistics.median(seconds)
 
 

@@ -6,9 +6,9 @@ operations a step. The user gets an instance of the requested class over the DTe
 learning-rate schedulers, ``state_dict`` (state as DTensors, placed like their parameters) and hooks work as usual. Only
 ``step`` is run by an inner optimizer on the shards, which share their memory with the DTensors.
 
-State that the plan keeps in host memory is moved to the device one parameter at a time, each with its own inner
-optimizer: the numbers are the same, and the device needs memory for the largest only. So is state that rests on a local
-disk, read ahead and written behind (:mod:`.disk_visits`).
+State that the plan keeps in host memory is moved to the device a few parameters at a time, with an inner optimizer of
+their own: the numbers are the same, and the device needs memory for the largest only (:mod:`.host_visits`). So is state
+that rests on a local disk, parameter by parameter, read ahead and written behind (:mod:`.disk_visits`).
 
 Optimizers that need whole tensors (Adafactor, LBFGS, Muon, ...) and unknown ones run on the DTensors themselves.
 """
@@ -29,6 +29,8 @@ from autopar.torch_internals.tensors import storage_key
 
 from .disk import Piece
 from .disk_visits import DiskVisits, Visitor
+from .host_visits import in_host as moved_to_host
+from .host_visits import turns, visit
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -103,7 +105,7 @@ def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.
         for parameter, path, _ in _named(self):
             # That on a disk gets there at the next step.
             if parameter in self.state and tier_of(in_host(path)) == "host":
-                resting = _in_host({key: _local(value) for key, value in self.state[parameter].items()})
+                resting = moved_to_host({key: _local(value) for key, value in self.state[parameter].items()})
                 self.state[parameter] = _as_global(resting, parameter)
 
     body = {"step": step, "load_state_dict": load_state_dict, "autopar_inner": None, "__doc__": cls.__doc__}
@@ -118,29 +120,30 @@ def _step(outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None
 
 class _ShardOptimizer:
     """Steps on the shards: one optimizer for all parameters whose state is on the device, in the groups of the outer
-    one, and one for each parameter whose state is in host memory or on a disk."""
+    one, one for each turn of parameters whose state is in host memory, and one for each whose state is on a disk."""
 
     def __init__(self, outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
         self.resting = _resting(outer, in_host)
         self.local = {parameter: _local(parameter) for parameter, _, _ in _named(outer)}
-        host_index = {parameter: index for parameter, path, index in _named(outer) if in_host(path)}
-        groups = [[p for p in group["params"] if p not in host_index] for group in outer.param_groups]
-        make: OptimizerClass = cls
-        self.resident = make([self._group(outer, i, members) for i, members in enumerate(groups)])
-        self.visiting: dict[nn.Parameter, tuple[int, torch.optim.Optimizer]] = {}
-        self.on_disk = {parameter: None for parameter, path, _ in _named(outer) if tier_of(in_host(path)) == "nvme"}
+        tiers = {parameter: tier_of(in_host(path)) for parameter, path, _ in _named(outer)}
+        positions = {parameter: index for parameter, _, index in _named(outer)}
+
+        def make(*groups: tuple[int, Iterable[nn.Parameter]]) -> torch.optim.Optimizer:
+            of: OptimizerClass = cls
+            return of([{**_options(outer.param_groups[i]), "params": [self.local[p] for p in ps]} for i, ps in groups])
+
+        elsewhere = ("host", "nvme")
+        groups = [[p for p in group["params"] if tiers[p] not in elsewhere] for group in outer.param_groups]
+        self.resident = make(*enumerate(groups))
+        in_host_memory = [(positions[p], p) for p in self.local if tiers[p] == "host"]
+        self.in_turns = [(i, make((i, ps)), ps) for i, ps in turns(in_host_memory, lambda p: self.local[p].nbytes)]
+        self.on_disk = {p: (positions[p], make((positions[p], [p]))) for p in self.local if tiers[p] == "nvme"}
+        self.optimizers = {p: optimizer for _, optimizer, ps in self.in_turns for p in ps}
+        self.optimizers |= {p: optimizer for p, (_, optimizer) in self.on_disk.items()}
         self.visitors: dict[nn.Parameter, Visitor] = {}
         self.disk = DiskVisits() if self.on_disk else None
         for parameter in self.local:
-            if parameter in host_index:
-                self.visiting[parameter] = (
-                    host_index[parameter],
-                    make([self._group(outer, host_index[parameter], [parameter])]),
-                )
             self._take_state(outer, parameter)
-
-    def _group(self, outer: Any, index: int, members: list[nn.Parameter]) -> dict[str, Any]:
-        return {**_options(outer.param_groups[index]), "params": [self.local[parameter] for parameter in members]}
 
     def _take_state(self, outer: Any, parameter: nn.Parameter) -> None:
         """Takes over the state of the outer optimizer, for example from a checkpoint."""
@@ -152,16 +155,15 @@ class _ShardOptimizer:
             visitor = self._visitor(parameter)
             self.disk.rest(visitor, state)
             placed = _as_global(visitor.resting, parameter)
-        elif parameter in self.visiting:
-            state = _in_host(state)
-            placed = _as_global(state, parameter)
-            self._optimizer_of(parameter).state[self.local[parameter]] = state
         else:
-            self.resident.state[self.local[parameter]] = state
+            if parameter in self.optimizers:
+                state = moved_to_host(state)
+                placed = _as_global(state, parameter)
+            self._optimizer_of(parameter).state[self.local[parameter]] = state
         outer.state[parameter] = placed
 
     def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        return self.visiting[parameter][1] if parameter in self.visiting else self.resident
+        return self.optimizers.get(parameter, self.resident)
 
     def step(self, outer: Any) -> None:
         for group, inner_group in zip(outer.param_groups, self.resident.param_groups, strict=True):
@@ -169,22 +171,26 @@ class _ShardOptimizer:
         for parameter, local in self.local.items():
             local.grad = _local_gradient(parameter)
         self.resident.step()
-        for parameter, (index, optimizer) in self.visiting.items():
+        for index, optimizer, parameters in self.in_turns:
             optimizer.param_groups[0].update(_options(outer.param_groups[index]))
-            if parameter not in self.on_disk:
-                self._visit(optimizer, self.local[parameter])
+            visit(optimizer, [self.local[parameter] for parameter in parameters])
         if self.disk is not None:
-            moving = [parameter for parameter in self.on_disk if self.local[parameter].grad is not None]
-            self.disk.step([self._visitor(parameter) for parameter in moving])
-            for parameter in moving:
-                resting = self._visitor(parameter).resting
-                if resting and parameter not in outer.state:
-                    outer.state[parameter] = _as_global(resting, parameter)
+            self._step_on_disk(outer, self.disk)
         for parameter, local in self.local.items():
             local.grad = None
             state = self._optimizer_of(parameter).state
             if local in state and parameter not in outer.state:
                 outer.state[parameter] = _as_global(state[local], parameter)
+
+    def _step_on_disk(self, outer: Any, disk: DiskVisits) -> None:
+        for index, optimizer in self.on_disk.values():
+            optimizer.param_groups[0].update(_options(outer.param_groups[index]))
+        moving = [parameter for parameter in self.on_disk if self.local[parameter].grad is not None]
+        disk.step([self._visitor(parameter) for parameter in moving])
+        for parameter in moving:
+            resting = self._visitor(parameter).resting
+            if resting and parameter not in outer.state:
+                outer.state[parameter] = _as_global(resting, parameter)
 
     def _visitor(self, parameter: nn.Parameter) -> Visitor:
         if parameter not in self.visitors:
@@ -195,22 +201,6 @@ class _ShardOptimizer:
 
             self.visitors[parameter] = Visitor(local.device, local.shape, update)
         return self.visitors[parameter]
-
-    @staticmethod
-    def _visit(optimizer: torch.optim.Optimizer, local: torch.Tensor) -> None:
-        """Runs one update with the state on the device, and copies it back to the same host memory, which the outer
-        optimizer refers to."""
-        if local.grad is None:
-            return
-        resting = optimizer.state.get(local, {})
-        if resting:
-            optimizer.state[local] = _on_device(resting, local.device)
-        optimizer.step()
-        updated = optimizer.state[local]
-        for key, value in updated.items():
-            if isinstance(resting.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                updated[key] = resting[key].copy_(value)
-        optimizer.state[local] = _in_host(updated)
 
 
 def _update_piece(
@@ -234,29 +224,6 @@ def _update_piece(
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies the tensors of a parameter's state to ``device``, really so where that is a processor, as saved
-    activations are; scalars, such as the count of steps, stay."""
-
-    def move(value: torch.Tensor) -> torch.Tensor:
-        return value.to(device, non_blocking=True, copy=True)
-
-    return {key: move(value) if _moves(value) else value for key, value in state.items()}
-
-
-def _in_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Moves the tensors of a parameter's state to host memory, which is pinned for those from a device."""
-
-    def move(value: torch.Tensor) -> torch.Tensor:
-        return value if value.device.type == "cpu" else value.cpu().pin_memory()
-
-    return {key: move(value) if _moves(value) else value for key, value in state.items()}
-
-
-def _moves(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, int]]:
