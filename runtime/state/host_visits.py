@@ -15,6 +15,8 @@ import torch
 # An optimizer's state of one parameter: tensors and scalars by name.
 State = dict[str, Any]
 Member = TypeVar("Member")
+# Bytes that tensors begin at multiples of: a cache line, and what vectors of any processor or GPU ask for.
+ALIGNMENT = 64
 
 
 def turns(members: Sequence[tuple[int, Member]], bytes_of: Callable[[Member], int]) -> list[tuple[int, list[Member]]]:
@@ -32,19 +34,54 @@ def turns(members: Sequence[tuple[int, Member]], bytes_of: Callable[[Member], in
     return found
 
 
-def visit(optimizer: torch.optim.Optimizer, shards: Iterable[torch.Tensor]) -> None:
-    """Runs one update of ``shards``, all that ``optimizer`` has, with their state on the device, and copies that back
-    to the same host memory, which the outer optimizer refers to. A shard without a gradient keeps its state."""
-    moved = [shard for shard in shards if shard.grad is not None]
-    if not moved:
-        return
-    resting: dict[torch.Tensor, State] = {shard: optimizer.state.get(shard, {}) for shard in moved}
-    for shard, state in resting.items():
-        if state:
-            optimizer.state[shard] = _on_device(state, shard.device)
-    optimizer.step()
-    for shard, state in resting.items():
-        optimizer.state[shard] = in_host(_copied_back(optimizer.state[shard], state))
+def visit_all(visits: Sequence[tuple[torch.optim.Optimizer, Sequence[torch.Tensor]]]) -> None:
+    """Updates the shards of each optimizer, which are all that it has, a turn after the other: with their state on the
+    device, which is then copied back to the same host memory; the outer optimizer refers to that. A shard without a
+    gradient keeps its state."""
+    moved = [(optimizer, [shard for shard in shards if shard.grad is not None]) for optimizer, shards in visits]
+    turns = [(optimizer, {shard: optimizer.state.get(shard, {}) for shard in shards}) for optimizer, shards in moved]
+    room = _Room(max((_room_bytes(resting.values()) for _, resting in turns), default=0))
+    for optimizer, resting in turns:
+        if not resting:
+            continue
+        room.empty()
+        for shard, state in resting.items():
+            if state:
+                optimizer.state[shard] = {k: room.copy(v, shard.device) if _moves(v) else v for k, v in state.items()}
+        optimizer.step()
+        for shard, state in resting.items():
+            optimizer.state[shard] = in_host(_copied_back(optimizer.state[shard], state))
+
+
+class _Room:
+    """Memory of the device for the state of each turn, allocated once a step: for a processor, to free memory and to
+    touch it anew takes longer than the copies."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.filled = size, 0
+        self.memory: torch.Tensor | None = None
+
+    def empty(self) -> None:
+        self.filled = 0
+
+    def copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """``value`` on ``device``; a copy even where that is a processor, as saved activations are."""
+        if not value.is_contiguous():
+            return value.to(device, non_blocking=True, copy=True)
+        if self.memory is None:
+            self.memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+        place = self.memory[self.filled : self.filled + value.nbytes].view(value.dtype).view(value.shape)
+        self.filled += _aligned(value.nbytes)
+        return place.copy_(value, non_blocking=True)
+
+
+def _room_bytes(states: Iterable[State]) -> int:
+    values = (value for state in states for value in state.values() if _moves(value))
+    return sum(_aligned(value.nbytes) for value in values if value.is_contiguous())
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def in_host(state: State) -> State:
@@ -61,20 +98,11 @@ def _copied_back(updated: State, resting: State) -> State:
 
     def copied(key: str, value: Any) -> Any:
         place = resting.get(key)
-        both = isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor)
-        return place.copy_(value) if both else value
+        if isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor):
+            return place.copy_(value)
+        return value
 
     return {key: copied(key, value) for key, value in updated.items()}
-
-
-def _on_device(state: State, device: torch.device) -> State:
-    """Copies the tensors of a parameter's state to ``device``, really so where that is a processor, as saved
-    activations are; scalars, such as the count of steps, stay."""
-
-    def move(value: torch.Tensor) -> torch.Tensor:
-        return value.to(device, non_blocking=True, copy=True)
-
-    return {key: move(value) if _moves(value) else value for key, value in state.items()}
 
 
 def _moves(value: Any) -> bool:

@@ -30,7 +30,7 @@ from autopar.torch_internals.tensors import storage_key
 from .disk import Piece
 from .disk_visits import DiskVisits, Visitor
 from .host_visits import in_host as moved_to_host
-from .host_visits import turns, visit
+from .host_visits import turns, visit_all
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -171,9 +171,9 @@ class _ShardOptimizer:
         for parameter, local in self.local.items():
             local.grad = _local_gradient(parameter)
         self.resident.step()
-        for index, optimizer, parameters in self.in_turns:
+        for index, optimizer, _ in self.in_turns:
             optimizer.param_groups[0].update(_options(outer.param_groups[index]))
-            visit(optimizer, [self.local[parameter] for parameter in parameters])
+        visit_all([(optimizer, [self.local[p] for p in parameters]) for _, optimizer, parameters in self.in_turns])
         if self.disk is not None:
             self._step_on_disk(outer, self.disk)
         for parameter, local in self.local.items():

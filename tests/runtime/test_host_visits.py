@@ -2,7 +2,7 @@
 
 import torch
 
-from autopar.runtime.state.host_visits import turns, visit
+from autopar.runtime.state.host_visits import turns, visit_all
 
 
 def shards(*sizes: int) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def test_a_visit_updates_as_torch_does_and_leaves_the_state_where_it_was() -> No
     for _ in range(3):
         for members in (ours, theirs):
             set_gradients(members)
-        visit(optimizer, ours)
+        visit_all([(optimizer, ours)])
         expected.step()
         places.append([optimizer.state[shard]["exp_avg"].data_ptr() for shard in ours])
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -42,10 +42,10 @@ def test_a_shard_without_a_gradient_keeps_its_state() -> None:
     used, unused = members = shards(5, 3)
     optimizer = torch.optim.Adam(members, lr=0.1)
     set_gradients(members)
-    visit(optimizer, members)
+    visit_all([(optimizer, members)])
     before, weight = {key: value.clone() for key, value in optimizer.state[unused].items()}, unused.detach().clone()
     unused.grad = None
-    visit(optimizer, members)
+    visit_all([(optimizer, members)])
     assert optimizer.state[used]["step"] == 2
     assert all(torch.equal(before[key], value) for key, value in optimizer.state[unused].items())
     assert torch.equal(unused, weight)
