@@ -6,12 +6,14 @@ Nothing is divided on a mesh of one, so what differs is how the same step runs: 
 it (eager), as autopar's program, as that with compiled sections, and as torch.compile compiles it. A step is forward
 and backward. All variants of a model take turns in an order drawn anew every round; a figure is the median over the
 rounds of a variant's seconds divided by eager's in the same round. Before anything is timed, each variant's loss and
-gradients must equal eager's.
+gradients must equal eager's, up to the rounding that eager's have themselves where code is compiled. With ``--output``
+the file is written anew after each model.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -31,10 +33,12 @@ from .report import describe_machine, emit, make_table
 
 Batch = Mapping[str, Tensor]
 Step = Callable[[], Tensor]
+# A loss, and gradients by parameter.
+Result = tuple[Tensor, Mapping[str, Tensor]]
 VARIANTS = ("eager", "autopar", "autopar compiled", "torch.compile")
-# Of the largest gradient. Compiled code sums in another order: on this ResNet, torch.compile and compiled sections are
-# both 2.6e-4 from a run in double precision.
-TOLERANCE, COMPILED_TOLERANCE = 1e-5, 1e-3
+# Of the largest gradient. Compiled code sums in another order, so it may be off by what eager itself is off from double
+# precision, a few times: 2e-2 for ResNet-50, whose many batch norms make small differences large.
+TOLERANCE, COMPILED_TOLERANCE, ROUNDING = 1e-5, 1e-3, 4.0
 
 
 def tokens(vocabulary: int, batch: int, length: int) -> dict[str, Tensor]:
@@ -133,20 +137,27 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for name, grad in named.items()}
 
 
-def compare(name: str, loss: Tensor, own: Mapping[str, Tensor], expected: tuple[Tensor, Mapping[str, Tensor]]) -> float:
-    """The largest error of a loss or gradient, relative to the largest value of the gradients."""
+def difference(expected: Result, found: Result) -> float:
+    """The largest difference of two losses, relative, or of two gradients, relative to the largest value of any."""
     largest = max(float(grad.abs().max()) for grad in expected[1].values())
-    errors = [float((own[key] - grad).abs().max()) / largest for key, grad in expected[1].items()]
-    error = max(abs(float(loss / expected[0]) - 1), *errors)
-    if not error < (COMPILED_TOLERANCE if "compile" in name else TOLERANCE):
-        raise RuntimeError(f"{name} does not compute what eager does: error {error:.1e}")
-    return error
+    errors = [float((found[1][key] - grad).abs().max()) / largest for key, grad in expected[1].items()]
+    return max(abs(float(found[0] / expected[0]) - 1), *errors)
+
+
+def in_double(model: str) -> Result:
+    """The loss and gradients of the eager model in double precision."""
+    torch.manual_seed(0)
+    module, batch = MODELS[model]()
+    wide = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    loss = step_of(module.double(), wide)()
+    return loss, gradients(module)
 
 
 def make_steps(model: str, variants: Sequence[str]) -> tuple[dict[str, Step], dict[str, float], dict[str, float]]:
-    """The step of each variant, checked; its error; and the seconds of its first step, which compiles."""
+    """The step of each variant, checked; how far it is from eager's (eager's: from double precision); and the seconds
+    of its first step, which compiles."""
     steps, errors, first = {}, {}, {}
-    expected = None
+    expected, allowed = in_double(model), math.inf
     for name in variants:
         torch.manual_seed(0)
         module, batch = MODELS[model]()
@@ -155,9 +166,12 @@ def make_steps(model: str, variants: Sequence[str]) -> tuple[dict[str, Step], di
         steps[name] = step_of(running, batch)
         loss = steps[name]()
         first[name] = time.perf_counter() - start
-        found = gradients(running)
-        expected = expected or (loss, found)
-        errors[name] = compare(name, loss, found, expected)
+        found = loss, gradients(running)
+        errors[name] = difference(expected, found)
+        if name == "eager":
+            expected, allowed = found, ROUNDING * errors[name]
+        elif not errors[name] < (max(COMPILED_TOLERANCE, allowed) if "compile" in name else TOLERANCE):
+            raise RuntimeError(f"{name} does not compute what eager does: error {errors[name]:.1e}")
     return steps, errors, first
 
 
@@ -203,8 +217,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     variants = ["eager", *(name for name in chosen.variants if name != "eager")]
-    rows = [figures_of(model, variants, chosen.rounds, chosen.steps) for model in chosen.models]
-    report(rows, variants, chosen.json, chosen.output)
+    rows = []
+    for model in chosen.models:
+        rows.append(figures_of(model, variants, chosen.rounds, chosen.steps))
+        report(rows, variants, chosen.json, chosen.output)
     dist.destroy_process_group()
 
 
