@@ -47,7 +47,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Bytes outside of the device's memory: ``bytes`` in the host's, ``nvme`` on a local disk. ``visiting``: the most
-    bytes of optimizer state that are on the device for updates, one parameter at a time."""
+    bytes of optimizer state that are on the device for updates: those of the largest parameter, or several as small."""
 
     bytes: int = 0
     visiting: int = 0

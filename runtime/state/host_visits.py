@@ -21,16 +21,17 @@ ALIGNMENT = 64
 
 def turns(members: Sequence[tuple[int, Member]], bytes_of: Callable[[Member], int]) -> list[tuple[int, list[Member]]]:
     """``members``, each with the position of its parameter group, in turns of one group that have at most the bytes of
-    the largest member; their order is kept."""
-    capacity = max((bytes_of(member) for _, member in members), default=0)
+    the largest member, aligned; their order is kept."""
+    sizes = [_aligned(bytes_of(member)) for _, member in members]
+    capacity = max(sizes, default=0)
     found: list[tuple[int, list[Member]]] = []
     filled = 0
-    for group, member in members:
-        if not found or found[-1][0] != group or filled + bytes_of(member) > capacity:
+    for (group, member), size in zip(members, sizes, strict=True):
+        if not found or found[-1][0] != group or filled + size > capacity:
             found.append((group, []))
             filled = 0
         found[-1][1].append(member)
-        filled += bytes_of(member)
+        filled += size
     return found
 
 
