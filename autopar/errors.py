@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class AutoparError(Exception):
     """The base of every error that autopar raises on purpose."""
@@ -21,14 +23,21 @@ class FixedLengthError(TraceError):
 
 class InfeasibleError(AutoparError):
     """No plan satisfies the limits; the message names the smallest change that does. ``needed_bytes``: bytes per device
-    that were found to be enough, if any were."""
+    that were found to be enough, if any were. ``explain`` makes the error that says what would fit, where this one does
+    not: that takes a search, which an error that nobody sees need not wait for."""
 
     needed_bytes: int | None = None
+    explain: Callable[[], InfeasibleError] | None = None
 
-    def needing(self, count: int) -> InfeasibleError:
+    def needing(self, count: int | None) -> InfeasibleError:
         """This error with :attr:`needed_bytes`."""
         self.needed_bytes = count
         return self
+
+    @property
+    def explained(self) -> InfeasibleError:
+        """The error that says what would fit."""
+        return self if self.explain is None else self.explain()
 
 
 class PlanMismatchError(AutoparError):

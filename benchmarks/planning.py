@@ -18,8 +18,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,7 @@ CASES: Mapping[str, Case] = {
         )
         for nodes in (2, 8, 32)
     },
+    # The largest, with nothing given: the whole search (benchmarks.scale compares layouts that are given in full).
     "gpt3-175b": published("GPT-3 175B", 128),
     "mt-nlg-530b": published("MT-NLG 530B", 280),
     "gpt-1t": published("GPT 1T", 384),
@@ -178,7 +179,27 @@ def measure(name: str) -> dict[str, Any]:
         "status": plan.status,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "predicted_step_seconds": plan.predicted.step_seconds,
+        "search": search_figures(plan),
         "peer": dict(case.peer),
+    }
+
+
+def search_figures(plan: autopar.Plan) -> dict[str, Any]:
+    """What the plan is, what the search over divisions of the devices covered (None: all were tried), with the share of
+    the step by which another could be quicker, and the other kinds of plans: their seconds and bytes, or why none was
+    priced."""
+    found, seconds = plan.searched, plan.predicted.step_seconds
+    others = {
+        name: other and {"step_seconds": other.step_seconds, "peak_bytes": other.peak_bytes}
+        for name, other in plan.baselines.items()
+    }
+    return {
+        "plan": f"{plan.stages} stages of {plan.mesh}, {plan.microbatches} microbatches, {plan.schedule}",
+        "peak_bytes": plan.predicted.peak_bytes,
+        "memory_limit": plan.memory_limit,
+        "divisions": None if found is None else {**asdict(found), "left": found.left, "gap": found.gap(seconds)},
+        "also_priced": others,
+        "excluded": dict(plan.excluded),
     }
 
 
@@ -227,11 +248,21 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
         )
     ]
     rows += [(f"  {phase}", f"{value:.1f}", "", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
+    rows += list(_searched_rows(figures["search"]))
     peer = figures["peer"]
     if not peer:
         return rows
     cells = (f"{peer[key]:g}" if key in peer else "" for key in ("cpu_seconds", "wall_seconds", "peak_gib"))
     return [*rows, ("  peer", *cells, "", "")]
+
+
+def _searched_rows(search: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """What an outer search left open, and the kinds of plans that it excluded."""
+    divisions = search["divisions"]
+    if divisions is not None:
+        counts = ", ".join(f"{divisions[name]} {name}" for name in ("solved", "excluded", "left"))
+        yield f"  of {divisions['divisions']} divisions {counts}, gap {divisions['gap']:.0%}", "", "", "", "", ""
+    yield from ((f"  {kind}: {why}", "", "", "", "", "") for kind, why in search["excluded"].items())
 
 
 def main(words: Sequence[str]) -> int:

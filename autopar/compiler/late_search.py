@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.layout import Layout
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 
@@ -31,7 +30,7 @@ def proposed_layouts(
     kwargs: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
     request: PlanRequest,
-) -> tuple[Layout, ...]:
+) -> Proposals:
     """:func:`autopar.layouts.proposals.proposed_layouts`."""
     from autopar.layouts.proposals import proposed_layouts as found
 

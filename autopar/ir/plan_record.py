@@ -196,6 +196,8 @@ class PlanRecord:
         layout: the fields of the layout that restricted the search, as ``Layout.parse`` reads them; "" if none did.
         tied: other names of tied parameters: the name under which ``parameters`` has them.
         sync: how this replica stays together with others; None: there are none, and ``mesh`` is the whole one.
+        excluded: kinds of plans of which none was priced, and why: that without stages does not fit, or takes at least
+            so long.
         searched: where a few of many divisions of the devices were solved, what is known of the others.
     """
 
@@ -238,6 +240,7 @@ class PlanRecord:
     layout: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
     sync: PlannedSync | None = None
+    excluded: Mapping[str, str] = field(default_factory=dict)
     searched: Searched | None = None
 
     @property

@@ -13,8 +13,8 @@ class Searched:
     Attributes:
         divisions: how many there are.
         indivisible: how many more there would be, if the batch divided so.
-        solved: for how many a plan was found.
-        excluded: how many others cannot be quicker than the plan.
+        solved: for how many the placement program was solved, or proved that it has nothing quicker than another plan.
+        excluded: how many others cannot be quicker than the plan, by their bounds.
         bound: seconds that none of all divisions can beat, by these prices.
         first: of those that are neither solved nor excluded, the one that is bounded least; "" if there is none.
     """

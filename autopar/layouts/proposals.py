@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.layout import Layout
-from autopar.planner.request import PlanRequest, memory_limit_of
+from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
 from autopar.precision import Precision
 from autopar.restriction import Restriction
 
@@ -36,9 +36,9 @@ def proposed_layouts(
     kwargs: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
     request: PlanRequest,
-) -> tuple[Layout, ...]:
-    """The layouts with pipeline stages that are predicted to be quickest for ``request``, quickest first, each with
-    other degrees. None if the model has no layers that could be divided, or if nothing fits."""
+) -> Proposals:
+    """The layouts with pipeline stages that are predicted to be quickest for ``request``, each with other degrees, and
+    that of the rule of thumb. None if the model has no layers that could be divided, or if nothing fits."""
     precision = request.options.precision or _precision_of(model)
     try:
         called = call_computed_in(model, args, kwargs, DTYPES[precision])
@@ -52,13 +52,14 @@ def proposed_layouts(
             space=PLANNED,
         )
     except AutoparError:  # Layouts are for models of layers; others are planned without proposals.
-        return ()
+        return Proposals()
     proposals: dict[tuple[int, ...], Layout] = {}
     for priced in found.ranked:
         layout = priced.layout
         if layout.pipeline > 1:
             proposals.setdefault((layout.tensor, layout.pipeline, layout.data), _restriction(layout))
-    return tuple(proposals.values())[:PROPOSED]
+    rule = None if found.rule is None else _restriction(found.rule.layout)
+    return Proposals(tuple(proposals.values())[:PROPOSED], rule)
 
 
 def _precision_of(model: nn.Module) -> Precision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -21,11 +22,20 @@ from .memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_d
 from .memory_limit import widened
 
 
+def does_not_fit(instance: Instance, limit: float, fitting: int | None) -> InfeasibleError:
+    """The error that ``instance`` has no solution within ``limit`` bytes per device, which :func:`infeasible` explains.
+    ``fitting``: bytes per device within which a step is known to fit, if any."""
+    _check_host(instance)
+    needs = "" if fitting is None else f": that takes {size(fitting)}"
+    error = InfeasibleError(f"no plan on mesh {instance.prices.mesh} fits into {size(limit)} per device{needs}")
+    error.explain = partial(infeasible, instance, limit, fitting)
+    return error.needing(fitting)
+
+
 def infeasible(instance: Instance, limit: float, fitting: int | None = None) -> InfeasibleError:
     """The error for an ``instance`` that has no solution within ``limit`` bytes per device. ``fitting``: bytes per
     device within which a step is known to fit."""
-    groups = instance.problem.groups
-    check_host(instance.prices.cluster, sum(_least_host_bytes(group) for group in groups), instance.problem.host_limit)
+    _check_host(instance)
     choices, is_proven = smallest_search(instance.problem)
     where = f"on mesh {instance.prices.mesh}"
     if choices is None and is_proven:
@@ -42,6 +52,11 @@ def infeasible(instance: Instance, limit: float, fitting: int | None = None) -> 
         f"bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {_largest(instance)}. "
         f"What would lower it: {advice}."
     ).needing(math.ceil(least))
+
+
+def _check_host(instance: Instance) -> None:
+    least = sum(_least_host_bytes(group) for group in instance.problem.groups)
+    check_host(instance.prices.cluster, least, instance.problem.host_limit)
 
 
 def _least_host_bytes(group: Group) -> float:

@@ -27,6 +27,7 @@ from autopar.placement.choices import Choice, offloaded_strategy
 from autopar.placement.constraints import with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.parameter_choices import with_weight_in_host
+from autopar.plans.views.quantities import duration
 from autopar.solver.problem import Ints, Solution, evaluate, is_within, memory_of
 
 Solve = Callable[[Instance, Sequence[Ints]], Solution]
@@ -35,6 +36,15 @@ Solve = Callable[[Instance, Sequence[Ints]], Solution]
 HOST_WEIGHTS = ("gloo",)
 # How often a program is solved again with less memory. Chosen: each round costs a solve.
 ROUNDS = 4
+
+
+class TooSlowError(InfeasibleError):
+    """No placement of a step takes less than ``seconds``, which is more than it may: proven by the program, whose equal
+    layers choose alike."""
+
+    def __init__(self, mesh: tuple[int, ...], seconds: float) -> None:
+        super().__init__(f"plans on mesh {mesh} take at least {duration(seconds)}")
+        self.seconds = seconds
 
 
 def fits(instance: Instance, solution: Solution) -> bool:

@@ -18,7 +18,16 @@ from autopar.placement.fused_kernels import FusedKernels
 from .axis_roles import AxisRole
 from .shared_work import SharedWork
 
-Propose = Callable[["PlanRequest"], tuple[Layout, ...]]
+
+@dataclass(frozen=True)
+class Proposals:
+    """Layouts worth trying, the most promising first, and what a rule of thumb chooses (None: nothing)."""
+
+    layouts: tuple[Layout, ...] = ()
+    rule: Layout | None = None
+
+
+Propose = Callable[["PlanRequest"], Proposals]
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
+    ``worth``: seconds; a plan of one stage that takes as long is of no use.
     ``shares``: those in which rows may be divided on each axis, besides equal ones.
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
     ``propose``: finds layouts worth trying for this request, where there are too many to try. ``shared``: what requests
@@ -42,6 +52,7 @@ class PlanRequest:
     repeats: Repeats = ONCE
     memory_limit: float | None = None
     host_limit: float | None = None
+    worth: float = math.inf
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
     shares: Shares = ()

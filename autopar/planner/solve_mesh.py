@@ -19,8 +19,8 @@ from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_
 from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import formulate, untie_layers, with_memory_savers
-from .infeasible import infeasible
-from .memory_limit import ROUNDS, Solve, Solved, fits, solve_wide, solve_within, tightened, without_limit
+from .infeasible import does_not_fit
+from .memory_limit import ROUNDS, Solve, Solved, TooSlowError, fits, solve_wide, solve_within, tightened, without_limit
 from .mesh_solution import MeshSolution, peak_bytes, placed_step
 from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
@@ -49,19 +49,26 @@ def solve_mesh(
     request: PlanRequest, graph: Graph, timings: Timings
 ) -> tuple[MeshSolution, dict[str, Predicted | None]]:
     """The best solution on just this mesh, and the baselines priced on it, none under a layout. Raises
-    :class:`InfeasibleError`."""
+    :class:`InfeasibleError`, which is to be explained (``error.explained``) where it is shown, and of which
+    :class:`TooSlowError` is one."""
     annotated, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
-        # What people choose by hand is no plan of a layout that says something else.
-        compared = () if request.roles else _solve_baselines(request, program, timings)
+        compared = _solve_baselines(request, program, timings)
         feasible = [solution for _, solution in compared if _is_feasible(solution)]
         solved = _solve_within_memory(request, program, timings, [solution.choices for solution in feasible])
         if _is_feasible(solved.solution):
             solved = _take_cheapest(solved, [solution for solution in feasible if fits(solved.instance, solution)])
     best = _enforce_memory_limit(request, annotated, solved, timings)
+    return best, priced_baselines(request, graph, timings)
+
+
+def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> dict[str, Predicted | None]:
+    """The baselines on just this mesh, by name; None: not possible."""
+    _, program = _formulate(request, graph, timings)
+    with timings.phase("solve"):
+        compared = _solve_baselines(request, program, timings)
     with timings.phase("report"):
-        priced = {line.name: _price_baseline(request, line, solution) for line, solution in compared}
-    return best, priced
+        return {line.name: _price_baseline(request, line, solution) for line, solution in compared}
 
 
 def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolution:
@@ -97,13 +104,25 @@ def _is_feasible(solution: Solution) -> bool:
 
 
 def _solver(request: PlanRequest, timings: Timings) -> Solve:
-    return lambda instance, incumbents: solve_in_time(instance.problem, request.options, timings, incumbents)
+    """Returns a function that solves an instance. It raises :class:`TooSlowError` if nothing is worth while."""
+
+    def solve_worth_while(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
+        problem, worth = instance.problem, request.worth
+        solution = solve_in_time(problem, request.options, timings, incumbents, worth=worth)
+        if worth <= solution.bound < math.inf:
+            raise TooSlowError(request.mesh, solution.bound)
+        return solution
+
+    return solve_worth_while
 
 
 def _solve_baselines(
     request: PlanRequest, program: Instance, timings: Timings
 ) -> tuple[tuple[Baseline, Solution], ...]:
-    """The baselines of a program with their solutions."""
+    """The baselines of a program with their solutions; none under a layout: what people choose by hand is no plan of
+    one that says something else."""
+    if request.roles:
+        return ()
     options = request.options
     settings = min(BASELINE_SECONDS, options.time_limit), max(options.gap, BASELINE_GAP), options.solver_seed
 
@@ -135,7 +154,7 @@ def _solve_within_memory(
             return make()
         # One of all requests that differ in the limit alone.
         options, known = request.options, tuple(choices.tobytes() for choices in starts)
-        settings = options.gap, options.solver_seed, options.time_limit, timings.counted, known
+        settings = options.gap, options.solver_seed, options.time_limit, timings.counted, known, request.worth
         return request.shared.once("unlimited", (program,), *settings, make=make, kept=PROGRAMS)
 
     return solve_within(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
@@ -210,13 +229,12 @@ def _tighten_until_fits(
 
 
 def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
-    """The solution of least memory. Raises :class:`InfeasibleError` if it needs more than ``limit`` bytes."""
+    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than ``limit``
+    bytes."""
     least = _minimize_memory(instance)
-    if least is None:
-        raise infeasible(instance, limit)
-    peak = peak_bytes(least)
-    if peak > limit:
-        raise infeasible(instance, limit, peak)
+    peak = None if least is None else peak_bytes(least)
+    if least is None or peak is None or peak > limit:
+        raise does_not_fit(instance, limit, peak)
     return least
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopar.options import Options
@@ -11,11 +12,16 @@ from .timings import Timings
 
 
 def solve_in_time(
-    problem: Problem, options: Options, timings: Timings, incumbents: Sequence[Ints] = (), least_gap: float = 0.0
+    problem: Problem,
+    options: Options,
+    timings: Timings,
+    incumbents: Sequence[Ints] = (),
+    least_gap: float = 0.0,
+    worth: float = math.inf,
 ) -> Solution:
     """Solves in at most half of the remaining time, so that a hard program leaves time for those after it. A program
     that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
-    that is larger."""
+    that is larger. ``worth``: as for :func:`~autopar.solver.solve.solve`."""
     from autopar.solver.solve import solve  # Here, since it loads ortools, which a cached plan does without.
 
     solution = solve(
@@ -25,6 +31,7 @@ def solve_in_time(
         seed=options.solver_seed,
         incumbents=incumbents,
         counted=timings.counted,
+        worth=worth,
     )
     timings.solving += solution.seconds
     return solution

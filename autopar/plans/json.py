@@ -42,7 +42,7 @@ _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
 _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
-_OPTIONAL = ("layout", "tied", "offloaded")
+_OPTIONAL = ("layout", "tied", "offloaded", "excluded")
 _KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync", "searched")
 
 
@@ -201,6 +201,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["lines"] = tuple(map(_line, data["lines"]))
     fields["layout"] = _string(data.get("layout", ""))
     fields["tied"] = {_string(k): _string(v) for k, v in data.get("tied", {}).items()}
+    fields["excluded"] = {_string(k): _string(v) for k, v in data.get("excluded", {}).items()}
     fields["sync"] = PlannedSync(**data["sync"]) if "sync" in data else None
     fields["searched"] = Searched(**data["searched"]) if "searched" in data else None
     fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))

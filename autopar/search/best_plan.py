@@ -18,10 +18,11 @@ from autopar.ir.searched import Searched
 from autopar.layout import Layout
 from autopar.options import without_stages
 from autopar.placement.predicted import predicted
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
 from autopar.planner.row_shares import divisions, on_mesh
-from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.solve_mesh import priced_baselines, solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
@@ -33,15 +34,21 @@ from autopar.search.restricted.arrangements import arrangements
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
-from .candidate import Candidate, named_axes
+from .candidate import (
+    NO_STAGES,
+    RULE,
+    Candidate,
+    Excluded,
+    Failure,
+    Tried,
+    also_priced,
+    named_axes,
+    why_excluded,
+)
 from .division_bounds import Division, bounds_of, covered, searched
 from .pipeline import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
 from .segments import stage_pins
-from .stage_meshes import StageLayout
-
-# An error, or what makes one: that of a pipeline takes a search for what would be possible.
-Failure = Exception | Callable[[], Exception]
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to plans without
 # stages (benchmarks/results/two_hosts.json, pipeline_plans.json).
@@ -67,33 +74,39 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
     if pinned:
         _check_stages_are_searched(unstaged)
     try:
-        candidates = _candidates(unstaged, pinned, timings)
+        tried = _tried(unstaged, pinned, timings)
+        if not tried.candidates:
+            raise _main(tried.failures)
     except InfeasibleError as error:
         explained = layout_infeasible(unstaged, error, partial(_predicted, pinned))
         if explained is error:  # Not raised from itself: who follows causes would never come to an end.
             raise
         raise explained from error
-    chosen = min(candidates, key=lambda candidate: candidate.seconds * _safety_factor(request, candidate))
-    rejected = _rejected(candidates, chosen)
+    chosen = min(tried.candidates, key=lambda candidate: candidate.seconds * _safety_factor(request, candidate))
+    listed, rejected = partial(also_priced, tried, chosen), _rejected(tried.candidates, chosen)
     if chosen.improved is not None:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
-        plan, listed = chosen.make(), _also_priced(candidates, chosen)
+        plan, baselines = chosen.make(), listed()
         layout = request.options.layout
         restriction = "" if layout is None else layout.restriction
         plan = replace(plan, pinned=dict(request.options.pins), layout=restriction)
-        notes = (*rejected, *_quicker_baselines(plan, listed), *idle_devices(plan, listed))
-        warnings = (*plan.warnings, *notes, *_warnings_of_time(request, timings))
-        covered_by = _searched(unstaged, candidates, plan.predicted.step_seconds)
-        return replace(plan, baselines=listed, warnings=warnings, searched=covered_by)
+        notes = (*rejected, *_quicker_baselines(plan, baselines), *idle_devices(plan, baselines))
+        return replace(
+            plan,
+            baselines=baselines,
+            excluded=why_excluded(tried, memory_limit_of(unstaged)),
+            warnings=(*plan.warnings, *notes, *_warnings_of_time(request, timings)),
+            searched=_searched(unstaged, tried, plan.predicted.step_seconds),
+        )
 
 
-def _searched(request: PlanRequest, candidates: Sequence[Candidate], seconds: float) -> Searched | None:
+def _searched(request: PlanRequest, tried: Tried, seconds: float) -> Searched | None:
     """What the search for a plan of ``seconds`` covered, where it solved a few of many divisions."""
     if not proposes(request):
         return None
-    solved = {division: bound for candidate in candidates for division, bound in candidate.divisions.items()}
+    solved = {division for each in (*tried.candidates, *tried.excluded) for division in each.divisions}
     return searched(bounds_of(request, whole_step(request)), request.batch, MOST_CHUNKS, solved, seconds)
 
 
@@ -108,42 +121,58 @@ def _check_stages_are_searched(request: PlanRequest) -> None:
         )
 
 
-def _candidates(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) -> list[Candidate]:
-    """The candidates that are compared. Where layouts are proposed, pipelines are restricted by these, and are not
-    enumerated. Raises what :func:`_of_arrangements` raises."""
+def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) -> Tried:
+    """What is compared. Where layouts are proposed, pipelines are restricted by these, and are not enumerated. Raises
+    :class:`OptionsError` if the options are impossible."""
     with timings.phase("propose"):
-        layouts = request.propose(request) if request.propose is not None and proposes(request) else ()
-    if not layouts:
-        return _of_arrangements(arrangements(request), pinned, timings)
+        proposals = request.propose(request) if request.propose is not None and proposes(request) else Proposals()
+    limit = request.options.time_limit
 
-    def solve(layout: Layout) -> list[Candidate]:
+    def solve(layout: Layout) -> Tried:
         restricted = replace(request, options=replace(request.options, layout=layout))
-        with suppress(InfeasibleError, OptionsError):
-            return _of_arrangements(arrangements(restricted), pinned, timings, explains=False)
-        return []
+        with suppress(OptionsError):
+            return _of_arrangements(arrangements(restricted), pinned, timings)
+        return Tried()
 
-    candidates = list[Candidate]()
-    for layout in layouts:
-        if candidates and timings.is_spent(request.options.time_limit):
+    tried, solved = Tried(), dict[Layout, Tried]()
+    for layout in proposals.layouts:
+        if tried.candidates and timings.is_spent(limit):
             break
-        found = solve(layout)
-        better = _least(found) < _least(candidates)
-        candidates += found
-        if better:
-            quickest = layout
-    if candidates and not timings.is_spent(request.options.time_limit):
-        candidates += _other_microbatches(request, quickest, _least(candidates), solve)
-    own = request if not candidates else replace(request, options=without_stages(request.options))
-    with suppress(*((InfeasibleError,) if candidates else ())):
-        candidates += _of_arrangements(arrangements(own), pinned, timings)
-    return candidates
+        solved[layout] = solve(layout)
+        tried += solved[layout]
+    if not tried.candidates:
+        return _of_arrangements(arrangements(request), pinned, timings)
+    if not timings.is_spent(limit):
+        quickest = min(solved, key=lambda layout: solved[layout].least)
+        tried += _other_microbatches(request, quickest, tried.least, solve)
+        tried += _rule_of_thumb(proposals.rule, solved, solve)
+    own = replace(request, options=without_stages(request.options), worth=_worth(request, tried))
+    return tried + _of_arrangements(arrangements(own), pinned, timings)
 
 
-def _other_microbatches(
-    request: PlanRequest, layout: Layout, best: float, solve: Callable[[Layout], list[Candidate]]
-) -> Iterator[Candidate]:
+def _worth(request: PlanRequest, tried: Tried) -> float:
+    """Seconds of a plan without stages that would not be chosen instead of what was tried."""
+    return min(candidate.seconds * _safety_factor(request, candidate) for candidate in tried.candidates)
+
+
+def _rule_of_thumb(rule: Layout | None, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]) -> Tried:
+    """What the layout of the rule of thumb takes; ``solved``: what other layouts do."""
+    if rule is None:
+        return Tried()
+    found = solved.get(rule) or solve(rule)
+    best = min(found.candidates, key=lambda candidate: candidate.seconds, default=None)
+    errors = [failure.error for failure in found.failures if isinstance(failure.error, InfeasibleError)]
+    return Tried(
+        candidates=() if rule in solved else found.candidates,
+        excluded=tuple(Excluded(RULE, error) for error in errors),
+        rule=best,
+    )
+
+
+def _other_microbatches(request: PlanRequest, layout: Layout, best: float, solve: Callable[[Layout], Tried]) -> Tried:
     """Candidates like those of ``layout``, which takes ``best`` seconds, with larger and smaller microbatches: as long
     as these are quicker, and their bound says that they could be."""
+    tried = Tried()
     for factor in (2.0, 0.5):
         seconds, size = best, layout.microbatch * factor
         while size.is_integer() and request.batch % (layout.data * size) == 0:
@@ -152,68 +181,55 @@ def _other_microbatches(
             if bounds_of(request, whole_step(request)).seconds(division) >= seconds:
                 break
             found = solve(replace(layout, microbatch=int(size)))
-            yield from found
-            if _least(found) >= seconds:
+            tried += found
+            if found.least >= seconds:
                 break
-            seconds, size = _least(found), size * factor
+            seconds, size = found.least, size * factor
+    return tried
 
 
-def _of_arrangements(
-    arranged: Sequence[PlanRequest], pinned: Mapping[str, str], timings: Timings, explains: bool = True
-) -> list[Candidate]:
-    """The candidates of all arrangements. Where there are several, those that are impossible are left out. If there is
-    no candidate at all, raises the error of the arrangement that needs least memory, else the first; ``explains``:
-    whether it says what would be possible, which takes a search."""
-    candidates: list[Candidate] = []
-    failures: list[Failure] = []
+def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str], timings: Timings) -> Tried:
+    """What all arrangements have, those that are impossible left out."""
+    tried = Tried()
     for request in arranged:
         try:
-            found, make_error = _of_arrangement(request, pinned, timings, _least(candidates))
+            tried += _of_arrangement(request, pinned, timings, tried.least)
         except (InfeasibleError, OptionsError) as error:
-            failures.append(error)
-        else:
-            candidates += found
-            failures += [make_error] if make_error else []
-        if timings.is_spent(request.options.time_limit) and candidates:
+            tried += Tried(failures=(Failure(error),))
+        if timings.is_spent(request.options.time_limit) and tried.candidates:
             break
-    if not candidates:
-        raise _main(failures) if explains else InfeasibleError("nothing fits")
-    return candidates
+    return tried
 
 
 def _main(failures: Sequence[Failure]) -> Exception:
-    """Of what does not fit, what needs fewest bytes; where that is not known yet, the error of the first pipeline."""
-    known = [failure for failure in failures if isinstance(failure, Exception)]
+    """The error to show: of what does not fit, that which needs fewest bytes; where this is not known yet, that of the
+    first pipeline."""
+    known = [failure.error for failure in failures if failure.explain is None]
     infeasible = [error for error in known if isinstance(error, InfeasibleError)]
     if infeasible:
-        return min(infeasible, key=lambda error: error.needed_bytes or math.inf)
-    makers = [failure for failure in failures if not isinstance(failure, Exception)]
+        return min(infeasible, key=lambda error: error.needed_bytes or math.inf).explained
+    makers = [failure.explain for failure in failures if failure.explain is not None]
     return makers[0]() if makers else known[0]
 
 
 def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
     """Predicts the quickest plan for ``request``; the work is counted, as for all advice in errors. Raises
     :class:`InfeasibleError` or :class:`OptionsError`."""
-    found = _of_arrangements(arrangements(request), pinned, Timings(counted=True), explains=False)
-    return min(found, key=lambda candidate: candidate.seconds).figures()[1]
+    tried = _of_arrangements(arrangements(request), pinned, Timings(counted=True))
+    if not tried.candidates:
+        raise InfeasibleError("nothing fits")
+    return min(tried.candidates, key=lambda candidate: candidate.seconds).figures()[1]
 
 
-def _of_arrangement(
-    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
-) -> tuple[list[Candidate], Failure | None]:
-    """The candidates of one arrangement, or what makes the error that says why there is none; ``best``: seconds of the
-    quickest of others. Raises :class:`OptionsError` if the options are impossible."""
-    candidates: list[Candidate] = []
-    failure: InfeasibleError | None = None
-    if _may_lack_stages(request, pinned):
-        candidates, failure = _without_stages(request, timings)
-    staged, make_error = with_stages(request, pinned, timings, min(best, _least(candidates)))
-    found = [*candidates, *staged]
-    return found, None if found else (failure or make_error)
-
-
-def _least(candidates: Sequence[Candidate]) -> float:
-    return min((candidate.seconds for candidate in candidates), default=math.inf)
+def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float) -> Tried:
+    """What one arrangement has; ``best``: seconds of the quickest plan of others. Raises :class:`OptionsError` if the
+    options are impossible."""
+    tried = _without_stages(request, timings) if _may_lack_stages(request, pinned) else Tried()
+    staged, failure = with_stages(request, pinned, timings, min(best, tried.least))
+    tried += Tried(tuple(staged))
+    if tried.candidates:
+        return replace(tried, failures=())
+    return tried if tried.failures else replace(tried, failures=(failure,))
 
 
 def _check_schedule(request: PlanRequest) -> None:
@@ -240,7 +256,7 @@ def _safety_factor(request: PlanRequest, candidate: Candidate) -> float:
     return SHARED_CORES_SAFETY_FACTOR if is_pipeline and not is_requested and request.cluster.sharing > 1 else 1.0
 
 
-def _rejected(candidates: list[Candidate], chosen: Candidate) -> Iterator[str]:
+def _rejected(candidates: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
     """A note on the candidate that is predicted to be quickest, if the safety factor ruled it out."""
     quickest = min(candidates, key=lambda candidate: candidate.seconds)
     if quickest.seconds < chosen.seconds and quickest.layout is not None:
@@ -269,17 +285,6 @@ def _warnings_of_time(request: PlanRequest, timings: Timings) -> Iterator[str]:
         yield f"solving took all of time_limit={limit:g} s: other pipelines or placements may be better"
 
 
-def _also_priced(candidates: list[Candidate], best: Candidate) -> dict[str, Predicted | None]:
-    """The alternatives that were priced, by name: the baselines on the best mesh without stages, and the quickest
-    candidate of every other layout of the devices."""
-    quickest: dict[StageLayout | None, Candidate] = {}
-    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
-        quickest.setdefault(candidate.layout, candidate)
-    listed = {name: priced for candidate in quickest.values() for name, priced in candidate.baselines.items()}
-    listed.update(candidate.figures() for candidate in quickest.values() if candidate.layout != best.layout)
-    return listed
-
-
 def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
     """Whether the options allow plans without stages and microbatches."""
     options = request.options
@@ -287,26 +292,26 @@ def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
     return options.stages in (None, 1) and options.microbatches in (None, 1) and not asks_for_stages
 
 
-def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candidate], InfeasibleError | None]:
-    """The best plan on every candidate mesh, or why there is none."""
+def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
+    """The best plan on every candidate mesh, and why there is none on the others."""
     whole, loss, batch = request.graph, request.loss, request.batch
     graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
-    candidates: list[Candidate] = []
-    failure: InfeasibleError | None = None
+    tried, failures = Tried(), list[Failure]()
     for division in divisions(request, batch):
         inside = on_mesh(request, division)
+        known = covered(inside, 1, 1, (1,))
         try:
             solved, priced = solve_mesh(inside, graph, timings)
         except InfeasibleError as error:
-            failure = failure or error
+            failures.append(Failure(error))
+            priced = priced_baselines(inside, graph, timings)
+            proven = known if isinstance(error, TooSlowError) else frozenset[Division]()
+            tried += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
             continue
         make = partial(make_plan, inside, graph, solved, priced, timings)
         figures = partial(_figures, inside, solved)
-        roles = [role.name for role in inside.roles] or [""] * len(inside.mesh)
-        # The program's own bound is of equal layers that choose alike, and of the restrictions.
-        known = dict.fromkeys(covered(inside.mesh, roles, 1, 1, (1,)), 0.0)
-        candidates.append(Candidate(solved.breakdown.seconds, None, make, figures, priced, divisions=known))
-    return candidates, failure
+        tried += Tried((Candidate(solved.breakdown.seconds, None, make, figures, priced, divisions=known),))
+    return replace(tried, failures=tuple(failures[:1]))
 
 
 def _figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:

@@ -1,20 +1,27 @@
-"""A candidate that the search for a plan has solved, but not yet written as a plan."""
+"""What the search for a plan tried: candidates that it solved, but did not write as plans yet, and what it excluded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from autopar.errors import InfeasibleError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.placement.axis_names import default_names
 from autopar.planner.axis_roles import role_names
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
+from autopar.plans.views.quantities import duration, size
 
 from .division_bounds import Division
 from .stage_meshes import StageLayout
+
+# Kinds of plans that people ask for.
+NO_STAGES, RULE = "no stages", "rule of thumb"
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Candidate:
     ``make`` writes its plan; ``figures`` gives its name and predictions. Of the candidates of one ``layout`` (None:
     without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, for
     pipelines, solves a schedule for it and returns the improved candidate. ``divisions``: those that its program
-    covers, each with a lower bound of its seconds, 0 if none is known besides :mod:`.division_bounds`."""
+    covers."""
 
     seconds: float
     layout: StageLayout | None
@@ -32,7 +39,87 @@ class Candidate:
     figures: Callable[[], tuple[str, Predicted]]
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
     improved: Callable[[], Candidate] | None = None
-    divisions: Mapping[Division, float] = field(default_factory=dict)
+    divisions: frozenset[Division] = frozenset()
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Plans of a ``kind`` of which none fits, or none is quick enough, as ``error`` says. ``baselines`` were priced on
+    their mesh, whose program covers ``divisions``."""
+
+    kind: str
+    error: InfeasibleError
+    baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
+    divisions: frozenset[Division] = frozenset()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no plan: ``error``. ``explain``: for pipelines, makes the error that a user is shown, which takes a
+    search for what would be possible."""
+
+    error: Exception
+    explain: Callable[[], Exception] | None = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a search tried. ``rule``: of the candidates, the one that a rule of thumb chooses. ``failures``: of what has
+    no candidate."""
+
+    candidates: tuple[Candidate, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    rule: Candidate | None = None
+
+    def __add__(self, other: Tried) -> Tried:
+        return Tried(
+            self.candidates + other.candidates,
+            self.excluded + other.excluded,
+            self.failures + other.failures,
+            self.rule or other.rule,
+        )
+
+    @property
+    def least(self) -> float:
+        """Seconds of the quickest candidate."""
+        return min((candidate.seconds for candidate in self.candidates), default=math.inf)
+
+
+def also_priced(tried: Tried, best: Candidate) -> dict[str, Predicted | None]:
+    """The alternatives that were priced, by name: the baselines on the best mesh without stages, the quickest
+    candidate of every other layout of the devices, and what a rule of thumb chooses."""
+    quickest: dict[StageLayout | None, Candidate] = {}
+    for candidate in sorted(tried.candidates, key=lambda candidate: candidate.seconds):
+        quickest.setdefault(candidate.layout, candidate)
+    listed = {name: priced for excluded in tried.excluded for name, priced in excluded.baselines.items()}
+    listed |= {name: priced for candidate in quickest.values() for name, priced in candidate.baselines.items()}
+    others = [candidate for candidate in quickest.values() if candidate.layout != best.layout]
+    listed.update(candidate.figures() for candidate in others if candidate is not tried.rule)
+    if tried.rule is not None and tried.rule is not best:
+        name, figures = tried.rule.figures()
+        listed[f"{RULE}: {name}"] = figures
+    return listed
+
+
+def why_excluded(tried: Tried, limit: int) -> dict[str, str]:
+    """Why no plan of a kind was priced, for every kind of which there is none. ``limit``: bytes for each device."""
+    found = {NO_STAGES for candidate in tried.candidates if candidate.layout is None}
+    found |= {RULE} if tried.rule is not None else set()
+    reasons: dict[str, list[InfeasibleError]] = {}
+    for excluded in tried.excluded:
+        if excluded.kind not in found:
+            reasons.setdefault(excluded.kind, []).append(excluded.error)
+    return {kind: _reason(errors, limit) for kind, errors in reasons.items()}
+
+
+def _reason(errors: list[InfeasibleError], limit: int) -> str:
+    """What ``errors``, of all meshes, have in common."""
+    slow = [error.seconds for error in errors if isinstance(error, TooSlowError)]
+    if slow:
+        return f"at least {duration(min(slow))}"
+    needed = [error.needed_bytes for error in errors if error.needed_bytes is not None]
+    return f"does not fit: {size(min(needed))} of {size(limit)}" if needed else "does not fit"
 
 
 def named_axes(request: PlanRequest, assignment: Assignment, graph: Graph) -> str:

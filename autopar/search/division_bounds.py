@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -163,34 +163,31 @@ def searched(
     bounds: Bounds,
     batch: int,
     most_chunks: int,
-    solved: Mapping[Division, float],
+    solved: Collection[Division],
     seconds: float,
 ) -> Searched:
-    """What a search covered that found a plan of ``seconds``. ``solved``: the divisions for which it found plans, with
-    a lower bound of their seconds that is known besides; 0: none."""
+    """What a search covered that found a plan of ``seconds``. ``solved``: the divisions whose programs it solved."""
     every = list(all_divisions(bounds.devices, batch, bounds.pieces, most_chunks))
     possible = [division for division in every if divides(division, batch) or division in solved]
-    least = {division: max(bounds.seconds(division), solved.get(division, 0.0)) for division in possible}
+    least = {division: bounds.seconds(division) for division in possible}
     left = [division for division in possible if division not in solved and least[division] < seconds]
     first = min(left, key=lambda division: (least[division], division), default=None)
     return Searched(
         divisions=len(possible),
         indivisible=len(every) - len(possible),
-        solved=len(solved.keys() & least.keys()),
+        solved=len(least.keys() & solved),
         excluded=sum(bound >= seconds for division, bound in least.items() if division not in solved),
-        # What was found is no bound of what its program could have been.
+        # What was found is no bound of what its division could be: in the program, equal layers choose alike.
         bound=min(least.values(), default=0.0),
         first="" if first is None else str(first) or "one device",
     )
 
 
-def covered(
-    mesh: Sequence[int], roles: Sequence[str], pipeline: int, count: int, chunks: Iterable[int]
-) -> set[Division]:
-    """The divisions that one program covers: ``roles`` say what each axis of the mesh inside a stage is for, "data" or
-    "tensor"; any other may be for either."""
-    degrees = {(1, 1)}
-    for size, role in zip(mesh, roles, strict=True):
+def covered(inside: PlanRequest, pipeline: int, count: int, chunks: Iterable[int]) -> frozenset[Division]:
+    """The divisions that one program covers, that of ``inside`` a stage. An axis of the mesh without a role may be for
+    data or tensor ranks."""
+    degrees, roles = {(1, 1)}, [role.name for role in inside.roles] or [""] * len(inside.mesh)
+    for size, role in zip(inside.mesh, roles, strict=True):
         ways = [(size, 1)] * (role != "tensor") + [(1, size)] * (role != "data")
         degrees = {(data * d, tensor * t) for data, tensor in degrees for d, t in ways}
-    return {Division(pipeline, data, tensor, count, each) for data, tensor in degrees for each in chunks}
+    return frozenset(Division(pipeline, data, tensor, count, each) for data, tensor in degrees for each in chunks)

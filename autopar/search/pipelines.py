@@ -20,7 +20,7 @@ from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
 
 from .attempts import attempts
-from .candidate import Candidate, named_axes
+from .candidate import Candidate, Failure, named_axes
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .infeasible import pipeline_infeasible
@@ -40,35 +40,36 @@ _NO_LOSS = (
     "loss_fn(output) or loss_fn(output, batch)"
 )
 
-# Makes the error for an impossible pipeline. Advice in the error takes a search, so only the raised error is made.
-MakeError = Callable[[], Exception]
-
 
 def with_stages(
     request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
-) -> tuple[list[Candidate], MakeError]:
-    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and a function that makes the error
-    for the last one that was impossible. That is an error for the user only if nothing else was found.
+) -> tuple[list[Candidate], Failure]:
+    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and why the last one that was
+    impossible was so. That is an error for the user only if nothing else was found.
 
     Args:
         pinned: the stages of modules, by path.
         best: seconds of the best plan without stages, infinite if there is none.
     """
     if request.loss is None and request.graph.gradients:
-        return [], lambda: OptionsError(_NO_LOSS)
+        return [], _impossible(OptionsError(_NO_LOSS))
     graph = whole_step(request)
     candidates: list[Candidate] = []
     nothing = f"no pipeline stages are possible on the mesh {request.mesh} under these options: leave some of them out"
-    make_error: MakeError = partial(OptionsError, nothing)
+    failure = _impossible(OptionsError(nothing))
     for layout, counts in attempts(request, graph, best):
         quickest = min([best, *(candidate.seconds for candidate in candidates)])
         if timings.is_spent(request.options.time_limit) and math.isfinite(quickest):
             break
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
-        solved, make_last_error = _of_layout(pipeline, counts, timings, best, quickest)
+        solved, last = _of_layout(pipeline, counts, timings, best, quickest)
         candidates += solved
-        make_error = make_last_error or make_error
-    return candidates, make_error
+        failure = last or failure
+    return candidates, failure
+
+
+def _impossible(error: OptionsError) -> Failure:
+    return Failure(error, lambda: error)
 
 
 def whole_step(request: PlanRequest) -> Graph:
@@ -79,23 +80,23 @@ def whole_step(request: PlanRequest) -> Graph:
 
 def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
-) -> tuple[list[Candidate], MakeError | None]:
-    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, and a
-    function that makes the error for the last one that was impossible. ``quickest``: seconds of the best plan found so
-    far; ``best``: of the best plan without stages."""
+) -> tuple[list[Candidate], Failure | None]:
+    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, and why
+    the last one that was impossible was so. ``quickest``: seconds of the best plan found so far; ``best``: of the best
+    plan without stages."""
     candidates, remaining = list[Candidate](), list(counts)
-    make_error: MakeError | None = None
+    failure: Failure | None = None
     while remaining:
         attempt = pipeline(remaining.pop(0))
         try:
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
-            make_error = partial(attempt.too_full, error)
+            failure = Failure(error, partial(attempt.too_full, error))
             continue
         except OptionsError as error:
             if attempt.request.options.microbatches is not None:
                 raise
-            make_error = partial(_itself, error)
+            failure = _impossible(error)
             # If the batch cannot be divided, as in batch norm, the whole batch is still possible.
             remaining = [1] if attempt.microbatches > 1 and math.isinf(best) else []
             continue
@@ -105,16 +106,12 @@ def _of_layout(
         # will not pay either.
         if solved.seconds > min(last, HOPELESS * best):
             break
-    return candidates, make_error
+    return candidates, failure
 
 
 def _limits(request: PlanRequest, layout: StageLayout) -> tuple[float, ...]:
     """Bytes for each device, by pipeline rank."""
     return tuple(map(float, stage_limits(request, layout.blocks)))
-
-
-def _itself(error: Exception) -> Exception:
-    return error
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class _Pipeline:
             return None
 
         limit = memory_limit_of(self.request)
-        return pipeline_infeasible(self.request, self.layout, self.microbatches, limit, peak) or error
+        return pipeline_infeasible(self.request, self.layout, self.microbatches, limit, peak) or error.explained
 
 
 @dataclass(frozen=True)
@@ -191,17 +188,14 @@ class _Solved:
     def candidate(self, warning: str = "") -> Candidate:
         make = partial(staged_plan, self.request, self.inside, self.solution, self.timings, warning)
         seconds = staged_predicted(self.solution).step_seconds
-        return Candidate(
-            seconds, self.solution.layout, make, self.figures, divisions=dict.fromkeys(self._covered(), 0.0)
-        )
+        return Candidate(seconds, self.solution.layout, make, self.figures, divisions=self._covered())
 
-    def _covered(self) -> set[Division]:
+    def _covered(self) -> frozenset[Division]:
         """The divisions of which this is the quickest: of all numbers of chunks that were tried."""
-        inside, restriction = self.inside, Restriction.of(self.request.options.layout)
+        restriction = Restriction.of(self.request.options.layout)
         tried = (restriction.interleave,) if restriction.interleave else range(1, MOST_CHUNKS + 1)
-        roles = [role.name for role in inside.roles] or [""] * len(inside.mesh)
         stages, count = self.solution.layout.stages, self.solution.pipeline.schedule.microbatches
-        return covered(inside.mesh, roles, stages, count, tried if stages > 1 else (1,))
+        return covered(self.inside, stages, count, tried if stages > 1 else (1,))
 
     def figures(self) -> tuple[str, Predicted]:
         solution = self.solution

@@ -41,6 +41,8 @@ class Search:
     exhausted: bool = False
     # The search may stop at an assignment that costs at most this.
     enough: float = float("-inf")
+    # Assignments that cost at least this much are of no use.
+    worth: float = float("inf")
 
     @property
     def left(self) -> float:
@@ -58,9 +60,14 @@ class Search:
         return self.has_incumbent and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(self.objective)
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether it is proven that no assignment is of use."""
+        return self.worth <= self.bound and bool(np.isfinite(self.worth))
+
+    @property
     def over(self) -> bool:
-        """Whether to stop: the gap is closed, enough was found, or the budget is spent."""
-        return self.closed or self.objective <= self.enough or self.left <= 0
+        """Whether to stop: the gap is closed, enough was found, nothing of use is left, or the budget is spent."""
+        return self.closed or self.objective <= self.enough or self.is_hopeless or self.left <= 0
 
     def offer(self, choices: Ints | None) -> None:
         """Keeps ``choices`` (of the original problem) if they fit and are the cheapest so far."""

@@ -171,7 +171,13 @@ def _next(search: _PriceSearch, attempt: _Attempt, solution: Solution, budget: B
 
 
 def solve_windows(
-    problem: Problem, plain: Plain, *, budget: Budget, gap: float, incumbents: Sequence[Ints] = ()
+    problem: Problem,
+    plain: Plain,
+    *,
+    budget: Budget,
+    gap: float,
+    incumbents: Sequence[Ints] = (),
+    worth: float = float("inf"),
 ) -> Solution:
     """Solves a problem with windows, using ``plain`` for problems without; see :func:`autopar.solver.solve.solve`."""
     count = len(problem.windows)
@@ -193,11 +199,12 @@ def solve_windows(
         if not search.closed(gap) and is_within(problem, solution.choices):
             search.offer(polish(neighbourhood, solution.choices))
             budget.spend(POLISHING * sweep)
-        next_attempt = None if search.closed(gap) or left <= 0 else _next(search, attempt, solution, budget, gap)
+        is_over = search.closed(gap) or worth <= search.bound < float("inf") or left <= 0
+        next_attempt = None if is_over else _next(search, attempt, solution, budget, gap)
         if next_attempt is None:
             break
         attempt = next_attempt
-    if not search.closed(gap):
+    if not search.closed(gap) and search.bound < worth:
         search.search(budget.part(most=MOST_SECONDS), gap)
     status = "optimal" if search.closed(gap) else "feasible"
     return Solution(search.choices, search.objective, search.bound, status, budget.used)

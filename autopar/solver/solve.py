@@ -56,6 +56,7 @@ def solve(
     seed: int = 0,
     incumbents: Sequence[Ints] = (),
     counted: bool = False,
+    worth: float = float("inf"),
 ) -> Solution:
     """The cheapest assignment within the memory of the device and of the host.
 
@@ -64,7 +65,8 @@ def solve(
     per group, which need not fit; the result is never worse than any that fits. The same input gives the same result
     unless the time limit cuts the search off. If it is ``counted``, the limit is in counted work, about seconds on one
     core (:mod:`autopar.solver.budget`), and the result is always the same. The bound of an "infeasible" solution is
-    infinite if infeasibility is proven, finite if time ran out before an assignment that fits was found.
+    infinite if infeasibility is proven, finite if time ran out before an assignment that fits was found. The search
+    also ends where it proves that nothing costs less than ``worth``; its bound says so, whatever the status is.
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
@@ -72,12 +74,12 @@ def solve(
     problem = without_needless_host(problem)
     budget = Budget(time_limit, counted)
     if not problem.windows:
-        return _solve_plain(problem, budget, gap, seed, incumbents)
+        return _solve_plain(problem, budget, gap, seed, incumbents, worth=worth)
 
     def plain(priced: Problem, part: Budget, target_gap: float, starts: Sequence[Ints], enough: float) -> Solution:
-        return _solve_plain(priced, part, target_gap, seed, starts, enough)
+        return _solve_plain(priced, part, target_gap, seed, starts, enough, worth)
 
-    return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents)
+    return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents, worth=worth)
 
 
 def _solve_plain(
@@ -87,8 +89,9 @@ def _solve_plain(
     seed: int,
     incumbents: Sequence[Ints],
     enough: float = float("-inf"),
+    worth: float = float("inf"),
 ) -> Solution:
-    search = Search(problem, budget, gap, seed, enough=enough)
+    search = Search(problem, budget, gap, seed, enough=enough, worth=worth)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
     status = _explore(search)
@@ -188,6 +191,8 @@ def _status(search: Search) -> str:
         return "infeasible"
     if search.has_incumbent:
         return "optimal" if search.closed else "feasible"
+    if search.is_hopeless:
+        return "infeasible"
     # Time is up and nothing fits yet. As a last attempt, search for the assignment of least memory.
     seconds = SMALLEST_GUARD if search.budget.counted else max(5.0, search.left)
     least, search.exhausted = smallest_search(search.problem, seconds)

@@ -92,7 +92,11 @@ def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyP
 
 def whole(request: PlanRequest) -> None:
     graph = step_graph(request.graph, request.loss, request.batch)
-    solve_mesh(replace(request, memory_limit=1000), graph, Timings())
+    try:
+        solve_mesh(replace(request, memory_limit=1000), graph, Timings())
+    except InfeasibleError as error:
+        assert "1000 B" in str(error), "what an error says that nobody is shown"
+        raise error.explained from error
 
 
 @pytest.mark.parametrize(("least", "expected"), [(300, 309), (10**6, None), (120, 125)])

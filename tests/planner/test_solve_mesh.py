@@ -24,8 +24,9 @@ from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.formulation import build_instance
 from autopar.placement.prices import Prices
 from autopar.planner import solve_mesh as planner
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, memory_limit_of, mesh_candidates
-from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.solve_mesh import priced_baselines, solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
@@ -159,6 +160,24 @@ def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_
         else:
             with pytest.raises(SoughtError):
                 solve_mesh(limited, graph, Timings())
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_is_not_worth_while_is_not_searched_further(limited: bool) -> None:
+    """Where the program proves it, without and under a limit of memory that binds."""
+    request = requested(wide, (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    free, _ = solve_mesh(request, graph, Timings())
+    needed = memory_of(free.instance.problem, free.solution.choices)
+    asked = replace(request, options=replace(request.options, memory_limit=int(0.6 * needed))) if limited else request
+    best, priced = solve_mesh(asked, graph, Timings())
+    same, _ = solve_mesh(replace(asked, worth=1.01 * best.solution.objective), graph, Timings())
+    assert same.solution.objective == best.solution.objective
+    short = 0.5 * free.solution.bound
+    with pytest.raises(TooSlowError, match="take at least") as caught:
+        solve_mesh(replace(asked, worth=short), graph, Timings())
+    assert short <= caught.value.seconds <= best.solution.objective
+    assert priced_baselines(replace(asked, worth=short), graph, Timings()) == priced
 
 
 def smallest_limit(request: PlanRequest) -> int:

@@ -13,7 +13,8 @@ from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.searched import Searched
 from autopar.layout import Layout
-from autopar.planner.request import PlanRequest
+from autopar.planner.axis_roles import AxisRole
+from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
@@ -94,14 +95,16 @@ def test_divisions_are_all_ways_to_divide() -> None:
 
 
 def test_axes_that_may_be_for_anything_cover_every_degree() -> None:
-    assert covered((2, 4), ("data", "tensor"), 3, 5, (1, 2)) == {Division(3, 2, 4, 5, v) for v in (1, 2)}
-    degrees = {(d.data, d.tensor) for d in covered((2, 4), ("", ""), 1, 1, (1,))}
+    asked = requested("stack", (2, 4))
+    roles = tuple(AxisRole(name, frozenset((name,)), frozenset()) for name in ("data", "tensor"))
+    assert covered(replace(asked, roles=roles), 3, 5, (1, 2)) == {Division(3, 2, 4, 5, v) for v in (1, 2)}
+    degrees = {(d.data, d.tensor) for d in covered(asked, 1, 1, (1,))}
     assert degrees == {(8, 1), (2, 4), (4, 2), (1, 8)}
 
 
 def test_what_is_solved_excluded_and_left() -> None:
     limits = bounds("stack", slow_devices(), 4)
-    solved = {Division(1, 4, 1, 1, 1): 0.0, Division(2, 2, 1, 4, 1): 0.0}
+    solved = {Division(1, 4, 1, 1, 1), Division(2, 2, 1, 4, 1)}
     least = limits.seconds(Division(1, 4, 1, 1, 1))
     found = searched(limits, BATCH, 2, solved, 1.3 * least)
     assert found.solved == 2 and found.left > 0 and found.first
@@ -111,13 +114,12 @@ def test_what_is_solved_excluded_and_left() -> None:
     assert everything.left == 0 and everything.first == ""
 
 
-def test_a_bound_of_the_solver_counts() -> None:
-    """Where all that is left is bounded by more, the search ends with what the solver proves."""
-    limits = bounds("stack", slow_devices(), 1)
-    known = 2.0 * limits.seconds(Division(1, 1, 1, 1, 1))
-    found = searched(limits, 1, 1, {Division(1, 1, 1, 1, 1): known}, known)
+def test_where_everything_is_solved_the_bound_is_the_least() -> None:
+    limits, only = bounds("stack", slow_devices(), 1), Division(1, 1, 1, 1, 1)
+    known = limits.seconds(only)
+    found = searched(limits, 1, 1, {only}, 2.0 * known)
     assert found == Searched(1, 0, 1, 0, known)
-    assert found.gap(known) == 0.0
+    assert found.gap(2.0 * known) == pytest.approx(0.5)
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def _four_devices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def request(layout: Layout, **options: Any) -> PlanRequest:
     open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
     asked = requested("stack", (2, 2), slow_devices(), **{**open_ones, **options})
-    return replace(asked, propose=lambda _: (layout,))
+    return replace(asked, propose=lambda _: Proposals((layout,)))
 
 
 @pytest.mark.usefixtures("_four_devices_are_many")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,12 @@ from autopar.compiler.plan_cache import plan_key
 from autopar.layout import Layout
 from autopar.layouts.proposals import proposed_layouts
 from autopar.options import Options
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
+from autopar.plans.page.page import render
 from autopar.plans.plan import Plan
 from autopar.search import attempts
+from autopar.search import best_plan as search
 from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
 from tests.helpers.models import make
@@ -26,11 +29,11 @@ SCARCE = 64_000
 TWO_STAGES = Layout(pipeline=2, tensor=2, microbatch=1, interleave=1)
 
 
-def request(*layouts: Layout, **options: object) -> PlanRequest:
-    """A request to plan the test model Stack on (2, 2), with ``layouts`` proposed."""
+def request(*layouts: Layout, rule: Layout | None = None, **options: object) -> PlanRequest:
+    """A request to plan the test model Stack on (2, 2), with ``layouts`` proposed, and that of a ``rule`` of thumb."""
     open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
     asked = requested("stack", (2, 2), **{**open_ones, **options})
-    return replace(asked, propose=lambda _: layouts)
+    return replace(asked, propose=lambda _: Proposals(layouts, rule))
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,37 @@ def test_a_proposal_is_solved_and_compared() -> None:
     plan = best_plan(request(TWO_STAGES), Timings())
     assert "2 stages" in tried(plan) and "4 stages" not in tried(plan)
     assert plan.layout == "", "the user asked for no layout"
+
+
+@pytest.mark.parametrize("layouts", [(TWO_STAGES,), (Layout(pipeline=4, microbatch=1), TWO_STAGES)])
+def test_the_best_of_each_kind_is_priced(layouts: tuple[Layout, ...]) -> None:
+    """Whether the rule's layout is proposed as well or not."""
+    plan = best_plan(request(*layouts, rule=TWO_STAGES), Timings())
+    kinds = "no stages", "rule of thumb: 2 stages"
+    best = "rule of thumb: 2 stages" if plan.stages == 2 else "no stages" if plan.stages == 1 else ""
+    for kind in {*kinds, "FSDP"} - {best}:
+        assert kind in tried(plan), f"{kind} is not among {tried(plan)}"
+        assert kind[:20] in str(plan)
+    assert not plan.excluded
+
+
+def test_a_kind_that_does_not_fit_says_by_how_much() -> None:
+    plan = best_plan(request(TWO_STAGES, rule=Layout(pipeline=4, microbatch=8), memory_limit=SCARCE), Timings())
+    needs = re.fullmatch(r"does not fit: ([\d.]+) KiB of 62.5 KiB", plan.excluded["no stages"])
+    assert needs is not None and float(needs[1]) > 62.5
+    assert plan.excluded["rule of thumb"].startswith("does not fit")
+    assert plan.excluded["no stages"] in str(plan) and plan.excluded["no stages"] in render(plan)
+    assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
+
+
+def test_a_kind_that_is_too_slow_says_what_it_takes_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were stages a thousand times as quick as they are, nothing else would be worth a longer search."""
+    free = best_plan(request(TWO_STAGES), Timings())
+    monkeypatch.setattr(search, "_worth", lambda _, tried: 1e-3 * tried.least)
+    plan = best_plan(request(TWO_STAGES), Timings())
+    assert plan.excluded["no stages"].startswith("at least") and plan.searched == free.searched
+    assert plan.baselines["FSDP"] == free.baselines["FSDP"], "what others choose is priced nevertheless"
+    assert plan.stages == 2
 
 
 def test_proposals_that_are_impossible_leave_the_search_as_it_is() -> None:
@@ -79,9 +113,10 @@ def test_proposed_layouts_have_stages_and_use_all_devices() -> None:
         ids = torch.zeros(256, 64, dtype=torch.int64)
     asked = replace(requested("llama", (16, 8), "dgx-a100-80gb"), batch=256)
     found = proposed_layouts(model, (), dict.fromkeys(batch, ids), None, asked)
-    assert found
-    for layout in found:
-        assert layout.pipeline > 1 and layout.tensor * layout.pipeline * layout.data * layout.context == 128
+    assert found.layouts and found.rule is not None
+    for layout in (*found.layouts, found.rule):
+        assert layout.pipeline > 1 or layout == found.rule
+        assert layout.tensor * layout.pipeline * layout.data * layout.context == 128
         Options(layout=layout)
 
 

@@ -197,6 +197,24 @@ def test_a_known_assignment_is_never_lost() -> None:
     assert again.objective <= good.objective
 
 
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), limited=st.booleans(), share=st.sampled_from([0.3, 0.9, 1.1, 3.0]))
+def test_what_is_not_worth_while_is_proven_not_to_be(seed: int, limited: bool, share: float) -> None:
+    """Where the optimum is worth while it is found as ever; otherwise the bound says that nothing is, and is true."""
+    problem = random_problem(seed, limited=limited)
+    least = brute_force(problem)
+    if not np.isfinite(least) or least <= 0:
+        return
+    solution = solve(problem, gap=0.0, worth=share * least)
+    assert solution.bound <= least * (1 + 1e-6)
+    if share > 1:
+        assert (solution.choices == solve(problem, gap=0.0).choices).all()
+        assert solution.objective == pytest.approx(least)
+    else:
+        assert solution.bound >= share * least * (1 - 1e-9)
+        assert solution.status in ("optimal", "feasible", "infeasible")
+
+
 def test_a_limit_below_the_least_is_infeasible_and_the_least_itself_is_not() -> None:
     problem = layered(20, 6)
     least = smallest_memory(problem)

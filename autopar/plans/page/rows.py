@@ -48,7 +48,7 @@ def baseline_rows(plan: PlanRecord) -> list[tuple[str, ...]]:
         longer = f"{other.step_seconds / step - 1:+.0%}".replace("-0%", "+0%") if step else ""
         fits = "" if other.peak_bytes <= plan.least_limit else ", does not fit"
         rows.append((name, duration(other.step_seconds), longer, f"{size(other.peak_bytes)}{fits}"))
-    return rows
+    return rows + [(name, "excluded", "", why) for name, why in plan.excluded.items()]
 
 
 def parameter_rows(plan: PlanRecord) -> list[Mapping[str, Any]]:

@@ -35,8 +35,12 @@ MOST_MOVES = 4
 COMM_WEIGHT = 10
 # Baselines that are listed. Chosen: the three of a plan without stages, that plan, and two with stages.
 MOST_BASELINES = 6
+# Kinds that people ask for, by how their names begin.
+KINDS = ("no stages", "FSDP", "rule of thumb")
 # Warnings that are listed. Chosen: what a reader takes in; the others are in plan.warnings.
 MOST_WARNINGS = 3
+
+_Named = tuple[str, Predicted | None]
 
 
 def plan_text(plan: PlanRecord) -> str:
@@ -373,13 +377,22 @@ def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
 
 def _also_priced(plan: PlanRecord) -> Iterator[str]:
     others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
-    shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
-    for position, (name, other) in enumerate(shown):
-        lead, figures = "also priced" if position == 0 else "", compared(plan, other)
+    shown = others if len(others) <= MOST_BASELINES else _first(others, MOST_BASELINES - 1)
+    rows = [(name, compared(plan, other)) for name, other in shown]
+    rows += [(name, f"{'excluded':>21}   {why}") for name, why in plan.excluded.items()]
+    for position, (name, figures) in enumerate(rows):
         room = min(34, page_width() - 13 - len(figures))
-        yield f"{lead:<12}{clip(name, room):<{room}} {figures}"
+        yield f"{'also priced' if position == 0 else '':<12}{clip(name, room):<{room}} {figures}"
     if len(shown) < len(others):
         yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
+
+
+def _first(others: Sequence[_Named], most: int) -> list[_Named]:
+    """Of other plans, the quickest first, ``most``: the best of each of :data:`KINDS`, and the quickest besides."""
+    of_kinds = [next((each for each in others if each[0].startswith(kind)), None) for kind in KINDS]
+    kept = [each for each in of_kinds if each is not None]
+    kept += [each for each in others if each not in kept][: most - len(kept)]
+    return [each for each in others if each in kept]
 
 
 def compared(plan: PlanRecord, other: Predicted | None) -> str:
