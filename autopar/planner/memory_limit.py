@@ -42,8 +42,8 @@ class TooSlowError(InfeasibleError):
     """No placement of a step takes less than ``seconds``, which is more than it may: proven by the program, whose equal
     layers choose alike."""
 
-    def __init__(self, mesh: tuple[int, ...], seconds: float) -> None:
-        super().__init__(f"plans on mesh {mesh} take at least {duration(seconds)}")
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(f"{what} take at least {duration(seconds)}")
         self.seconds = seconds
 
 

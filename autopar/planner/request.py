@@ -35,7 +35,7 @@ class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
-    ``worth``: seconds; a plan of one stage that takes as long is of no use.
+    ``worth``: seconds of a step (of a placement program) that takes too long to be of use.
     ``shares``: those in which rows may be divided on each axis, besides equal ones.
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
     ``propose``: finds layouts worth trying for this request, where there are too many to try. ``shared``: what requests

@@ -110,7 +110,7 @@ def _solver(request: PlanRequest, timings: Timings) -> Solve:
         problem, worth = instance.problem, request.worth
         solution = solve_in_time(problem, request.options, timings, incumbents, worth=worth)
         if worth <= solution.bound < math.inf:
-            raise TooSlowError(request.mesh, solution.bound)
+            raise TooSlowError(f"plans on mesh {request.mesh}", solution.bound)
         return solution
 
     return solve_worth_while

@@ -106,7 +106,8 @@ def _searched(request: PlanRequest, tried: Tried, seconds: float) -> Searched | 
     """What the search for a plan of ``seconds`` covered, where it solved a few of many divisions."""
     if not proposes(request):
         return None
-    solved = {division for each in (*tried.candidates, *tried.excluded) for division in each.divisions}
+    solved = {division for candidate in tried.candidates for division in candidate.divisions}
+    solved |= {division for excluded in tried.excluded for division in excluded.divisions}
     return searched(bounds_of(request, whole_step(request)), request.batch, MOST_CHUNKS, solved, seconds)
 
 
@@ -129,7 +130,7 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     limit = request.options.time_limit
 
     def solve(layout: Layout) -> Tried:
-        restricted = replace(request, options=replace(request.options, layout=layout))
+        restricted = replace(request, options=replace(request.options, layout=layout), worth=tried.least)
         with suppress(OptionsError):
             return _of_arrangements(arrangements(restricted), pinned, timings)
         return Tried()

@@ -126,15 +126,17 @@ def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
             annotated = annotated or annotate(graph, uncut.mesh, prices.shares)
             strategy = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
         strategies[node.name] = strategy
-    recomputed_names = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & uncut.recomputed)
-    offloaded = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & uncut.offloaded)
-    return Assignment(uncut.mesh, strategies, parameters, recomputed=recomputed_names, offloaded=offloaded)
+    away = [
+        frozenset(n.name for n in graph.nodes if _original(n.name, names) in names)
+        for names in (dict.fromkeys(uncut.recomputed), dict.fromkeys(uncut.offloaded))
+    ]
+    return Assignment(uncut.mesh, strategies, parameters, recomputed=away[0], offloaded=away[1])
 
 
 def _original(name: str, names: Mapping[str, object]) -> str:
     """The name of the node that ``name`` copies, if it is not among ``names`` itself: a copy for another chunk is
     called ``<name>_at<chunk>``."""
-    return name if name in names else _DUPLICATE.sub("", name)
+    return name if name in names or "_at" not in name else _DUPLICATE.sub("", name)
 
 
 def _home(value: Value, strategies: Mapping[str, Strategy], parameters: Mapping[str, object]) -> Placements | None:

@@ -288,7 +288,8 @@ def _scheduled(
     segment_of: dict[str, int],
     solved: tuple[MeshSolution, ...],
 ) -> Iterator[PipelineSolution]:
-    """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates."""
+    """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates; of those alone
+    that may fit, if any may."""
     layout, cluster = request.layout, request.cluster
     stages = layout.stages
     links = wire_prices(cluster, tuple(range(stages)), layout.blocks, _ring(stages))
@@ -314,7 +315,12 @@ def _scheduled(
         )
     shared = shared_processors(cluster, stages, -(-sum(layout.sizes) // stages))
     found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
-    for arranged, cuts in Estimates(on_blocks, shared).in_order(found):
+    estimates = Estimates(on_blocks, shared)
+    fullness = [estimates.fullness(each, request.limits) for each in found]
+    # Of those that cannot fit only the one that is nearest to it is priced, and that only if none may.
+    fitting = [each for each, share in zip(found, fullness, strict=True) if share <= 1.0]
+    nearest = [found[fullness.index(min(fullness))]] if found else []
+    for arranged, cuts in estimates.in_order(fitting or nearest):
         yield cut_and_price(layout, pieces, cuts, arranged, solved, cluster)
 
 

@@ -3,11 +3,13 @@ together: one program for equal stages, and one for each kind of unequal ones.""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.row_shares import Division, divisions, on_mesh
@@ -25,7 +27,8 @@ SAFETY_FACTOR = 1.15
 @dataclass
 class StagePrograms:
     """The placement programs for ``request`` (for the mesh inside a stage of ``layout``). A pipeline is searched again
-    with less memory only while it could be quicker than ``best`` seconds."""
+    with less memory only while it could be quicker than ``best`` seconds, and at all only while it could be worth its
+    while (``request.worth``)."""
 
     request: PlanRequest
     layout: StageLayout
@@ -51,11 +54,24 @@ class StagePrograms:
         for kind in dict.fromkeys(kinds):
             inside, devices = self._inside(kind), self.layout.sizes[kind]
             limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
+            limited = replace(limited, worth=self._worth)
             tried = [on_mesh(limited, division) for division in self._divisions(inside, repeats)]
-            bounds[kind] = [solve_only(each, graph, self.timings) for each in tried]
+            bounds[kind] = [self._solved(each, graph) for each in tried]
             solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
         self._least = self._bound(kinds, bounds)
         return tuple(solved[kind] for kind in kinds)
+
+    @property
+    def _worth(self) -> float:
+        """Seconds of the program for all stages together with which one of them takes too long."""
+        return math.inf if self.layout.is_unequal else SAFETY_FACTOR * self.request.worth * self.layout.stages
+
+    def _solved(self, request: PlanRequest, graph: Graph) -> MeshSolution:
+        try:
+            return solve_only(request, graph, self.timings)
+        except TooSlowError as error:
+            share = error.seconds / self.layout.stages / SAFETY_FACTOR
+            raise TooSlowError(self.layout.described, share) from None
 
     def _inside(self, kind: int) -> PlanRequest:
         """The request for the devices of one stage, if its mesh is its own."""

@@ -9,14 +9,17 @@ from autopar.cluster.links import MESSAGE, Rate
 def link_between(cluster: Cluster, source: range, target: range) -> Link:
     """The slowest level of links between two blocks of ranks. Each rank sends to the rank at its position in the other
     block; of unequal blocks, to those at its share of the positions."""
-    count = max(len(source), len(target))
-    positions = [(i * len(source) // count, i * len(target) // count) for i in range(count)]
     for link in cluster.links:
-        if link.size is None:
-            return link
-        if all(source[a] // link.size == target[b] // link.size for a, b in positions):
+        if link.size is None or _is_within(link.size, source, target):
             return link
     return cluster.links[-1]
+
+
+def _is_within(size: int, source: range, target: range) -> bool:
+    """Whether every rank is in the same block of ``size`` ranks as the one that it sends to."""
+    count = max(len(source), len(target))
+    pairs = ((source[i * len(source) // count], target[i * len(target) // count]) for i in range(count))
+    return all(a // size == b // size for a, b in pairs)
 
 
 def _rate(link: Link) -> Rate:

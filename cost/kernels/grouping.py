@@ -75,9 +75,10 @@ def _divided(graph: Graph, kernel: Kernel, users: Mapping[Value, list[Node]], jo
         yield kernel
         return
     others = frozenset(node.name for part in apart for node in part.nodes)
-    read = frozenset(value for part in apart for value in part.reads)
+    results = {value for part in apart for value in part.reads}
+    results |= {origin(graph, value) for value in graph.output_values}
     for nodes in _connected(graph, rest, joins):
-        yield _kernel(graph, nodes, users, others, read)
+        yield _kernel(graph, nodes, users, results, others)
     yield from apart
 
 
@@ -114,13 +115,14 @@ def _grouped(graph: Graph, users: Mapping[Value, list[Node]], joins: Moves, size
     the depth of the first kernel that reads its results, if it may fuse with all their readers: then the results need
     not be written."""
     depth, place = _depths(graph, joins), {node.name: i for i, node in enumerate(graph.nodes)}
+    results = {origin(graph, value) for value in graph.output_values}
     levels: dict[int, list[Node]] = {}
     for name, level in depth.items():
         levels.setdefault(level, []).append(graph[name])
     # Readers of a kernel's results that may fuse with it are deeper, so a level that was handled stays as it is.
     for level in range(len(levels)):
         for nodes in _connected(graph, sorted(levels[level], key=lambda node: place[node.name]), joins):
-            kernel, deeper = _kernel(graph, nodes, users), _least_reader_depth(nodes, depth, users, joins)
+            kernel, deeper = _kernel(graph, nodes, users, results), _least_reader_depth(nodes, depth, users, joins)
             if deeper is None or not _widens(kernel, size):
                 yield kernel
             else:
@@ -184,14 +186,13 @@ def _kernel(
     graph: Graph,
     nodes: list[Node],
     users: Mapping[Value, list[Node]],
+    results: Set[Value],
     others: Set[str] = frozenset(),
-    read: Set[Value] = frozenset(),
 ) -> Kernel:
-    """The kernel of these nodes. Of what is used outside only by ``others``, which compute it again, it writes those
-    values that they ``read``."""
+    """The kernel of these nodes. It writes ``results``, and what is used outside, except by ``others`` alone, which
+    compute it again."""
     inside = {node.name for node in nodes}
     known = inside | others
-    results = read | {origin(graph, value) for value in graph.output_values}
     reads = dict.fromkeys(value for node in nodes for value in real_operands(graph, node) if value.node not in inside)
     results_of_nodes = (Value(node.name, i) for node in nodes for i, kind in enumerate(node.types) if kind is not None)
     writes = [v for v in results_of_nodes if v in results or any(user.name not in known for user in users.get(v, ()))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from autopar.cost.pipeline.simulate import simulate
 from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
 from autopar.search.pipeline import schedule_choices
+from autopar.search.pipeline_breakdown import _counts_at_peak
 from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
@@ -75,6 +77,23 @@ def test_what_is_in_flight_is_that_of_the_schedule(microbatches: int) -> None:
             made = make_schedule(name, stages, microbatches, chunks)
             expected = most_in_flight_of_chunks(made.ranks, made.chunks)
             assert arranged((name, chunks), stages, microbatches).in_flight == expected, name
+
+
+@pytest.mark.parametrize("microbatches", [1, 9, 32])
+def test_the_fullest_rank_holds_what_the_schedule_says(microbatches: int) -> None:
+    """Chunks of one rank do not all hold most at the same time."""
+    draw = np.random.default_rng(microbatches)
+    segments = replace(unequal(32), static=draw.uniform(0.0, 9.0, 32), saved=draw.uniform(0.0, 1.0, 32))
+    for each, cuts in every(4, microbatches, 32):
+        schedule = make_schedule(each.kind[0], 4, microbatches, each.kind[1])
+        ends = [0, *(int(name[1:]) for name in cuts), 32]
+        saved = [float(segments.saved[a:b].sum()) for a, b in pairwise(ends)]
+        held = [float(segments.static[a:b].sum()) for a, b in pairwise(ends)]
+        counts = dict(_counts_at_peak(schedule, saved))
+        most = [sum(held[c] + counts[c] * saved[c] for c in chunks) for chunks in schedule.held]
+        limits = tuple(draw.uniform(5.0, 50.0, 4))
+        expected = max(size / limit for size, limit in zip(most, limits, strict=True))
+        assert Estimates((segments,) * 4, None).fullness((each, cuts), limits) == pytest.approx(expected), each.kind
 
 
 @pytest.mark.parametrize("microbatches", [16, 64, 100])

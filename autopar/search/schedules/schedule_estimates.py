@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -75,12 +75,47 @@ def _in_flight(name: str, stages: int, microbatches: int, chunks: int) -> tuple[
     return most_in_flight_of_chunks(orders, stages * chunks)
 
 
+@lru_cache(maxsize=32)
+def _changes(name: str, stages: int, microbatches: int, chunks: int) -> tuple[tuple[Ints, Ints], ...]:
+    """By rank of a named schedule, in order: the chunk of each computation that begins (1) or ends (-1) to hold what a
+    microbatch saves there, and which of these."""
+    changes = []
+    for rank in range(stages):
+        order = SCHEDULES[name].order(rank, stages, microbatches, chunks)
+        begins = [a.kind == "forward" for a in order]
+        counted = [i for i, a in enumerate(order) if begins[i] or a.kind in ("backward", "weight_gradient")]
+        which = np.array([order[i].chunk for i in counted], dtype=np.int64)
+        changes.append((which, np.array([1 if begins[i] else -1 for i in counted], dtype=np.int64)))
+    return tuple(changes)
+
+
 @dataclass(frozen=True)
 class Estimates:
     """What estimates need: the segments ``on_blocks`` of devices, and which ranks share processors."""
 
     on_blocks: Sequence[Segments]
     shared: SharedProcessors | None
+
+    def fullness(self, chosen: tuple[Arranged, tuple[str, ...]], limits: Sequence[float]) -> float:
+        """The share of its limit that the fullest rank holds at least: parameters, and saved activations of the
+        microbatches in flight, without what its operations need besides. ``limits``: bytes by block of devices."""
+        arranged, cuts = chosen
+        starts, placement = self._starts(cuts), arranged.placement
+        spans = list(zip(placement, pairwise(starts), strict=True))
+        static = [float(self.on_blocks[block].static[a:b].sum()) for block, (a, b) in spans]
+        saved = np.array([float(self.on_blocks[block].saved[a:b].sum()) for block, (a, b) in spans])
+        held = [0.0] * len(limits)
+        for block, size in zip(placement, static, strict=True):
+            held[block] += size
+        changes = _changes(arranged.kind[0], len(arranged.order), arranged.microbatches, arranged.kind[1])
+        for block, (which, change) in zip(arranged.order, changes, strict=True):
+            held[block] += float(np.cumsum(change * saved[which]).max(initial=0.0))
+        return max(size / limit if limit > 0 else math.inf for size, limit in zip(held, limits, strict=True))
+
+    def _starts(self, cuts: tuple[str, ...]) -> list[int]:
+        """The segments at which chunks begin, and the number of segments."""
+        any_block = self.on_blocks[0]
+        return [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
 
     def in_order(self, found: Sequence[tuple[Arranged, tuple[str, ...]]]) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
         """``found``, the quickest by its estimate first."""
@@ -103,8 +138,7 @@ class Estimates:
     def _prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
         """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
         gradient take a third of the seconds each."""
-        any_block, placement = self.on_blocks[0], arranged.placement
-        starts = [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
+        starts, placement = self._starts(cuts), arranged.placement
         spans = zip(placement, pairwise(starts), strict=True)
         seconds = [float(self.on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
         edges = {
