@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopar.ir.assignment import Assignment
@@ -181,15 +182,26 @@ def _fetched_bytes(graph: Graph, assignment: Assignment, phase: str) -> int:
 def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:
     """The most bytes of recomputed values that backward holds at once. Each is held from its recomputation to its last
     use."""
+    return max(_recomputed(graph, assignment, lambda _: 0).values(), default=0)
+
+
+def recomputed_of(step: PlacedStep, part: Callable[[Node], int]) -> dict[int, int]:
+    """:func:`recomputed_bytes` of the values of each part of the graph alone. ``part``: that of the node of a value."""
+    return _recomputed(step.graph, step.assignment, part)
+
+
+def _recomputed(graph: Graph, assignment: Assignment, part: Callable[[Node], int]) -> dict[int, int]:
     last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands}
-    held = most = 0
-    leaving: dict[int, int] = {}
+    held: defaultdict[int, int] = defaultdict(int)
+    most: defaultdict[int, int] = defaultdict(int)
+    leaving: dict[int, list[tuple[int, int]]] = {}
     for position, node in enumerate(graph.nodes):
         if node.op == SAVED_ACTIVATION and node.phase == "backward":
-            size = local_bytes(node.type, assignment.strategies[node.name].outputs[0], assignment.mesh)
-            held += size
-            end = last.get(node.name, position)
-            leaving[end] = leaving.get(end, 0) + size
-        most = max(most, held)
-        held -= leaving.pop(position, 0)
-    return most
+            own, place = part(node), assignment.strategies[node.name].outputs[0]
+            size = local_bytes(node.type, place, assignment.mesh)
+            held[own] += size
+            most[own] = max(most[own], held[own])
+            leaving.setdefault(last.get(node.name, position), []).append((own, size))
+        for own, size in leaving.pop(position, ()):
+            held[own] -= size
+    return dict(most)

@@ -16,7 +16,8 @@ from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
-from autopar.placement.item_prices import parameter_bytes
+from autopar.placement.item_prices import parameter_bytes, temporary_bytes
+from autopar.placement.memory_bound import recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import local_bytes
 from autopar.planner.mesh_solution import MeshSolution
@@ -59,7 +60,7 @@ def price_segments(
     be sharded over the whole inner mesh, which is the least they can take."""
     instance, assignment = uncut.instance, uncut.assignment
     count = len(candidates) + 1
-    seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
+    seconds, static, saved, wire, working = (np.zeros(count) for _ in range(5))
     exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
@@ -73,10 +74,17 @@ def price_segments(
         elif node.op == SAVED_ACTIVATION and node.name not in away:
             place = assignment.strategies[node.name].outputs[0]
             saved[_segment(node.operands[0].node, segment_of)] += local_bytes(node.type, place, instance.prices.mesh)
+        elif not node.is_placeholder and node.name in segment_of:
+            kinds, own = tuple(map(instance.graph.type_of, node.operands)), segment_of[node.name]
+            strategy = assignment.strategies[node.name]
+            working[own] = max(working[own], temporary_bytes(instance.prices, node, kinds, strategy))
     for position, candidate in enumerate(candidates, start=1):
         crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
         wire[position] = link.latency + crossing / link.bandwidth
-    return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire)
+    again = np.zeros(count)
+    for own, size in recomputed_of(uncut.step.placed, lambda n: _segment(n.operands[0].node, segment_of)).items():
+        again[own] = size
+    return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire, working, again)
 
 
 def _segment(name: str, segment_of: Mapping[str, int]) -> int:

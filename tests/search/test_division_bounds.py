@@ -19,7 +19,7 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
 from autopar.search import attempts, best_plan
-from autopar.search.candidate import Candidate
+from autopar.search.candidate import Candidate, Tried
 from autopar.search.division_bounds import Bounds, Division, all_divisions, bounds_of, covered, divides, searched
 from autopar.search.pipelines import whole_step
 from tests.helpers.marks import slow_rows_but
@@ -168,19 +168,19 @@ def test_what_was_excluded_is_not_quicker() -> None:
 def test_other_microbatches_are_tried_while_they_are_quicker() -> None:
     asked, tried = request(Layout()), list[int]()
 
-    def solve(layout: Layout) -> list[Candidate]:
+    def solve(layout: Layout) -> Tried:
         tried.append(layout.microbatch)
         seconds = {1: 12.0, 2: 10.0, 4: 9.0, 8: 9.5}[layout.microbatch]
-        return [Candidate(seconds * 1e9, None, _never, _never)]
+        return Tried((Candidate(seconds * 1e9, None, _never, _never),))
 
     layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
-    found = list(best_plan._other_microbatches(asked, layout, 10.0 * 1e9, solve))
-    assert tried == [4, 8, 1] and len(found) == 3
+    found = best_plan._other_microbatches(asked, layout, 10.0 * 1e9, solve)
+    assert tried == [4, 8, 1] and len(found.candidates) == 3
 
 
 def test_microbatches_whose_bound_is_no_better_are_not_tried() -> None:
     layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
-    assert list(best_plan._other_microbatches(request(layout), layout, 0.0, _never)) == []
+    assert best_plan._other_microbatches(request(layout), layout, 0.0, _never) == Tried()
 
 
 def _never(*_: object) -> Any:

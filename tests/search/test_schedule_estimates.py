@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.pipeline.simulate import simulate
+from autopar.planner.timings import Timings
 from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
+from autopar.search import pipeline
+from autopar.search.best_plan import best_plan
 from autopar.search.pipeline import schedule_choices
 from autopar.search.pipeline_breakdown import _counts_at_peak
 from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
+from tests.helpers.marks import slow_rows_but
+from tests.helpers.planning import requested
 
 Found = list[tuple[Arranged, tuple[str, ...]]]
 
@@ -83,14 +90,19 @@ def test_what_is_in_flight_is_that_of_the_schedule(microbatches: int) -> None:
 def test_the_fullest_rank_holds_what_the_schedule_says(microbatches: int) -> None:
     """Chunks of one rank do not all hold most at the same time."""
     draw = np.random.default_rng(microbatches)
-    segments = replace(unequal(32), static=draw.uniform(0.0, 9.0, 32), saved=draw.uniform(0.0, 1.0, 32))
+    sizes = {name: draw.uniform(0.0, 9.0, 32) for name in ("static", "working", "again")}
+    segments = replace(unequal(32), saved=draw.uniform(0.0, 1.0, 32), **sizes)
     for each, cuts in every(4, microbatches, 32):
         schedule = make_schedule(each.kind[0], 4, microbatches, each.kind[1])
         ends = [0, *(int(name[1:]) for name in cuts), 32]
         saved = [float(segments.saved[a:b].sum()) for a, b in pairwise(ends)]
         held = [float(segments.static[a:b].sum()) for a, b in pairwise(ends)]
         counts = dict(_counts_at_peak(schedule, saved))
-        most = [sum(held[c] + counts[c] * saved[c] for c in chunks) for chunks in schedule.held]
+        needed = [float(segments.working[a:b].max() + segments.again[a:b].max()) for a, b in pairwise(ends)]
+        most = [
+            sum(held[c] + counts[c] * saved[c] for c in chunks) + max(needed[c] for c in chunks)
+            for chunks in schedule.held
+        ]
         limits = tuple(draw.uniform(5.0, 50.0, 4))
         expected = max(size / limit for size, limit in zip(most, limits, strict=True))
         assert Estimates((segments,) * 4, None).fullness((each, cuts), limits) == pytest.approx(expected), each.kind
@@ -111,3 +123,28 @@ def test_stages_in_another_order_keep_their_chunks() -> None:
     other = replace(each, order=(2, 0, 1))
     assert (each.placement, other.placement) == ((0, 1, 2, 2, 1, 0), (2, 0, 1, 1, 0, 2))
     assert other.shortened.placement == other.placement
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), slow_rows_but([0], [("stack", "full"), ("llama", "full"), ("llama", None)])
+)
+def test_no_pipeline_holds_less_than_its_estimate(
+    monkeypatch: pytest.MonkeyPatch, name: str, recompute: str | None
+) -> None:
+    estimated, peaks, price = list[float](), list[int](), pipeline.cut_and_price
+
+    def each_of(own: Estimates, found: Found) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
+        for each in found:
+            estimated.append(own.fullness(each, (1.0, 1.0)))
+            yield each
+
+    def priced(*arguments: Any) -> pipeline.PipelineSolution:
+        solution = price(*arguments)
+        peaks.append(max(solution.breakdown.peaks))
+        return solution
+
+    monkeypatch.setattr(Estimates, "in_order", each_of)
+    monkeypatch.setattr(pipeline, "cut_and_price", priced)
+    monkeypatch.setattr(pipeline, "PRICED", 9)
+    best_plan(requested(name, (2,), stages=2, microbatches=4, recompute=recompute), Timings())
+    assert len(peaks) > 2 and all(0 < least <= peak for least, peak in zip(estimated, peaks, strict=True))

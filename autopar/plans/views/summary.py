@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.plan_record import PlanRecord, Predicted
 from autopar.ir.planned_sync import PlannedSync
 
+from .also_priced import also_priced
 from .coverage import coverage
 from .module_tree import ModuleRow, Move, module_rows, moves_of
 from .page_width import page_width
@@ -33,14 +34,8 @@ MOST_MOVES = 4
 # Communication matters most in a plan: rows that communicate are opened before rows that only compute.
 # Chosen: a tenth of a row's seconds in communication counts like the rest.
 COMM_WEIGHT = 10
-# Baselines that are listed. Chosen: the three of a plan without stages, that plan, and two with stages.
-MOST_BASELINES = 6
-# Kinds that people ask for, by how their names begin.
-KINDS = ("no stages", "FSDP", "rule of thumb")
 # Warnings that are listed. Chosen: what a reader takes in; the others are in plan.warnings.
 MOST_WARNINGS = 3
-
-_Named = tuple[str, Predicted | None]
 
 
 def plan_text(plan: PlanRecord) -> str:
@@ -283,7 +278,7 @@ def _foot(plan: PlanRecord) -> Iterator[str]:
     yield ""
     yield from _sync(plan)
     yield from _totals(plan)
-    yield from _also_priced(plan)
+    yield from also_priced(plan)
     shown = plan.warnings if len(plan.warnings) <= MOST_WARNINGS else plan.warnings[: MOST_WARNINGS - 1]
     # Whole, however long: the end of a warning says what to do.
     yield from (f"warning    {' '.join(warning.split())}" for warning in shown)
@@ -373,33 +368,3 @@ def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
     tied = " · ".join(part.replace(" ", "\0") for part in parts)
     for position, line in enumerate(textwrap.wrap(tied, page_width() - 11, break_on_hyphens=False)):
         yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
-
-
-def _also_priced(plan: PlanRecord) -> Iterator[str]:
-    others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
-    shown = others if len(others) <= MOST_BASELINES else _first(others, MOST_BASELINES - 1)
-    rows = [(name, compared(plan, other)) for name, other in shown]
-    rows += [(name, f"{'excluded':>21}   {why}") for name, why in plan.excluded.items()]
-    for position, (name, figures) in enumerate(rows):
-        room = min(34, page_width() - 13 - len(figures))
-        yield f"{'also priced' if position == 0 else '':<12}{clip(name, room):<{room}} {figures}"
-    if len(shown) < len(others):
-        yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
-
-
-def _first(others: Sequence[_Named], most: int) -> list[_Named]:
-    """Of other plans, the quickest first, ``most``: the best of each of :data:`KINDS`, and the quickest besides."""
-    of_kinds = [next((each for each in others if each[0].startswith(kind)), None) for kind in KINDS]
-    kept = [each for each in of_kinds if each is not None]
-    kept += [each for each in others if each not in kept][: most - len(kept)]
-    return [each for each in others if each in kept]
-
-
-def compared(plan: PlanRecord, other: Predicted | None) -> str:
-    """Compares a baseline with the plan: its step, how much longer that is, its memory peak, and whether it fits."""
-    if other is None:
-        return f"{'not possible':>21}"
-    longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
-    fits = other.peak_bytes <= plan.least_limit
-    note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")
-    return f"{duration(other.step_seconds):>9} {longer:>+7.0%}   {note}"

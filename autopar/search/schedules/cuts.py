@@ -11,7 +11,7 @@ memory of its own, so slow and small ones get fewer segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,13 +23,16 @@ class Segments:
     """The segments of a graph. ``starts``: the forward nodes at which segments 1, 2, ... begin. By segment: ``seconds``
     for one microbatch, forward and backward; ``static`` bytes (parameters, gradients, optimizer state); ``saved`` bytes
     of a microbatch; ``wire``: seconds for which values that cross the segment's start occupy a wire, forward or
-    backward (0 for the first)."""
+    backward (0 for the first). While it runs, a chunk with the segment holds ``working`` bytes for one operation, and
+    ``again`` bytes of what it recomputes; empty: not known."""
 
     starts: tuple[str, ...]
     seconds: Floats
     static: Floats
     saved: Floats
     wire: Floats
+    working: Floats = field(default_factory=lambda: np.zeros(0))
+    again: Floats = field(default_factory=lambda: np.zeros(0))
 
     @property
     def count(self) -> int:

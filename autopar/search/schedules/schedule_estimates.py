@@ -97,19 +97,21 @@ class Estimates:
     shared: SharedProcessors | None
 
     def fullness(self, chosen: tuple[Arranged, tuple[str, ...]], limits: Sequence[float]) -> float:
-        """The share of its limit that the fullest rank holds at least: parameters, and saved activations of the
-        microbatches in flight, without what its operations need besides. ``limits``: bytes by block of devices."""
+        """The share of its limit that the fullest rank holds at least: parameters, saved activations of the
+        microbatches in flight, and what one of its chunks needs to run. ``limits``: bytes by block of devices."""
         arranged, cuts = chosen
         starts, placement = self._starts(cuts), arranged.placement
         spans = list(zip(placement, pairwise(starts), strict=True))
         static = [float(self.on_blocks[block].static[a:b].sum()) for block, (a, b) in spans]
         saved = np.array([float(self.on_blocks[block].saved[a:b].sum()) for block, (a, b) in spans])
-        held = [0.0] * len(limits)
-        for block, size in zip(placement, static, strict=True):
+        held, working = [0.0] * len(limits), [0.0] * len(limits)
+        for (block, (a, b)), size in zip(spans, static, strict=True):
             held[block] += size
+            own = self.on_blocks[block]
+            working[block] = max(working[block], own.working[a:b].max(initial=0.0) + own.again[a:b].max(initial=0.0))
         changes = _changes(arranged.kind[0], len(arranged.order), arranged.microbatches, arranged.kind[1])
         for block, (which, change) in zip(arranged.order, changes, strict=True):
-            held[block] += float(np.cumsum(change * saved[which]).max(initial=0.0))
+            held[block] += working[block] + float(np.cumsum(change * saved[which]).max(initial=0.0))
         return max(size / limit if limit > 0 else math.inf for size, limit in zip(held, limits, strict=True))
 
     def _starts(self, cuts: tuple[str, ...]) -> list[int]:
