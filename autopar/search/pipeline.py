@@ -39,6 +39,7 @@ from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of
+from autopar.solver.problem import memory_of
 
 from .chunks import place_chunks
 from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, wire_prices
@@ -162,7 +163,8 @@ def search(request: PipelineRequest) -> PipelineSolution:
         worst = min([worst, *(_Overfull.of(request, solution) for solution in solutions)])
         if repeats != fullest:
             continue  # Memory binds: the first stage, which has most in flight, decides.
-        # As above; a fifth less where nothing could be cut at all.
+        # As above, and less than this solution has, lest it be found again; a fifth less where nothing could be cut.
+        limit = min(limit, _held(request, solved))
         limit *= 0.95 * min(1.0, 1.0 / worst.share) if math.isfinite(worst.share) else 0.8
     check_host(solved[0].prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
@@ -180,6 +182,14 @@ class _Overfull:
     def of(request: PipelineRequest, solution: PipelineSolution) -> _Overfull:
         ranks = zip(solution.breakdown.peaks, request.limits, strict=True)
         return max(_Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
+
+
+def _held(request: PipelineRequest, solved: tuple[MeshSolution, ...]) -> float:
+    """The bytes that a solution takes by its program, on all devices together; infinite where stages are unequal."""
+    if request.layout.is_unequal:
+        return math.inf
+    own = solved[0]
+    return memory_of(own.instance.problem, own.solution.choices) * request.layout.sizes[0]
 
 
 def _pieces(request: PipelineRequest) -> Microbatched:
