@@ -316,9 +316,13 @@ class Layout:
     @property
     def state_itemsize(self) -> int:
         """Bytes of optimizer state per element: its moments, and the master weight of reduced precisions."""
-        moment = SHORT_BYTES if self.states == "bf16" else MASTER_BYTES
         master = REMAINDER_BYTES if self.masters == "remainder" else MASTER_BYTES
-        return self.moments * moment + master * (self.precision != "fp32")
+        return self.moment_itemsize + master * (self.precision != "fp32")
+
+    @property
+    def moment_itemsize(self) -> int:
+        """Bytes of an element's moments."""
+        return self.moments * (SHORT_BYTES if self.states == "bf16" else MASTER_BYTES)
 
     def gradient_itemsize(self, itemsize: int) -> int:
         """Bytes of an element of the gradient of a weight of ``itemsize``, as it is accumulated."""
