@@ -23,8 +23,7 @@ _COUNTS = ("embedding_as_layers", "head_as_layers", "moments", "offload_layers")
 # The axes of the mesh on which one data rank's microbatch is placed.
 CONTEXT, TENSOR = 0, 1
 # Bytes of an element: of a master weight, an optimizer's moment or a gradient in fp32; of what a master weight has
-# beyond a weight of 16 bits; of a moment in bf16.
-# By definition of the formats.
+# beyond a weight of 16 bits; of a moment in bf16. By definition of the formats.
 MASTER_BYTES, REMAINDER_BYTES, SHORT_BYTES = 4, 2, 2
 # The values of fields that take one of a few.
 CHOICES: Mapping[str, tuple[object, ...]] = {

@@ -42,8 +42,8 @@ def test_a_layout_costs_what_its_plan_costs(model: str, text: str) -> None:
 @pytest.mark.parametrize("text", slow_but(["pipeline=2 data=1 microbatch=2"], ACCUMULATING))
 @pytest.mark.parametrize("model", slow_but(["gpt"], ["gpt", "llama"]))
 def test_microbatches_cost_what_those_of_the_plan_cost(model: str, text: str) -> None:
-    """But that a plan counts the labels of the whole batch at once, a few launches less. Bubbles are equal, since stages
-    of the same computing are simulated in the same way."""
+    """But that a plan counts the labels of the whole batch at once, a few launches less. Bubbles are equal, since
+    stages of the same computing are simulated in the same way."""
     price, plan = terms(model, text)
     for name in ("update", "optimizer", *(["weight", "gradient"] if "zero" not in text else [])):
         assert price[name] == pytest.approx(plan[name], rel=1e-9), name
