@@ -23,8 +23,7 @@ _COUNTS = ("embedding_as_layers", "head_as_layers", "moments", "offload_layers")
 # The axes of the mesh on which one data rank's microbatch is placed.
 CONTEXT, TENSOR = 0, 1
 # Bytes of an element: of a master weight, an optimizer's moment or a gradient in fp32; of what a master weight has
-# beyond a weight of 16 bits; of a moment in bf16.
-# By definition of the formats.
+# beyond a weight of 16 bits; of a moment in bf16. By definition of the formats.
 MASTER_BYTES, REMAINDER_BYTES, SHORT_BYTES = 4, 2, 2
 # The values of fields that take one of a few.
 CHOICES: Mapping[str, tuple[object, ...]] = {
@@ -316,9 +315,13 @@ class Layout:
     @property
     def state_itemsize(self) -> int:
         """Bytes of optimizer state per element: its moments, and the master weight of reduced precisions."""
-        moment = SHORT_BYTES if self.states == "bf16" else MASTER_BYTES
         master = REMAINDER_BYTES if self.masters == "remainder" else MASTER_BYTES
-        return self.moments * moment + master * (self.precision != "fp32")
+        return self.moment_itemsize + master * (self.precision != "fp32")
+
+    @property
+    def moment_itemsize(self) -> int:
+        """Bytes of an element's moments."""
+        return self.moments * (SHORT_BYTES if self.states == "bf16" else MASTER_BYTES)
 
     def gradient_itemsize(self, itemsize: int) -> int:
         """Bytes of an element of the gradient of a weight of ``itemsize``, as it is accumulated."""

@@ -12,7 +12,9 @@ from torch import nn
 
 from autopar.arguments import Batch, check_model, split_batch
 from autopar.cluster.description import Cluster
+from autopar.cluster.device import Device
 from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
 from autopar.keywords import suggests
 from autopar.layout import Layout
 from autopar.layouts.sections.divides import check_division
@@ -24,6 +26,7 @@ from autopar.layouts.sections.section_of_node import multiplicities
 from autopar.layouts.sections.shortened_model import Depth, traced_short
 from autopar.layouts.sections.stand_in import read_by_others
 from autopar.options import Options
+from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.prepare import Prepared, batch_size, prepare
 from autopar.planner.step_graphs import step_graph
 
@@ -43,6 +46,7 @@ class LayoutModel:
     modules: tuple[str, ...]
     _sections: dict[object, Sections] = field(default_factory=dict)
     _placed: dict[object, Placed] = field(default_factory=dict)
+    _graphs: dict[object, tuple[Graph, FusedKernels]] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
@@ -83,7 +87,8 @@ class LayoutModel:
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """The priced sections of one microbatch of a global batch under ``layout``."""
         balanced, retained = layout.context_load_balancing, layout.retained_inputs
-        priced_by = (layout.eager, layout.precision, layout.cuda_graphs, balanced, retained, layout.recomputed)
+        added = layout.gradients, layout.gradient_accumulation_fusion
+        priced_by = (layout.eager, layout.precision, layout.cuda_graphs, balanced, retained, layout.recomputed, *added)
         key = (*self._key(layout, cluster), *priced_by)
         if key not in self._sections:
             check_represented(self.modules, self.depth, layout)
@@ -93,7 +98,7 @@ class LayoutModel:
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
         is_fused = layout.gradient_accumulation_fusion and not is_single
         layout = replace(layout, gradient_accumulation_fusion=is_fused)
-        divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused, layout.gradients)
+        divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused)
         if divided not in self._sections:
             self._sections[divided] = with_experts(self._sections[key], layout, cluster)
         return self._sections[divided]
@@ -107,10 +112,18 @@ class LayoutModel:
     def placed(self, layout: Layout, cluster: Cluster) -> Placed:
         key = self._key(layout, cluster)
         if key not in self._placed:
-            graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
+            graph, fused = self._compiled(layout.microbatch, cluster.device)
             check_division(graph, layout)
-            self._placed[key] = place(graph, layout, cluster, multiplicities(graph, self.depth))
+            self._placed[key] = place(graph, fused, layout, cluster, multiplicities(graph, self.depth))
         return self._placed[key]
+
+    def _compiled(self, microbatch: int, device: Device) -> tuple[Graph, FusedKernels]:
+        """The graph of a step of one microbatch, and its kernels on such a device."""
+        key = microbatch, device.is_gpu
+        if key not in self._graphs:
+            graph = step_graph(self.prepared.graph, self.prepared.loss, microbatch)
+            self._graphs[key] = graph, FusedKernels.of(graph, device, draws=True)
+        return self._graphs[key]
 
 
 def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:

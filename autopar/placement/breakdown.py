@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.assignment import operand_uses, overlaps_backward, uses
+from autopar.ir.assignment import Assignment, operand_uses, overlaps_backward, uses
+from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Phase, Value
 from autopar.ir.placements import Placements
 from autopar.ir.plan_record import LOSS_SCALE, LineKind
 from autopar.ir.reshard import Collective, Hop, make_hop
 
+from .fused_kernels import FusedKernels
 from .item_prices import (
     adding_seconds,
     agreement_seconds,
-    casting_seconds,
     offload_seconds,
     optimizer_seconds,
     swap_seconds,
     weight_swap_seconds,
+    working_copy_seconds,
 )
 from .memory_bound import Memory, memory
 from .overlap_windows import OverlapWindow, Priced, seconds_of_sections, windows_of
@@ -104,7 +106,7 @@ def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
     for node in step.graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
-            adding = adding_seconds(prices, node, strategy, gradients, step.repeats)
+            adding = adding_seconds(prices, node, inputs, strategy, gradients, step.repeats)
             hops, exchange = prices.exchange(node, inputs, strategy)
             seconds = (prices.node(node, inputs, strategy) - exchange) * times + adding
             yield CostLine("compute", node.name, node.module, node.phase, seconds, (), times)
@@ -114,7 +116,7 @@ def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
 
 def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
     graph, assignment, prices = step.graph, step.assignment, step.prices
-    broken = _broken_kernels(step)
+    broken = broken_kernels(graph, assignment, prices.fused)
     for use in uses(graph, assignment):
         if use.source == use.target:
             continue
@@ -136,12 +138,13 @@ def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
         yield CostLine(kind, use.value.node, module, use.phase, seconds * times, hops, times)
 
 
-def _broken_kernels(step: PlacedStep) -> Set[tuple[Value, Phase, Placements]]:
+def broken_kernels(
+    graph: Graph, assignment: Assignment, fused: FusedKernels | None
+) -> Set[tuple[Value, Phase, Placements]]:
     """The values that are resharded inside a kernel, with the phase and the placements in which they are needed."""
-    fused = step.prices.fused
     if fused is None:
         return frozenset()
-    found = (use for node in step.graph.nodes for use in operand_uses(step.graph, step.assignment, node))
+    found = (use for node in graph.nodes for use in operand_uses(graph, assignment, node))
     return frozenset(
         (use.value, use.phase, use.target)
         for use in found
@@ -154,7 +157,7 @@ def _optimizer_lines(step: PlacedStep) -> Iterator[CostLine]:
     updated = set(trained(step.graph)) - set(step.shared_parameters)
     for node in step.graph.placeholders("param"):
         place = step.assignment.parameters[node.name]
-        seconds = casting_seconds(prices, node, place)
+        seconds = working_copy_seconds(prices, node, place)
         if node.target in updated:
             seconds += optimizer_seconds(prices, node, place, optimizer)
         if node.target in updated or seconds:

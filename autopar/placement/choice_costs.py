@@ -23,7 +23,6 @@ from .item_prices import (
     accumulator_bytes,
     adding_seconds,
     agreement_seconds,
-    casting_seconds,
     offload_seconds,
     offloaded_bytes,
     optimizer_seconds,
@@ -33,6 +32,7 @@ from .item_prices import (
     temporary_bytes,
     weight_bytes,
     weight_swap_seconds,
+    working_copy_seconds,
 )
 from .placed_step import phases_of
 from .prices import local_bytes
@@ -87,14 +87,14 @@ class ChoiceCosts:
                 return seconds, self._live_shares[node.name] * held + raw, 0.0
             return 0.0, self._copies_held(node, choice) * held + raw, 0.0
         seconds = self._run_seconds(node, choice)
-        seconds += adding_seconds(prices, node, choice, self.gradients, self.choice_sets.repeats)
         kinds = tuple(self.choice_sets.graph.type_of(value) for value in node.operands)
+        seconds += adding_seconds(prices, node, kinds, choice, self.gradients, self.choice_sets.repeats)
         return seconds, raw, float(temporary_bytes(prices, node, kinds, choice))
 
     def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
         prices, optimizer = self.choice_sets.prices, self.choice_sets.optimizer
         weight, gradient, state = parameter_bytes(prices, node, place, optimizer)
-        seconds = casting_seconds(prices, node, place)
+        seconds = working_copy_seconds(prices, node, place)
         fetched = 0
         if isinstance(place, WeightInHost):
             repeats, phases = self.choice_sets.repeats, phases_of(self.choice_sets.graph)

@@ -17,10 +17,24 @@ from autopar.solver.problem import Floats, Ints, Transfer
 from .choices import OUTPUTS, Choice, ChoiceSets, operand_place, result_place
 from .edges import TensorEdge
 from .full_precision_reduction import forbid_reductions, full_precision_gradients
+from .fused_kernels import FusedKernels
 from .prices import ReshardTable
 
 # None among sources: the value is not available. None among targets: it is not needed.
 _Places = Sequence[Placements | None]
+
+
+def consumers_inside(edge: TensorEdge, fused: FusedKernels | None) -> tuple[tuple[str, int], ...]:
+    """The consumers of an edge that are in the kernel of its producer."""
+    if fused is None or edge.role == "gradient":
+        return ()
+    value = Value(edge.producer, edge.result)
+    return tuple(c for c in edge.consumers if c[1] >= 0 and c[0] != OUTPUTS and fused.is_inside(value, (c[0],)))
+
+
+def breaks_kernel(edge: TensorEdge, fused: FusedKernels | None) -> bool:
+    """Whether reshards of an edge are inside of a kernel, which is part of their price."""
+    return bool(edge.consumers) and consumers_inside(edge, fused) == edge.consumers
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +61,7 @@ class Transfers:
 
     def of(self, edge: TensorEdge, count: int) -> Transfer:
         """The transfer of an edge that occurs ``count`` times."""
-        breaks = bool(edge.consumers) and self._inside(edge) == edge.consumers
+        breaks = breaks_kernel(edge, self.choice_sets.prices.fused)
         return self._transfer(edge, lambda sources, targets: self._cost(edge, count, sources, targets, breaks))
 
     def broken(self, edges: Mapping[TensorEdge, int]) -> Iterator[Transfer]:
@@ -60,11 +74,7 @@ class Transfers:
                 yield self._transfer(own, partial(self._breaking, own, count), " inside a kernel")
 
     def _inside(self, edge: TensorEdge) -> tuple[tuple[str, int], ...]:
-        """The consumers that are in the kernel of the producer."""
-        fused, value = self.choice_sets.prices.fused, Value(edge.producer, edge.result)
-        if fused is None or edge.role == "gradient":
-            return ()
-        return tuple(c for c in edge.consumers if c[1] >= 0 and c[0] != OUTPUTS and fused.is_inside(value, (c[0],)))
+        return consumers_inside(edge, self.choice_sets.prices.fused)
 
     def _breaking(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places) -> Floats:
         """Seconds in a step that reshards inside a kernel add."""

@@ -20,12 +20,13 @@ def instance_windows(choice_sets: ChoiceSets, edges: Sequence[TensorEdge]) -> tu
 
 def _window(choice_sets: ChoiceSets, window: OverlapWindow, edges: Sequence[TensorEdge]) -> Window:
     """The window of the program. Costs of groups and gathers are those of all microbatches, so a window takes a part of
-    them; reductions occur once."""
+    them; reductions occur once. Of messages only what they leave of the processors counts."""
     part = window.times / choice_sets.repeats.microbatches
     computes = (i for i, name in enumerate(choice_sets.choices) if _computes(choice_sets, name, window.phase))
     gathers = (i for i, edge in enumerate(edges) if _gathers(choice_sets, edge, window.phase))
     reductions = (i for i, edge in enumerate(edges) if window.reduces and edge.role == "gradient")
-    transfers = dict.fromkeys(gathers, part) | dict.fromkeys(reductions, 1.0)
+    left = 1.0 - window.taken
+    transfers = dict.fromkeys(gathers, left * part) | dict.fromkeys(reductions, left)
     return Window(window.name, dict.fromkeys(computes, part), transfers, window.hidden)
 
 

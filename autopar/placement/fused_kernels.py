@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from autopar.cluster.device import Device
+from autopar.cost.compute.op_families import DRAW, family_of
 from autopar.cost.kernels.grouping import Fusing, find_kernels
 from autopar.cost.kernels.kernel import Kernels, is_alias, is_lookup, origin, readers
 from autopar.cost.kernels.share import FREE, Share, shares_of
@@ -50,10 +51,11 @@ class FusedKernels:
     classes: Mapping[str, str]
 
     @staticmethod
-    def of(graph: Graph, device: Device) -> FusedKernels:
-        """The kernels of a concrete graph with saved activations on such a device."""
-        kernels = compiled_kernels(graph, device)
-        fused = [kernel for kernel in kernels.kernels if kernel.heavy is None and not _is_eager(kernel.nodes[0])]
+    def of(graph: Graph, device: Device, draws: bool = False) -> FusedKernels:
+        """The kernels of a concrete graph with saved activations on such a device. ``draws``: whether random numbers
+        are drawn inside of kernels, as other libraries do; the runtime draws them by operations of its own."""
+        kernels = compiled_kernels(graph, device, draws)
+        fused = [kernel for kernel in kernels.kernels if kernel.heavy is None and not _is_eager(kernel.nodes[0], draws)]
         shares = {node.name: FREE for node in kernels.graph.nodes if node.op in VIEWS}
         for kernel in fused:
             shares.update(shares_of(kernels.graph, kernel))
@@ -80,8 +82,9 @@ class FusedKernels:
         return self.classes.get(name, name)
 
 
-def compiled_kernels(graph: Graph, device: Device) -> Kernels:
-    """The kernels of a graph whose pieces are compiled for such a device."""
+def compiled_kernels(graph: Graph, device: Device, draws: bool = False) -> Kernels:
+    """The kernels of a graph whose pieces are compiled for such a device; ``draws``: as for
+    :meth:`FusedKernels.of`."""
     piece = _pieces(graph)
 
     def parted(producer: Node, consumer: Node) -> bool:
@@ -92,7 +95,7 @@ def compiled_kernels(graph: Graph, device: Device) -> Kernels:
 
     native = _native_results(graph)
     fusing = Fusing(device.is_gpu, looks_up=True, one_hot=False, kept=lambda node: node.name in native)
-    return find_kernels(_with_biases(graph), parted, _is_eager, size, fusing)
+    return find_kernels(_with_biases(graph), parted, partial(_is_eager, draws=draws), size, fusing)
 
 
 def _native_results(graph: Graph) -> frozenset[str]:
@@ -143,9 +146,11 @@ def _is_eager_operation(op: str) -> bool:
     return isinstance(operation, OpOverload) and any(tag in operation.tags for tag in _APART)
 
 
-def _is_eager(node: Node) -> bool:
+def _is_eager(node: Node, draws: bool) -> bool:
     """Whether an operation runs as it is, outside of compiled pieces."""
-    return not is_alias(node) and not is_lookup(node) and _is_eager_operation(node.op)
+    if is_alias(node) or is_lookup(node) or (draws and family_of(node.op) is DRAW):
+        return False
+    return _is_eager_operation(node.op)
 
 
 def _into_products(graph: Graph, with_biases: Graph) -> Iterator[tuple[Value, str]]:

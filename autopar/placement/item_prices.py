@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import Partial
 
 from autopar.cost import collective_seconds
+from autopar.cost.compute.roofline import accumulating_seconds
+from autopar.cost.update import casting_seconds, update_seconds
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
@@ -26,8 +28,9 @@ def optimizer_seconds(prices: Prices, node: Node, place: ParameterPlacement, opt
     """Seconds of one update of a parameter. It reads value, gradient and states, and writes value and states. With a
     scaled loss, it also reads the gradient to check for overflow, reads it again to divide it, and writes it."""
     shard = local_type(node.stored, place.optimizer, prices.mesh)
-    moved = (6 if node.is_scaled else 3) * int(shard.bytes) + 2 * int(optimizer_bytes(optimizer, shard))
-    return moved / prices.cluster.device.updates
+    value, gradient_passes = int(shard.bytes), 4 if node.is_scaled else 1
+    states = int(optimizer_bytes(optimizer, shard))
+    return update_seconds(prices.cluster.device, gradient_passes * value, value, states)
 
 
 def agreement_seconds(prices: Prices, graphs: Iterable[Graph], mesh: tuple[int, ...] = ()) -> float:
@@ -40,13 +43,12 @@ def agreement_seconds(prices: Prices, graphs: Iterable[Graph], mesh: tuple[int, 
     return collective_seconds(prices.cluster, mesh, "all_reduce", axes, torch.float32.itemsize) if axes else 0.0
 
 
-def casting_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> float:
+def working_copy_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> float:
     """Seconds to cast a stored parameter, once a step, if the graph reads it in another dtype."""
     if node.stored == node.type:
         return 0.0
-    moved = sum(local_bytes(kind, place.optimizer, prices.mesh) for kind in (node.stored, node.type))
-    device = prices.cluster.device
-    return device.launch_seconds + moved / device.memory_bandwidth
+    stored, copy = (local_bytes(kind, place.optimizer, prices.mesh) for kind in (node.stored, node.type))
+    return casting_seconds(prices.cluster.device, stored, copy)
 
 
 def parameter_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
@@ -137,19 +139,37 @@ def _temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...],
 
 
 def adding_seconds(
-    prices: Prices, node: Node, strategy: Strategy, gradients: Container[Value | None], repeats: Repeats
+    prices: Prices,
+    node: Node,
+    inputs: tuple[TensorType, ...],
+    strategy: Strategy,
+    gradients: Container[Value | None],
+    repeats: Repeats,
 ) -> float:
     """Seconds in a step to accumulate the gradients that ``node`` computes (those of its results that are in
     ``gradients``) over microbatches. After the first microbatch, each gradient and the sum so far are read, and the sum
-    is written. A matrix product accumulates by itself: it reads the sum, and writes the sum instead of its result. So
-    does a cast to fp32 (:mod:`autopar.passes.lower.accumulate_gradients`): it reads the sum in addition."""
-    if repeats.microbatches == 1:
+    is written. A matrix product accumulates by itself: it reads the sum, and writes the sum instead of its result,
+    which its computation hides if it takes longer. So does a cast to fp32
+    (:mod:`autopar.passes.lower.accumulate_gradients`): it reads the sum in addition."""
+    if repeats.microbatches == 1 or not any(Value(node.name, i) in gradients for i in range(len(node.types))):
         return 0.0
     places = enumerate(zip(node.types, strategy.outputs, strict=True))
     raw = sum(local_bytes(t, p, prices.mesh) for i, (t, p) in places if t and Value(node.name, i) in gradients)
-    accumulates = node.op == "aten.mm.default" or (node.op == CAST and node.type.dtype.itemsize >= MASTER_BYTES)
-    passes = 1.0 if accumulates else 3.0
+    if node.op == "aten.mm.default":
+        each = prices.of_call(
+            "accumulating", node, inputs, strategy, lambda: _accumulating_seconds(prices, node, inputs, strategy, raw)
+        )
+        return each * (repeats.microbatches - 1)
+    passes = 1.0 if node.op == CAST and node.type.dtype.itemsize >= MASTER_BYTES else 3.0
     return passes * raw * (repeats.microbatches - 1) / prices.cluster.device.memory_bandwidth
+
+
+def _accumulating_seconds(
+    prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy, raw: int
+) -> float:
+    operands = tuple(local_type(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
+    results = tuple(t and local_type(t, p, prices.mesh) for t, p in zip(node.types, strategy.outputs, strict=True))
+    return accumulating_seconds(prices.cluster, node, operands, results, raw, strategy.local)
 
 
 def accumulator_bytes(prices: Prices, kind: TensorType, raw: Placements, repeats: Repeats) -> int:

@@ -12,9 +12,10 @@ and of the computation of a window is not counted. The rest is a queue that is n
 window lasts.
 
 For one backward, let G be the seconds of gathers and C those of computation, R those of all reductions, and g and r the
-shares of gathers and reductions that can be hidden. All m backwards of a step together hide
+shares of gathers and reductions that can be hidden. Messages slow computing down meanwhile, so of M seconds
+H(M) = min((1 - taken) M, C) are hidden (:mod:`autopar.cost.overlap`). All m backwards of a step together hide
 
-    m g min(G, C) + r (min(G + R, C) - min(G, C))  =  (m g - r) min(G, C) + r min(G + R, C)
+    m g H(G) + r (H(G + R) - H(G))  =  (m g - r) H(G) + r H(G + R)
 
 These are two windows: gathers during every backward, with share g - r/m, and gathers and reductions during the last
 backward, with share r (which is limited to g). Each is a concave function, so the exposed seconds are linear rows of
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autopar.cluster.description import Cluster
+from autopar.cost.overlap import hidden_seconds, taken_by_messages
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
 from autopar.ir.node import RECOMPUTED, Phase
@@ -58,15 +60,6 @@ class Priced(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenShares:
-    """The shares of messages and computation that can overlap: of ``gathers`` of weights, with the pass that needs
-    them; of ``reductions`` of gradients, with the last backward."""
-
-    gathers: float = 0.0
-    reductions: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class SectionSeconds:
     """Seconds of a section in one pass: its computation, and its gathers of weights."""
 
@@ -76,25 +69,41 @@ class SectionSeconds:
     def __add__(self, other: SectionSeconds) -> SectionSeconds:
         return SectionSeconds(self.computing + other.computing, self.gathers + other.gathers)
 
-    @property
-    def overlapped(self) -> float:
-        return min(self.gathers, self.computing)
 
-    def hidden_reductions(self, reductions: float) -> float:
-        """Seconds of reductions that overlap the part of the computation that gathers do not overlap."""
-        return min(self.gathers + reductions, self.computing) - self.overlapped
+@dataclass(frozen=True, slots=True)
+class HiddenShares:
+    """The shares of messages and computation that can overlap: of ``gathers`` of weights, with the pass that needs
+    them; of ``reductions`` of gradients, with the last backward. ``taken``: the share of the processors that messages
+    occupy."""
+
+    gathers: float = 0.0
+    reductions: float = 0.0
+    taken: float = 0.0
+
+    def of_gathers(self, section: SectionSeconds) -> float:
+        """Seconds of a section's gathers that overlap its computation."""
+        return self.gathers * hidden_seconds(section.computing, section.gathers, self.taken)
+
+    def of_reductions(self, section: SectionSeconds, reductions: float) -> float:
+        """Seconds of reductions that overlap the part of a section's computation that gathers do not overlap."""
+        both, gathers = (
+            hidden_seconds(section.computing, messages, self.taken)
+            for messages in (section.gathers + reductions, section.gathers)
+        )
+        return self.reductions * (both - gathers)
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapWindow:
     """A window: gathers of ``sections``, and all reductions if it ``reduces``, overlap the computation of the sections,
-    ``times`` times in a step. ``hidden``: the share of both that overlaps."""
+    ``times`` times in a step. ``hidden``: the share of both that overlaps; ``taken``: as of :class:`HiddenShares`."""
 
     name: str
     sections: tuple[str, ...]
     hidden: float
     times: int
     reduces: bool = False
+    taken: float = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -104,27 +113,33 @@ class OverlapWindow:
         """Seconds that a step hides in this window, summed over all its ``times``."""
         both = sum((sides.get(section, SectionSeconds()) for section in self.sections), SectionSeconds())
         messages = both.gathers + (reductions if self.reduces else 0.0)
-        return self.hidden * self.times * min(messages, both.computing)
+        return self.hidden * self.times * hidden_seconds(both.computing, messages, self.taken)
 
 
 def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> HiddenShares:
     """The shares of a graph that is divided among ``stages``. Each stage has a piece that overlaps nothing."""
-    sizes = sorted((int(node.type.bytes) for node in graph.placeholders("param")), reverse=True)
-    if not cluster.overlaps or not sizes:
+    sizes = [int(node.type.bytes) for node in graph.placeholders("param")]
+    return shares_of_sizes(sizes, exchanged_bytes(graph), cluster, stages)
+
+
+def shares_of_sizes(sizes: Iterable[int], exchanged: int, cluster: Cluster, stages: int = 1) -> HiddenShares:
+    """The shares of parameters of ``sizes`` bytes, of whose gradients ``exchanged`` bytes are reduced; neither is
+    sharded."""
+    largest = sorted(sizes, reverse=True)
+    if not cluster.overlaps or not largest:
         return HiddenShares()
-    gathered = 1.0 - sum(sizes[:stages]) / sum(sizes)
-    exchanged = exchanged_bytes(graph)
-    reduced = 1.0 - sum(max(size, BUCKET_BYTES) for size in sizes[:stages]) / exchanged if exchanged else 0.0
-    return HiddenShares(gathered, min(gathered, max(0.0, reduced)))
+    gathered = 1.0 - sum(largest[:stages]) / sum(largest)
+    reduced = 1.0 - sum(max(size, BUCKET_BYTES) for size in largest[:stages]) / exchanged if exchanged else 0.0
+    return HiddenShares(gathered, min(gathered, max(0.0, reduced)), taken_by_messages(cluster))
 
 
 def windows_of(graph: Graph, cluster: Cluster, repeats: Repeats) -> tuple[OverlapWindow, ...]:
     """The windows of a step that runs ``graph`` as ``repeats`` says. Its sections are the phases."""
     shares, count = hidden_shares(graph, cluster, repeats.stages), repeats.microbatches
     windows = (
-        OverlapWindow("forward", ("forward",), shares.gathers, count),
-        OverlapWindow("backward", ("backward",), shares.gathers - shares.reductions / count, count),
-        OverlapWindow(REDUCTIONS, ("backward",), shares.reductions, 1, reduces=True),
+        OverlapWindow("forward", ("forward",), shares.gathers, count, taken=shares.taken),
+        OverlapWindow("backward", ("backward",), shares.gathers - shares.reductions / count, count, taken=shares.taken),
+        OverlapWindow(REDUCTIONS, ("backward",), shares.reductions, 1, reduces=True, taken=shares.taken),
     )
     return tuple(window for window in windows if window.hidden > 0)
 
@@ -133,10 +148,13 @@ def gather_windows(shares: HiddenShares, microbatches: int, backwards: Sequence[
     """The windows for gathers of a chunk's weights. ``backwards``: the result of :meth:`.Schedule.weight_gradients`. A
     split backward has a window for each half."""
     halves = backwards.count("weight_gradient")
+    kinds: tuple[tuple[str, tuple[str, ...], int], ...] = (
+        ("forward", ("forward",), microbatches),
+        ("backward", HALVES, len(backwards) - halves),
+        *((half, (half,), halves) for half in HALVES),
+    )
     windows = (
-        OverlapWindow("forward", ("forward",), shares.gathers, microbatches),
-        OverlapWindow("backward", HALVES, shares.gathers, len(backwards) - halves),
-        *(OverlapWindow(half, (half,), shares.gathers, halves) for half in HALVES),
+        OverlapWindow(name, sections, shares.gathers, times, taken=shares.taken) for name, sections, times in kinds
     )
     return tuple(window for window in windows if window.hidden * window.times > 0)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autopar.cluster.description import Cluster
 from autopar.cluster.groups import least_device
 from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
+from autopar.cost.collective.collective import copying_seconds
 from autopar.cost.kernels.share import Share, share_seconds
 from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
@@ -80,6 +81,12 @@ def exchanged_bytes(graph: Graph) -> int:
     parameters)."""
     nodes = graph.placeholders("param")
     return sum(int(node.stored.bytes) for node in nodes if not graph.gradients or node.target in graph.gradients)
+
+
+def bucket_bytes(nbytes: float, tensors: float, most: int = BUCKET_BYTES) -> float:
+    """The bytes of a bucket, at most ``most``, in which ``nbytes`` of a tensor are sent, if all that is sent is
+    ``tensors`` times as large. Others are assumed to send the same share of their bytes, until the bucket is full."""
+    return min(float(most), nbytes * max(1.0, tensors))
 
 
 def local_type(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:
@@ -302,9 +309,8 @@ class Prices:
         return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
 
     def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
-        """The most bytes of a bucket in which a tensor of this type is sent, with ``nbytes`` of it on the wire. All
-        other tensors are assumed to send the same share of their bytes, until the bucket is full."""
-        return min(float(BUCKET_BYTES), nbytes * max(1.0, self.exchanged / max(1, int(kind.bytes))))
+        """The most bytes of a bucket in which a tensor of this type is sent, with ``nbytes`` of it on the wire."""
+        return bucket_bytes(nbytes, self.exchanged / max(1, int(kind.bytes)))
 
     def _copies(self, kind: TensorType, hop: Hop) -> float:
         """Seconds of copies. Collectives work on dim 0 of contiguous buffers; for any other dim, the tensor is read and
@@ -318,7 +324,7 @@ class Prices:
     def _copying(self, kind: TensorType, hop: Hop) -> float:
         """Seconds to copy the larger side of a hop once, into a bucket or out of it."""
         return max(
-            2.0 * int(seat.holds(kind, place, self.mesh).bytes) / seat.cluster.device.memory_bandwidth
+            copying_seconds(seat.cluster.device, int(seat.holds(kind, place, self.mesh).bytes))
             for seat in self.seats
             for place in (hop.source, hop.target)
         )

@@ -79,13 +79,13 @@ def chunk_price(chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, se
     )
     unawaited = shares.reductions * first_buckets_seconds(chunk.graph, breakdown.lines)
     return ChunkPrice(
-        seconds["forward"] - shares.gathers * forward.overlapped,
-        seconds["input_gradient"] - shares.gathers * first.overlapped,
-        seconds["weight_gradient"] - shares.gathers * second.overlapped,
-        backward=seconds["input_gradient"] + seconds["weight_gradient"] - shares.gathers * (first + second).overlapped,
+        seconds["forward"] - shares.of_gathers(forward),
+        seconds["input_gradient"] - shares.of_gathers(first),
+        seconds["weight_gradient"] - shares.of_gathers(second),
+        backward=seconds["input_gradient"] + seconds["weight_gradient"] - shares.of_gathers(first + second),
         reduce=reduce,
-        overlap_weight_gradient=shares.reductions * second.hidden_reductions(reduce),
-        overlap_backward=shares.reductions * (first + second).hidden_reductions(reduce),
+        overlap_weight_gradient=shares.of_reductions(second, reduce),
+        overlap_backward=shares.of_reductions(first + second, reduce),
         unawaited=unawaited,
         until_weight_gradient=float(saved),
         static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),

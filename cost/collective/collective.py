@@ -21,6 +21,7 @@ import numpy as np
 import sympy
 
 from autopar.cluster.description import Cluster
+from autopar.cluster.device import Device
 from autopar.errors import OptionsError
 from autopar.ir.node import Dim
 from autopar.ir.program import COLLECTIVES
@@ -152,3 +153,8 @@ def bucketed_seconds(
     if nbytes >= bucket_bytes:
         return collective_seconds(cluster, mesh, kind, axes, nbytes)
     return nbytes / bucket_bytes * collective_seconds(cluster, mesh, kind, axes, bucket_bytes)
+
+
+def copying_seconds(device: Device, nbytes: float) -> float:
+    """Seconds to copy a tensor, into a bucket or out of it, or to make its shards contiguous."""
+    return 2.0 * nbytes / device.memory_bandwidth

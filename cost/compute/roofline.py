@@ -72,18 +72,33 @@ def compute_seconds(
 
 
 def node_seconds(
-    cluster: Cluster, node: Operation, inputs: Inputs, outputs: Outputs | None = None, local: str = ""
+    cluster: Cluster,
+    node: Operation,
+    inputs: Inputs,
+    outputs: Outputs | None = None,
+    local: str = "",
+    added: float = 0.0,
 ) -> float:
     """Seconds of one run of ``node`` on a device that holds operands of (concrete, local) types ``inputs`` and results
-    ``outputs``. ``local``: the name of the local operation that replaces it, if any."""
+    ``outputs``. ``local``: the name of the local operation that replaces it, if any; ``added``: bytes that it moves in
+    addition to these."""
     family = family_of(local or node.op)
     if family.is_view:
         return 0.0 if family.is_free else cluster.device.view_seconds
     results = _outputs(node, outputs)
-    work, nbytes = family.flops(node, inputs, results), family.bytes(node, inputs, results)
+    work, nbytes = family.flops(node, inputs, results), family.bytes(node, inputs, results) + added
     matrix = family.matrix(inputs, results) if family.matrix is not None else None
     functions = work if family.is_function else 0.0
     return compute_seconds(cluster, work, nbytes, dtype_of(inputs, results), matrix, family.is_attention, functions)
+
+
+def accumulating_seconds(
+    cluster: Cluster, node: Operation, inputs: Inputs, outputs: Outputs, nbytes: float, local: str = ""
+) -> float:
+    """Seconds by which a product takes longer if it adds its result to a sum, and so moves ``nbytes`` more: none if
+    computing hides them."""
+    alone, adding = (node_seconds(cluster, node, inputs, outputs, local, added) for added in (0.0, nbytes))
+    return adding - alone
 
 
 def dtype_of(inputs: Inputs, outputs: Outputs) -> torch.dtype:

@@ -12,17 +12,19 @@ from torch.distributed.tensor import Partial
 
 from autopar.cluster.description import Cluster
 from autopar.cost.kernels.kernel import origin
+from autopar.cost.overlap import TAKEN, waited
 from autopar.ir.assignment import uses
 from autopar.ir.node import Value
 from autopar.ir.placements import REPLICATE, is_shard
 from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections import placement as layout_place
-from autopar.layouts.sections.exposed_communication import TAKEN, waited, with_exposed_prices
+from autopar.layouts.sections.exposed_communication import with_exposed_prices
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section import Sections
 from autopar.layouts.sections.section_costs import section_costs, with_experts
 from autopar.placement.axis_names import weight_values
+from autopar.placement.breakdown import broken_kernels
 from autopar.placement.choices import OUTPUTS
 from autopar.placement.formulation import Instance
 from autopar.solver.problem import Ints, Problem, Solution, transfer_seconds
@@ -52,8 +54,8 @@ def seconds(sections: Sections) -> float:
 
 
 def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Sections]:
-    """Seconds of the collectives of a microbatch by the prices of the placement program, without those of weights'
-    gradients, and the cost breakdown."""
+    """Seconds of the collectives of a microbatch by the prices of the placement program, and of the kernels that they
+    break, without those of weights' gradients, and the cost breakdown."""
     seen: list[tuple[Instance, Ints]] = []
 
     def recorded(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
@@ -70,6 +72,9 @@ def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tupl
         for route, transfer in zip(instance.edges, instance.problem.transfers, strict=False)
         if route.role != "gradient" and any(name != OUTPUTS for name, _ in route.consumers)
     )
+    # What reshards inside of kernels add follows the edges.
+    broken = instance.problem.transfers[len(instance.edges) :]
+    waited += sum(transfer_seconds(transfer, choices) for transfer in broken)
     return waited, fresh.sections(layout, H100)
 
 
@@ -178,23 +183,34 @@ def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None
         layer = model("gpt").sections(layout, A100).layers[1]
         return layer.forward.communicate, layer.backward.communicate
 
+    def sent(placed: Placed) -> tuple[dict[str, float], float]:
+        """Seconds of the collectives of backward, by value, and those that they add to kernels."""
+        moves = [
+            use
+            for use in uses(placed.graph, placed.assignment)
+            if use.phase == "backward" and placed.graph[use.consumer].module.startswith("layers.1")
+            if use.role == "operand" and use.source != use.target
+        ]
+        inside, prices = broken_kernels(placed.graph, placed.assignment, placed.prices.fused), placed.prices
+        broken = (use for use in moves if (use.value, use.phase, use.target) in inside)
+        seconds = {use.value.node: prices.table(use.kind).cost(use.source, use.target) for use in moves}
+        return seconds, sum(prices.broken(use.kind, use.source, use.target) for use in broken)
+
     forward, backward = left()
-    assert backward == pytest.approx(forward)
-    assert left("input_gradient") == (forward, pytest.approx(TAKEN * backward))
+    seconds, broken = sent(model("gpt").placed(Layout(tensor=4, overlap=()), A100))
+    assert backward == pytest.approx(sum(seconds.values()) + broken)
+    assert backward == pytest.approx(forward, rel=0.1)
+    assert left("input_gradient") == (forward, pytest.approx(TAKEN * sum(seconds.values()) + broken))
     assert left("input_gradient", "tensor") == (forward, backward)
     forward, backward = left("input_gradient", sequence_parallel=True)
     # Scatters of inputs' gradients and gathers of what was kept are hidden, the two gathers of gradients are not.
     placed = model("gpt").placed(Layout(tensor=4, overlap=("input_gradient",), sequence_parallel=True), A100)
-    seconds = {
-        use.value.node: placed.prices.table(use.kind).cost(use.source, use.target)
-        for use in uses(placed.graph, placed.assignment)
-        if use.phase == "backward" and placed.graph[use.consumer].module.startswith("layers.1")
-        if use.role == "operand" and use.source != use.target
-    }
+    seconds, broken = sent(placed)
     gathered = [seconds[name] for name in seconds if is_gathered_gradient(placed, name)]
     assert forward == pytest.approx(left(sequence_parallel=True)[0])
     assert len(gathered) == 2 and len(seconds) >= 6
-    assert backward == pytest.approx(sum(gathered) + TAKEN * (sum(seconds.values()) - sum(gathered)), rel=0.05)
+    hidden = sum(seconds.values()) - sum(gathered)
+    assert backward == pytest.approx(broken + sum(gathered) + TAKEN * hidden, rel=0.05)
 
 
 def is_gathered_gradient(placed: Placed, name: str) -> bool:
@@ -204,11 +220,13 @@ def is_gathered_gradient(placed: Placed, name: str) -> bool:
 
 
 def test_a_collective_is_waited_for_where_it_outlasts_what_computes_beside_it() -> None:
-    assert waited(0.0, 2.0) == 2.0
-    assert waited(10.0, 2.0) == pytest.approx(TAKEN * 2.0)
-    assert waited(2.0, 10.0) == pytest.approx(8.0)
+    assert waited(0.0, 2.0, TAKEN) == 2.0
+    assert waited(10.0, 2.0, TAKEN) == pytest.approx(TAKEN * 2.0)
+    assert waited(2.0, 10.0, TAKEN) == pytest.approx(8.0)
     # What travels takes processors from what computes, until that outlasts it.
-    assert waited(9.0, 10.0) == pytest.approx(TAKEN * 9.0)
+    assert waited(9.0, 10.0, TAKEN) == pytest.approx(TAKEN * 10.0)
+    assert waited(9.0, 10.0, 0.0) == pytest.approx(1.0)
+    assert waited(9.0, 10.0, 1.0) == 10.0
 
 
 def test_a_gated_layer_keeps_what_its_products_and_norms_take() -> None:

@@ -11,12 +11,12 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
+from autopar.cost.overlap import TAKEN
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections.expert_all_to_all import Block, exchange_seconds, sent_rows
 from autopar.layouts.sections.experts import ARRANGING, price_block
-from autopar.layouts.sections.exposed_communication import TAKEN
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 

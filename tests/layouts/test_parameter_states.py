@@ -11,6 +11,7 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
+from autopar.cost.collective.collective import copying_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
@@ -59,7 +60,9 @@ def test_weights_in_fp8_are_gathered_so_once_they_are_updated() -> None:
         own, fp8 = (price(**named, weights=weights).parts["update"] for weights in ("own", "fp8"))
         sizes = (2 * (MATRICES + REST), MATRICES + 2 * REST)
         wide, narrow = (collective_seconds(H100, (8, 1, 1), "all_gather", (0,), size) for size in sizes)
-        assert own - fp8 == pytest.approx(wide - narrow)
+        packing = copying_seconds(H100.device, sizes[0] - sizes[1])
+        # Of a bucket each weight takes all others to be of its own dtype.
+        assert own - fp8 == pytest.approx(packing + wide - narrow, rel=0.03)
 
 
 def test_matrices_of_experts_are_cast_too() -> None:

@@ -12,11 +12,12 @@ import torch
 import autopar
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds, total_flops
+from autopar.cost.collective.collective import copying_seconds
+from autopar.cost.overlap import TAKEN
 from autopar.errors import OptionsError
 from autopar.ir.assignment import uses
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.exposed_communication import TAKEN
 from autopar.layouts.step.memory import FRAGMENTED
 from autopar.planner.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
@@ -148,20 +149,18 @@ def test_zero_divides_what_rests() -> None:
 
 
 def test_gradients_of_microbatches_are_added_up() -> None:
-    """Each but a lone one, where that takes operations: what was computed is read, the sum read and written."""
-    weights = price(microbatch=64).predicted.weight_bytes
-    assert (
-        price(microbatch=64, gradient_accumulation_fusion=False).parts["adding up"]
-        == price(microbatch=8).parts["adding up"]
-        == 0.0
-    )
-    moved = 8 * (weights + 2 * 2 * weights)
-    found = price(microbatch=8, gradient_accumulation_fusion=False)
+    """All but the first of eight: what was computed is read, the sum read and written. Products add up by themselves,
+    which computing hides; biases, norms and tables are added by operations of their own."""
+    weights, separate = price(microbatch=64).predicted.weight_bytes, {"gradient_accumulation_fusion": False}
+    assert price(microbatch=64, **separate).parts["adding up"] == price(microbatch=64).parts["adding up"] == 0.0
+    moved = 7 * (weights + 2 * 2 * weights)
+    found, fused = price(microbatch=8, **separate), price(microbatch=8)
     assert found.parts["adding up"] == pytest.approx(moved / A100.device.memory_bandwidth)
-    longer = found.predicted.step_seconds - price(microbatch=8).predicted.step_seconds
-    assert longer == pytest.approx(found.parts["adding up"])
-    own = price(microbatch=8, gradients="own", gradient_accumulation_fusion=False).parts["adding up"]
-    assert own == pytest.approx(8 * 3 * weights / A100.device.memory_bandwidth)
+    assert 0 < fused.parts["adding up"] < 0.3 * found.parts["adding up"]
+    longer = found.predicted.step_seconds - fused.predicted.step_seconds
+    assert longer == pytest.approx(found.parts["adding up"] - fused.parts["adding up"])
+    own = price(microbatch=8, gradients="own", **separate).parts["adding up"]
+    assert own == pytest.approx(7 * 3 * weights / A100.device.memory_bandwidth)
 
 
 def test_what_comes_and_goes_loses_memory_to_fragmentation() -> None:
@@ -218,13 +217,14 @@ def test_a_message_for_which_both_ends_stand_still_takes_its_time_once(named: di
     assert lone == pytest.approx(overlapped, rel=1e-9)
 
 
-def test_reductions_that_nothing_hides_are_not_hidden_by_other_chunks() -> None:
+def test_reductions_that_nothing_hides_are_not_hidden_by_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a rank end at different times: what is reduced of one travels beside the next only if it may, and then
-    takes of the processors."""
+    takes of the processors. A matrix of each chunk has nothing beside it."""
+    monkeypatch.setattr("autopar.placement.overlap_windows.BUCKET_BYTES", 1 << 10)
     found, hidden = (
         price(pipeline=2, interleave=3, data=8, overlap=overlap) for overlap in (("message",), ("gradient", "message"))
     )
-    assert hidden.parts["reduce"] == pytest.approx(TAKEN * found.parts["reduce"])
+    assert TAKEN * found.parts["reduce"] < hidden.parts["reduce"] < 0.6 * found.parts["reduce"]
     longer = found.predicted.step_seconds - hidden.predicted.step_seconds
     assert longer > 0.9 * (found.parts["reduce"] - hidden.parts["reduce"])
 
@@ -239,9 +239,10 @@ def test_gradients_are_reduced_as_said() -> None:
         ("all-fp32", "all_reduce", 2 * weights),
     ):
         seconds = price(data=8, zero=1, gradients="own", overlap=(), reduction=reduction).parts["reduce"]
-        assert seconds == pytest.approx(collective_seconds(A100, mesh, kind, (0,), nbytes))
+        packing = copying_seconds(A100.device, nbytes)
+        assert seconds == pytest.approx(packing + collective_seconds(A100, mesh, kind, (0,), nbytes))
     assert price(data=8, gradients="own", overlap=()).parts["reduce"] == pytest.approx(
-        collective_seconds(A100, mesh, "all_reduce", (0,), weights)
+        copying_seconds(A100.device, weights) + collective_seconds(A100, mesh, "all_reduce", (0,), weights)
     )
 
 

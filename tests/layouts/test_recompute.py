@@ -12,10 +12,10 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
+from autopar.cost.overlap import TAKEN
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
-from autopar.layouts.sections.exposed_communication import TAKEN
 from autopar.layouts.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autopar.cluster.description import Cluster
+from autopar.cost.overlap import TAKEN
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, gather_windows, hidden_shares, windows_of
 from autopar.placement.prices import exchanged_bytes
@@ -56,6 +57,7 @@ def test_what_may_hide() -> None:
     shares = hidden_shares(graph, request.cluster)
     assert shares.gathers == pytest.approx(1 - max(sizes) / sum(sizes))
     assert shares.reductions == pytest.approx(1 - max(*sizes, 1 << 10) / exchanged_bytes(graph))
+    assert shares.taken == TAKEN
     assert hidden_shares(graph, replace(request.cluster, overlaps=False)) == HiddenShares(0.0, 0.0)
     first, second = sorted(sizes, reverse=True)[:2]
     apart = hidden_shares(graph, request.cluster, 2)
@@ -72,9 +74,9 @@ def test_windows_of_several_microbatches() -> None:
     for gathers, reductions in ((1.0, 0.5), (1.0, 2.0), (5.0, 1.0), (0.0, 9.0)):
         sides = {"backward": SectionSeconds(2.0, gathers), "forward": SectionSeconds()}
         hidden = sum(window.seconds(sides, reductions) for window in windows)
-        each, last = min(gathers, 2.0), min(gathers + reductions, 2.0)
+        each, last = (min((1 - TAKEN) * messages, 2.0) for messages in (gathers, gathers + reductions))
         assert hidden == pytest.approx(count * shares.gathers * each + shares.reductions * (last - each))
-        assert shares.reductions * (last - each) == shares.reductions * sides["backward"].hidden_reductions(reductions)
+        assert shares.reductions * (last - each) == shares.of_reductions(sides["backward"], reductions)
 
 
 def test_a_backward_in_halves_has_two_windows() -> None:

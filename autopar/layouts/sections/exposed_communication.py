@@ -5,7 +5,7 @@ al. 2022, section 4.2.2). While the gradient of an input is summed over tensor r
 while an operand that forward saved in shards is gathered again, the input's gradient is computed. The exposed seconds
 depend on one placement at a time, so the program has them as prices:
 
-    waited(computing, seconds) = max(computing + TAKEN min(computing, seconds), seconds) - computing
+    waited(computing, seconds) = seconds - min((1 - taken) seconds, computing)
 
 The cost breakdown knows the placements under which products compute, and which products read the gathered operand. The
 program does not: it assumes the quickest placements of a product that fit the ends of the collective, and all products
@@ -24,30 +24,19 @@ from torch.distributed.tensor import Partial
 
 from autopar.cost import family_of
 from autopar.cost.kernels.kernel import is_heavy, origin
+from autopar.cost.overlap import taken_by_messages, waited
 from autopar.ir.graph import Graph
 from autopar.ir.node import VIEWS, Node, Value
 from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
 from autopar.layout import TENSOR, Layout
 from autopar.placement.axis_names import weight_values
 from autopar.placement.choices import OUTPUTS, Choice, operand_place, result_place
+from autopar.placement.edge_costs import breaks_kernel
 from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
 from autopar.solver.problem import Floats, Ints, Transfer
 
 from .experts import OPERATIONS
-
-# Share of a device's processors that running collectives occupy (HybridEP: 32 of 148).
-TAKEN = 0.2
-
-
-def at_once(computing: float, communicating: float) -> float:
-    """Seconds of computation and communication that overlap: communication occupies some of the processors."""
-    return max(computing + TAKEN * min(computing, communicating), communicating)
-
-
-def waited(computing: float, communicating: float) -> float:
-    """Seconds that a collective adds to the computation that it overlaps."""
-    return at_once(computing, communicating) - computing
 
 
 def overlapped_products(
@@ -154,7 +143,8 @@ def _exposed(instance: Instance, edge: TensorEdge, transfer: Transfer, chosen: I
     """The exposed seconds of a value's reshards in backward."""
     graph, value = instance.graph, Value(edge.producer, edge.result)
     rows, columns = _ends(instance, edge, transfer)
-    seconds = instance.prices.table(graph.type_of(value)).cost
+    kind, taken = graph.type_of(value), taken_by_messages(instance.prices.cluster)
+    seconds, breaks = instance.prices.table(kind).cost, breaks_kernel(edge, instance.prices.fused)
     cost = transfer.cost.copy()
     for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
         if source is None or target is None or source == target or not np.isfinite(cost[p, q]):
@@ -162,7 +152,8 @@ def _exposed(instance: Instance, edge: TensorEdge, transfer: Transfer, chosen: I
         nodes = overlapped_products(graph, value, source, target, _readers(instance, edge, target, chosen))
         computing = sum(_quickest(instance, node, _fits(node, value, source, target)) for node in nodes)
         full = seconds(source, target)
-        cost[p, q] *= waited(computing, full) / full if full else 1.0
+        broken = instance.prices.broken(kind, source, target) if breaks else 0.0
+        cost[p, q] *= (waited(computing, full, taken) + broken) / (full + broken) if full else 1.0
     return cost
 
 

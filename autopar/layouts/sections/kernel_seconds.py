@@ -1,19 +1,26 @@
-"""Seconds of each kernel of a placed graph on one device: rooflines of local shapes, casts, and the host's launches."""
+"""Seconds of each operation of a placed graph on one device: those of a plan, casts, and the host's launches.
+
+An operation takes what it takes in a plan of a compiled step, as a part of its kernel
+(:meth:`autopar.placement.prices.Prices.node`). What no plan has is added here: modules that run operation by operation,
+products in fp8 and of rows that are not aligned, and causal attention in equal parts on all context ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 from autopar.cost import compute_seconds, family_of, node_seconds
-from autopar.cost.kernels.kernel import Kernel, Kernels, is_alias, origin, readers
+from autopar.cost.compute.roofline import accumulating_seconds
+from autopar.cost.kernels.kernel import Kernels, is_alias, origin, readers
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
+from autopar.ir.placements import Strategy
 from autopar.layout import Layout, matches
 from autopar.placement.axis_names import weight_values
-from autopar.placement.prices import local_bytes, local_type
+from autopar.placement.prices import Prices, local_bytes, local_type
 
 from .experts import FP8, OPERATIONS, are_cast, routers
 from .placement import Placed
@@ -75,7 +82,8 @@ def local_size(placed: Placed, value: Value) -> int:
 
 
 class KernelPrices:
-    """Prices kernels under a layout. ``section_of_node``: the section of each node."""
+    """Prices operations under a layout. ``section_of_node``: the section of each node; ``kernels``: those by which the
+    layout keeps values for backward."""
 
     def __init__(self, placed: Placed, section_of_node: Mapping[str, str], layout: Layout, kernels: Kernels) -> None:
         self.placed, self.section_of_node, self.layout, self.kernels = placed, section_of_node, layout, kernels
@@ -84,6 +92,7 @@ class KernelPrices:
         self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
         self.weights = weight_values(self.graph)
         self.fp8 = frozenset(node.name for node in self.graph.nodes if self._is_fp8(node))
+        self._strategies: dict[str, Strategy] = {}
         # The sources of recomputed values.
         self.sources = frozenset(source for sources in kernels.rematerialised.values() for source in sources)
         # The first product that each value is cast for.
@@ -99,12 +108,12 @@ class KernelPrices:
         operands = {origin(self.graph, value).node for name in self.fp8 for value in self.graph[name].operands}
         return frozenset(name for name in operands if self.graph[name].op == "param")
 
-    def is_attention(self, kernel: Kernel) -> bool:
-        return kernel.heavy is not None and family_of(kernel.heavy.op).is_attention
+    def is_attention(self, node: Node) -> bool:
+        return family_of(node.op).is_attention
 
-    def is_product(self, kernel: Kernel) -> bool:
-        """Whether the kernel is a product with weights."""
-        return kernel.heavy is not None and kernel.heavy.op in PRODUCTS
+    def is_product(self, node: Node) -> bool:
+        """Whether the operation is a product with weights."""
+        return node.op in PRODUCTS
 
     def local(self, value: Value) -> int:
         return local_size(self.placed, value)
@@ -116,33 +125,61 @@ class KernelPrices:
             return self.local(value) // self.graph.type_of(value).dtype.itemsize * FP8.itemsize
         return self.local(value)
 
-    def seconds(self, kernel: Kernel) -> float:
-        heavy = kernel.heavy
-        if heavy is not None and heavy.op in OPERATIONS:
+    def seconds(self, node: Node) -> float:
+        """Seconds of an operation, as a part of its kernel; 0 for blocks of experts, which are priced separately."""
+        if node.is_placeholder or node.op == SAVED_ACTIVATION or node.op in OPERATIONS:
             return 0.0
-        if heavy is not None:
-            inputs, outputs = self._local_types(heavy)
-            inputs = tuple(TensorType(kind.shape, FP8) for kind in inputs) if self.is_fp8(heavy) else inputs
-            local = self._runs_as(self.assignment.strategies[heavy.name].local)
-            seconds = node_seconds(self.prices.cluster, heavy, inputs, outputs, local)
-            cast = self.casts(heavy)
-            cast_seconds = compute_seconds(self.prices.cluster, 0.0, cast, torch.float32) if cast else 0.0
-            return cast_seconds + seconds * self._misalignment_factor(heavy, (inputs, outputs))
-        if all(is_alias(node) or family_of(node.op).is_view for node in kernel.nodes):
-            return 0.0
-        moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
-        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
+        if self.is_fp8(node):
+            return self._casting_seconds(node) + self._fp8_seconds(node) * self._misalignment_factor(node)
+        if not self._is_eager(node):
+            return self._planned(self.prices, node) * self._misalignment_factor(node)
+        return 0.0 if is_alias(node) or family_of(node.op).is_view else self._planned(self.prices.uncompiled, node)
 
-    def _runs_as(self, local: str) -> str:
-        """The local operation to price instead of an operation: for causal attention none if context ranks are load
-        balanced, since then each attends to as much."""
-        return "" if self.layout.context_load_balancing and "causal_attention" in local else local
+    def _planned(self, prices: Prices, node: Node) -> float:
+        """Seconds of an operation in a plan."""
+        return prices.node(node, tuple(map(self.graph.type_of, node.operands)), self._strategy(node))
 
-    def host_seconds(self, kernel: Kernel) -> float:
-        """Seconds that the host takes to launch a kernel."""
-        if not self.seconds(kernel) or launches_as_graph(kernel.nodes[0].module, self.layout):
+    def accumulating_seconds(self, node: Node, nbytes: float) -> float:
+        """Seconds by which a product takes longer if it adds its result to a sum, and so moves ``nbytes`` more."""
+        return accumulating_seconds(
+            self.prices.cluster, node, *self._local_types(node), nbytes, self.assignment.strategies[node.name].local
+        )
+
+    def _fp8_seconds(self, node: Node) -> float:
+        inputs, outputs = self._local_types(node)
+        inputs = tuple(TensorType(kind.shape, FP8) for kind in inputs)
+        return node_seconds(self.prices.cluster, node, inputs, outputs, self._strategy(node).local)
+
+    def _casting_seconds(self, node: Node) -> float:
+        cast = self.casts(node)
+        return compute_seconds(self.prices.cluster, 0.0, cast, torch.float32) if cast else 0.0
+
+    def _strategy(self, node: Node) -> Strategy:
+        """The strategy to price an operation under: for causal attention of context ranks that are load balanced
+        without its local operation, since then each attends to as much."""
+        if node.name not in self._strategies:
+            chosen = self.assignment.strategies[node.name]
+            if self.layout.context_load_balancing and "causal_attention" in chosen.local:
+                chosen = replace(chosen, local="")
+            self._strategies[node.name] = chosen
+        return self._strategies[node.name]
+
+    def _is_eager(self, node: Node) -> bool:
+        return matches(node.module, self.layout.eager)
+
+    def host_seconds(self, node: Node) -> float:
+        """Seconds that the host takes for an operation's part of the launch of its kernel."""
+        if node.op in OPERATIONS or launches_as_graph(node.module, self.layout):
             return 0.0
-        return self.prices.cluster.device.host_seconds
+        return self._launches(node) * self.prices.cluster.device.host_seconds
+
+    def _launches(self, node: Node) -> float:
+        """The kernels that an operation launches, or its share of one."""
+        fused = self.prices.fused
+        share = None if self._is_eager(node) or fused is None else fused.share_of(node)
+        if share is not None:
+            return share.launches
+        return float(not (node.is_placeholder or is_alias(node) or family_of(node.op).is_view))
 
     def _local_types(self, node: Node) -> _Types:
         """The local types of an operation's operands and results."""
@@ -154,13 +191,14 @@ class KernelPrices:
             tuple(kind and local_type(kind, place, mesh) for kind, place in results),
         )
 
-    def _misalignment_factor(self, node: Node, local: _Types) -> float:
+    def _misalignment_factor(self, node: Node) -> float:
         """By what factor misaligned rows slow a product down. This holds on matrix units of GPUs, which products of 32
         bits and more do not use; CPUs and TPUs load their operands differently."""
-        has_units = bool(self.prices.cluster.device.processors)
-        if not has_units or any(kind.dtype.itemsize > 2 for kind in local[0]) or _is_aligned(self.graph, node, local):
+        if node.op not in MISALIGNED or not self.prices.cluster.device.is_gpu:
             return 1.0
-        return MISALIGNED.get(node.op, 1.0)
+        local = self._local_types(node)
+        is_wide = any(kind.dtype.itemsize > 2 for kind in local[0])
+        return 1.0 if is_wide or _is_aligned(self.graph, node, local) else MISALIGNED[node.op]
 
     def is_fp8(self, node: Node) -> bool:
         return node.name in self.fp8

@@ -32,6 +32,7 @@ from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import Allowed, with_choices
 from autopar.placement.formulation import Instance, build_instance
+from autopar.placement.fused_kernels import FusedKernels
 from autopar.placement.prices import Prices, exchanged_bytes, placement_options
 from autopar.solver.problem import Solution, evaluate
 from autopar.solver.solve import solve
@@ -60,12 +61,14 @@ class Placed:
     gap: float = 0.0
 
 
-def place(graph: Graph, layout: Layout, cluster: Cluster, multiplicity: Mapping[str, int]) -> Placed:
-    """The placements of ``layout``; ``multiplicity``: how many nodes of the whole model each node represents. Raises
-    :class:`OptionsError` if the model cannot be divided so."""
+def place(
+    graph: Graph, fused: FusedKernels, layout: Layout, cluster: Cluster, multiplicity: Mapping[str, int]
+) -> Placed:
+    """The placements of ``layout``; ``fused``: the kernels of the graph; ``multiplicity``: how many nodes of the whole
+    model each node represents. Raises :class:`OptionsError` if the model cannot be divided so."""
     annotated = annotate(graph, (layout.context, layout.tensor))
     folded = fold_layers(annotated, 1)
-    for prices, scatters in _prices(annotated, layout, cluster):
+    for prices, scatters in _prices(annotated, fused, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, multiplicity=multiplicity)
         shape_rules = _weights(instance), _inputs(layout), _replicated(layout), _without_exchange
         rules = (*shape_rules, _saved_in_shards(instance, layout), _reduced_separately(instance, layout))
@@ -93,7 +96,7 @@ def _solved(instance: Instance, layout: Layout) -> Solution:
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else solution
 
 
-def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
+def _prices(annotated: Graph, fused: FusedKernels, layout: Layout, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
     """The prices to place at, and whether sums of products must be scattered (:func:`scattering`).
 
     Without sequence parallelism the first prices allow only all-reduces. If these are not enough (a normalisation
@@ -102,8 +105,8 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tupl
     mesh = (layout.context, layout.tensor)
     options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
     if layout.sequence_parallel:
-        yield Scattering(cluster, mesh, options, exchanged), True
-        yield Prices(cluster, mesh, options, exchanged), False
+        yield Scattering(cluster, mesh, options, exchanged, fused=fused), True
+        yield Prices(cluster, mesh, options, exchanged, fused=fused), False
         return
     gathered = frozenset(
         annotated.type_of(value)
@@ -112,8 +115,8 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tupl
         for value in node.operands
         if not matches(annotated[value.node].module, layout.replicated)
     )
-    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered), False
-    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options)), False
+    for passing in (gathered, frozenset(options)):
+        yield ReducedOnly(cluster, mesh, options, exchanged, fused=fused, gathered=passing), False
 
 
 def _without_exchange(node: Node, choice: Choice) -> bool:

@@ -33,19 +33,21 @@ class Weight:
     """A parameter on one device of the mesh (context, tensor).
 
     Attributes:
-        elements: elements on the device.
+        elements: elements on the device; ``whole``: of the unsharded parameter.
         itemsize: bytes of its dtype.
         partial: mesh axes over which its gradient has yet to be summed.
         experts: if it has an entry for each expert, among how many ranks these are divided; else 0.
         trained: whether it has a gradient and optimizer state.
         cast: whether products read copies in fp8.
         shared: whether several sections use it.
+        owner: the pipeline rank that stores and updates it, if not the one that has it.
         again: recomputations that read it once more in backward: ``"selective"``, ``"elementwise"``, or
             ``"recomputed"`` for modules named by the layout.
     """
 
     path: str
     elements: int
+    whole: int
     itemsize: int
     partial: tuple[int, ...]
     experts: int = 0
@@ -53,6 +55,7 @@ class Weight:
     cast: bool = False
     shared: bool = False
     again: frozenset[str] = frozenset()
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Section:
         kept: the part of forward that ``recompute="operations"`` does not repeat; it saves ``saved_kept`` bytes for it.
         again: what backward repeats of the modules in :attr:`.Layout.recomputed`; it then has ``saved_again`` bytes in
             addition to the saved ones.
+        accumulating: seconds in which gradients of a microbatch are added to those of earlier ones.
         lent: weights that it uses, but that another section of its pipeline rank stores and updates.
     """
 
@@ -94,6 +98,7 @@ class Section:
     saved_rematerialised: int = 0
     again: Seconds = Seconds()
     saved_again: int = 0
+    accumulating: float = 0.0
     lent: tuple[Weight, ...] = ()
 
     @property

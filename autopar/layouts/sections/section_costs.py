@@ -1,8 +1,8 @@
 """Prices one microbatch on one device, section by section of the model.
 
 Sections are the part before the layers, every traced layer (:mod:`.shortened_model`) and the part after them. Each is
-priced from the placed graph: kernels by the roofline of their local shapes, collectives by their links, the bytes that
-forward saves, and the cost of recomputing values that were not saved.
+priced from the placed graph: operations as parts of their kernels and collectives by their links, both as in plans, the
+bytes that forward saves, and the cost of recomputing values that were not saved.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from torch.distributed.tensor import Partial
 from autopar.cluster.description import Cluster
 from autopar.cost import family_of
 from autopar.cost.kernels.grouping import find_kernels
-from autopar.cost.kernels.kernel import Kernel, Kernels, readers
+from autopar.cost.kernels.kernel import Kernels, readers
+from autopar.cost.overlap import taken_by_messages, waited
 from autopar.ir.assignment import Use, uses
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.placements import Placements
 from autopar.layout import Layout, matches
+from autopar.placement.breakdown import broken_kernels
 from autopar.placement.prices import local_type
 
-from .experts import BACKWARD, are_cast, check_degree, expert_weights, find_blocks, price_block
-from .exposed_communication import overlapped_products, waited
-from .kernel_seconds import KernelPrices, launches_as_graph, local_size
+from .experts import BACKWARD, OPERATIONS, are_cast, check_degree, expert_weights, find_blocks, price_block
+from .exposed_communication import overlapped_products
+from .kernel_seconds import PRODUCTS, KernelPrices, launches_as_graph, local_size
 from .placement import Placed
 from .saved_activations import Saved
 from .section import Seconds, Section, Sections, Weight
@@ -86,9 +88,11 @@ class _SectionPricer:
         reshards = list(uses(self.graph, self.assignment))
         self.kernels = self._find_kernels(reshards)
         self.using = using(self.graph, section_of_node)
+        self.broken = broken_kernels(self.graph, self.assignment, self.prices.fused)
         self.moves = [use for use in reshards if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
+        self.gradients = tuple(dict.fromkeys(self.graph.gradients.values()))
         self.priced = KernelPrices(placed, section_of_node, layout, self.kernels)
         moved = {(use.value, use.consumer) for use in self.moves}
         self.saved = Saved(placed, section_of_node, layout, self.priced, moved)
@@ -115,12 +119,14 @@ class _SectionPricer:
         kernels = [kernel for kernel in self.kernels.kernels if self.section_of_node[kernel.nodes[0].name] == name]
         forward_kernels = [kernel for kernel in kernels if kernel.phase == "forward"]
         backward_kernels = [kernel for kernel in kernels if kernel.phase == "backward"]
-        forward, kept = self._seconds(name, "forward", forward_kernels), list(self._kept(forward_kernels))
+        operations = [node for node in self.graph.nodes if self.section_of_node[node.name] == name]
+        first = [node for node in operations if node.phase == "forward"]
+        forward, kept = self._seconds(name, "forward", first), list(self._kept(first))
         saved = [value for value in self.kernels.saved if self.section_of_node[value.node] == name]
         return Section(
             forward,
-            self._seconds(name, "backward", backward_kernels),
-            Seconds(self._computing(kernel for kernel in forward_kernels if self._is_inside(kernel))),
+            self._seconds(name, "backward", [node for node in operations if node.phase == "backward"]),
+            Seconds(self._computing(node for node in first if node.name in self.saved.inside)),
             entry=self.saved.entry(name),
             working=self.transients.working(forward_kernels, backward_kernels, saved),
             flops=self.flops(name),
@@ -128,57 +134,70 @@ class _SectionPricer:
             is_layer=name not in (BEFORE, AFTER),
             blocks=tuple(block for node, block in self.blocks.items() if self.section_of_node[node] == name),
             kept=Seconds(self._computing(kept), forward.communicate / 2),
-            saved_kept=sum(map(self._written, kept)),
-            again=self._repeating(name, forward_kernels),
+            saved_kept=sum(self.priced.local(Value(node.name)) for node in kept),
+            again=self._repeating(name, first),
+            accumulating=sum(self._accumulating(v) for v in self.gradients if self.section_of_node[v.node] == name),
             **self.saved.of(name),
         )
 
-    def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
-        """Seconds of a phase: kernels, exposed collectives, and waiting for the host if launches take longer than
+    def _seconds(self, name: str, phase: str, operations: Sequence[Node]) -> Seconds:
+        """Seconds of a phase: operations, exposed collectives, and waiting for the host if launches take longer than
         both."""
         moves = (use for use in self.moves if use.role == "operand" and self.section_of_node[use.consumer] == name)
         exposed = sum((self.exposed(use) for use in moves if use.phase == phase), 0.0)
-        seconds = Seconds(self._computing(kernels), exposed)
-        launches = sum(map(self.priced.host_seconds, kernels), 0.0)
+        seconds = Seconds(self._computing(operations), exposed)
+        launches = sum(map(self.priced.host_seconds, operations), 0.0)
         return replace(seconds, host=max(0.0, launches - seconds.total))
 
-    def _computing(self, kernels: Iterable[Kernel]) -> float:
-        return sum(map(self.priced.seconds, kernels), 0.0)
+    def _computing(self, operations: Iterable[Node]) -> float:
+        return sum(map(self.priced.seconds, operations), 0.0)
 
-    def _written(self, kernel: Kernel) -> int:
-        """Bytes that a kernel writes."""
-        return sum(map(self.priced.local, kernel.writes))
-
-    def _is_inside(self, kernel: Kernel) -> bool:
-        return any(node.name in self.saved.inside for node in kernel.nodes)
-
-    def _kept(self, forward: Iterable[Kernel]) -> Iterator[Kernel]:
-        """The kernels that ``recompute="operations"`` does not repeat: attention, and every other product with
+    def _kept(self, forward: Iterable[Node]) -> Iterator[Node]:
+        """The operations that ``recompute="operations"`` does not repeat: attention, and every other product with
         weights."""
         is_kept = cycle((True, False))
-        for kernel in forward:
-            if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
-                yield kernel
+        for node in forward:
+            if self.priced.is_attention(node) or (self.priced.is_product(node) and next(is_kept)):
+                yield node
 
-    def _repeating(self, name: str, forward: Sequence[Kernel]) -> Seconds:
+    def _repeating(self, name: str, forward: Sequence[Node]) -> Seconds:
         """The cost of repeating modules that the layout names as recomputed."""
-        kernels = (kernel for kernel in forward if any(node.name in self.saved.again.nodes for node in kernel.nodes))
+        again = [node for node in forward if node.name in self.saved.again.nodes]
         moves = (use for use in self.moves if use.role == "operand" and use.phase == "forward")
         repeated = (
             use
             for use in moves
             if use.consumer in self.saved.again.nodes and self.section_of_node[use.consumer] == name
         )
-        return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
+        return Seconds(self._computing(again), sum(map(self.exposed, repeated), 0.0))
+
+    def _accumulating(self, gradient: Value) -> float:
+        """Seconds in which a gradient is added to the sum of earlier ones: by the product that computes it, or by an
+        operation of its own. Those of experts are priced separately."""
+        node, size = self.graph[gradient.node], self.priced.local(gradient)
+        if node.op in OPERATIONS:
+            return 0.0
+        itemsize = self.graph.type_of(gradient).dtype.itemsize
+        both = 2 * size // itemsize * self.layout.gradient_itemsize(itemsize)
+        if self.layout.gradient_accumulation_fusion and node.op in PRODUCTS:
+            return self.priced.accumulating_seconds(node, both - size)
+        return (size + both) / self.prices.cluster.device.memory_bandwidth
 
     def exposed(self, use: Use) -> float:
-        """The exposed seconds of a reshard. With ``"tensor"`` in ``overlap`` collectives are sent in pieces under the
-        products next to them, which is priced elsewhere."""
-        seconds = self.prices.table(use.kind).cost(use.source, use.target)
+        """The exposed seconds of a reshard, and those that it adds if it breaks a kernel. With ``"tensor"`` in
+        ``overlap`` collectives are sent in pieces under the products next to them, which is priced elsewhere."""
+        seconds, broken = self.prices.table(use.kind).cost(use.source, use.target), self._breaking(use)
         if use.phase == "forward" or not self.layout.hides_input_gradients:
-            return seconds
+            return seconds + broken
         products = overlapped_products(self.graph, use.value, use.source, use.target, self._readers_alike(use))
-        return waited(sum(self.priced.seconds(self.kernels.of[product.name]) for product in products), seconds)
+        computing, taken = self._computing(products), taken_by_messages(self.prices.cluster)
+        return waited(computing, seconds, taken) + broken
+
+    def _breaking(self, use: Use) -> float:
+        """Seconds that a reshard adds inside a kernel."""
+        if (use.value, use.phase, use.target) not in self.broken:
+            return 0.0
+        return self.prices.broken(use.kind, use.source, use.target)
 
     def _readers_alike(self, use: Use) -> Iterator[Node]:
         """The operations of the same section and phase that read a value with the same placement."""
@@ -220,8 +239,8 @@ class _SectionPricer:
         partial = tuple(axis for axis, place in enumerate(raw) if isinstance(place, Partial))
         is_expert = node.name in self.expert_weights
         is_cast, is_shared = self._is_cast(node, kind), len(self.using[node.name]) > 1
-        itemsize = node.type.dtype.itemsize
-        return Weight(node.target, int(kind.numel), itemsize, partial, int(is_expert), trained, is_cast, is_shared)
+        sizes = int(kind.numel), int(node.type.numel), node.type.dtype.itemsize
+        return Weight(node.target, *sizes, partial, int(is_expert), trained, is_cast, is_shared)
 
     def _is_cast(self, node: Node, local: TensorType) -> bool:
         """Whether products read a parameter in fp8; of parameters with an entry for each expert, the matrices."""

@@ -120,7 +120,10 @@ def _part(section: Section, share: float) -> Section:
         saved_inside=int(section.saved_inside * share),
         saved_last=int(section.saved_last * share),
         flops=section.flops * share,
-        weights=tuple(replace(weight, elements=round(weight.elements * share)) for weight in section.weights),
+        weights=tuple(
+            replace(weight, elements=round(weight.elements * share), whole=round(weight.whole * share))
+            for weight in section.weights
+        ),
         blocks=tuple(replace(b, rows=b.rows * share, tokens=round(b.tokens * share)) for b in section.blocks),
         exchanged=tuple(nbytes * share for nbytes in section.exchanged),
         kept=of(section.kept),
@@ -129,4 +132,5 @@ def _part(section: Section, share: float) -> Section:
         saved_rematerialised=int(section.saved_rematerialised * share),
         again=of(section.again),
         saved_again=int(section.saved_again * share),
+        accumulating=section.accumulating * share,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from autopar.layout import Layout
+from autopar.layout import MASTER_BYTES, Layout
 from autopar.layouts.sections.section import Section, Weight, counted
 from autopar.schedule.named import SCHEDULES
 
@@ -46,9 +46,16 @@ def data_ranks(weight: Weight, layout: Layout) -> int:
     return layout.data * layout.context // max(1, weight.experts)
 
 
+def stored_bytes(weight: Weight, layout: Layout) -> int:
+    """Bytes of the value that the optimizer updates: the master weight of a reduced precision, of which the weight is a
+    copy or a part."""
+    return weight.elements * (weight.itemsize if layout.precision == "fp32" else MASTER_BYTES)
+
+
 def resting_states(weight: Weight, layout: Layout) -> int:
-    """Bytes of optimizer state of a weight on one device, or in its share of the host's memory."""
-    states = weight.elements * layout.state_itemsize if weight.trained else 0
+    """Bytes of optimizer state of a weight on one device, or in its share of the host's memory; 0 if another rank
+    stores it."""
+    states = weight.elements * layout.state_itemsize if weight.trained and weight.owner is None else 0
     return states // (data_ranks(weight, layout) if layout.zero >= 1 else 1)
 
 

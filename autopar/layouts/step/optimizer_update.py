@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cluster.description import Cluster
+from autopar.cluster.device import Device
+from autopar.cost.update import casting_seconds, update_seconds
 from autopar.layout import Layout
 from autopar.layouts.sections.section import Section, Weight
 
-from .memory import data_ranks, gradient_bytes, resting_states
+from .memory import data_ranks, gradient_bytes, resting_states, stored_bytes
 
 
 def updating_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
-    """Seconds in which the optimizer reads and writes memory; ``sections``: with the number of each."""
-    moved = sum(count * sum(_updated(weight, layout) for weight in section.trained) for section, count in sections)
-    return moved / cluster.device.memory_bandwidth
+    """Seconds in which the optimizer updates all weights, one after the other; ``sections``: with the number of
+    each."""
+    device = cluster.device
+    return sum(count * sum(_updating(w, layout, device) for w in section.trained) for section, count in sections)
 
 
-def _updated(weight: Weight, layout: Layout) -> float:
-    """Bytes that the optimizer reads and writes of a weight on one device: it reads and writes states, reads gradients,
-    writes the weight, and reads it if the master weight is stored as a remainder."""
+def _updating(weight: Weight, layout: Layout, device: Device) -> float:
+    """Seconds of one weight. If a weight is a copy of a master weight, it is written apart; of a remainder and a weight
+    the update writes both."""
+    if weight.owner is not None:
+        return 0.0
     shards = data_ranks(weight, layout) if layout.zero else 1
-    each = 2 * layout.state_itemsize + weight.itemsize * (2 if layout.masters == "remainder" else 1)
-    return (gradient_bytes(weight, layout) + weight.elements * each) / shards
+    elements, value = weight.elements / shards, stored_bytes(weight, layout) / shards
+    seconds = update_seconds(device, gradient_bytes(weight, layout) / shards, value, elements * layout.moment_itemsize)
+    has_copy = layout.precision != "fp32" and layout.masters == "fp32"
+    return seconds + (casting_seconds(device, value, elements * weight.itemsize) if has_copy else 0.0)
 
 
 def offloading_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
@@ -32,4 +39,4 @@ def offloading_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, 
     if not layout.offload:
         return 0.0
     sizes = ((resting_states(weight, layout), count) for section, count in sections for weight in section.trained)
-    return sum(2 * count * (device.launch_seconds + nbytes / device.host_bandwidth) for nbytes, count in sizes)
+    return sum(2 * count * device.host_transfer(nbytes) for nbytes, count in sizes)

@@ -1,23 +1,22 @@
 """The chunks of each pipeline rank of a layout, and weights that several stages share.
 
-A weight that several stages use, such as an embedding that is also the head, is stored on each of them with its
-gradient and optimizer state, and the gradients are summed over these stages once a step (Shoeybi et al. 2019,
-Megatron-LM).
+A weight that several stages use, such as an embedding that is also the head, is stored and updated by the first of
+them, as in a plan: once a step the others receive it and send their gradients back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 from autopar.cluster.description import Cluster
-from autopar.cost import collective_seconds
+from autopar.cost.collective.point_to_point import message_rate
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Section, Weight
+from autopar.layouts.sections.section import Section
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import chunks_at
 
-from .memory import data_ranks, gradient_bytes
+from .memory import data_ranks, stored_bytes
 
 
 def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
@@ -26,21 +25,40 @@ def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
 
 
 def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> list[list[Section]]:
-    """The chunks with every shared weight stored once on each rank that uses it: in the section that has most of it. It
-    is lent to the others, and ZeRO-3 gathers it for each."""
-    result, without = [list(chunk) for chunk in chunks], dict[tuple[int, frozenset[str]], Section]()
+    """The chunks with every shared weight once on each rank that uses it: in the section that has most of it. It is
+    lent to the others, and ZeRO-3 gathers it for each. The first rank that uses it owns it."""
+    result, made = [list(chunk) for chunk in chunks], dict[object, Section]()
+    owners = _owners(chunks, layout)
     for rank in range(layout.pipeline):
         places = [(c, i) for c in chunks_of(rank, layout) for i in range(len(chunks[c]))]
-        owner_of = _largest_places(chunks, places)
+        place_of = _largest_places(chunks, places)
         for c, i in places:
             section = chunks[c][i]
-            paths = frozenset(weight.path for weight in section.weights if owner_of.get(weight.path, (c, i)) != (c, i))
-            if paths:
+            lent = frozenset(weight.path for weight in section.weights if place_of.get(weight.path, (c, i)) != (c, i))
+            borrowed = {weight.path: owners[weight.path] for weight in section.shared if owners[weight.path] != rank}
+            if lent or borrowed:
                 # Equal sections stay one object, so that they are priced once.
-                own = tuple(weight for weight in section.weights if weight.path not in paths)
-                lent = tuple(weight for weight in section.weights if weight.path in paths)
-                result[c][i] = without.setdefault((id(section), paths), replace(section, weights=own, lent=lent))
+                key = id(section), lent, tuple(borrowed.items())
+                result[c][i] = made.setdefault(key, _holding(section, lent, borrowed))
     return result
+
+
+def _owners(chunks: Sequence[Sequence[Section]], layout: Layout) -> dict[str, int]:
+    """The first pipeline rank that uses each shared weight, by path."""
+    ranks = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
+    owners: dict[str, int] = {}
+    for rank, chunk in zip(ranks, chunks, strict=True):
+        for section in chunk:
+            for weight in section.shared:
+                owners.setdefault(weight.path, rank)
+    return owners
+
+
+def _holding(section: Section, lent: Set[str], borrowed: Mapping[str, int]) -> Section:
+    """The section without the weights that it is ``lent``, and with the owners of those that are ``borrowed``."""
+    weights = [replace(weight, owner=borrowed.get(weight.path)) for weight in section.weights]
+    own = tuple(weight for weight in weights if weight.path not in lent)
+    return replace(section, weights=own, lent=tuple(weight for weight in weights if weight.path in lent))
 
 
 def _largest_places(
@@ -55,38 +73,15 @@ def _largest_places(
     return {path: place for path, (_, place) in sizes.items()}
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A weight that several pipeline ``ranks`` have; ``weight``: the largest part that one of them has."""
-
-    weight: Weight
-    ranks: tuple[int, ...]
-
-
-def shared_weights(chunks: Sequence[Sequence[Section]], layout: Layout) -> tuple[Shared, ...]:
-    """The weights that several ranks have."""
-    by_path: dict[str, list[tuple[int, Weight]]] = {}
-    for rank in range(layout.pipeline):
-        for c in chunks_of(rank, layout):
-            for section in chunks[c]:
-                for weight in section.shared:
-                    by_path.setdefault(weight.path, []).append((rank, weight))
-    return tuple(
-        Shared(max((weight for _, weight in parts), key=lambda part: part.elements), tuple(rank for rank, _ in parts))
-        for parts in by_path.values()
-        if len(parts) > 1
-    )
-
-
-def summing_seconds(rank: int, shared: Sequence[Shared], layout: Layout, cluster: Cluster) -> float:
-    """Seconds of summing a rank's gradients of shared weights, one after the other. Nothing overlaps them, since the
-    first stage has its gradient last."""
+def borrowing_seconds(rank: int, sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
+    """Seconds in which a rank receives the weights that it borrows, and sends their gradients back, one after the
+    other. Nothing overlaps them. ``sections``: those of the rank, with the number of each."""
     seconds = 0.0
-    for weight in shared:
-        if rank in weight.ranks:
-            count, shards = len(weight.ranks), data_ranks(weight.weight, layout) if layout.zero >= 2 else 1
-            # Neighbours of the group are as far from each other as stages among all devices.
-            mesh = (count, layout.devices // count)
-            nbytes = gradient_bytes(weight.weight, layout) / shards
-            seconds += collective_seconds(cluster, mesh, "all_reduce", (0,), nbytes)
+    for section, count in sections:
+        for weight in section.weights:
+            if weight.owner is not None:
+                latency, bandwidth = message_rate(cluster, weight.owner, rank, layout.stage_devices)
+                shards = data_ranks(weight, layout) if layout.zero else 1
+                once = latency + stored_bytes(weight, layout) / shards / bandwidth
+                seconds += count * once * (2 if weight.trained else 1)
     return seconds

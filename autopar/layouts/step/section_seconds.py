@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from autopar.cluster.description import Cluster
-from autopar.cost import collective_seconds
+from autopar.cost import bucketed_seconds, collective_seconds
+from autopar.cost.collective.collective import copying_seconds
+from autopar.cost.overlap import at_once, taken_by_messages
 from autopar.layout import MASTER_BYTES, Layout
 from autopar.layouts.sections.expert_all_to_all import exchange_seconds
-from autopar.layouts.sections.exposed_communication import at_once, waited
 from autopar.layouts.sections.section import Seconds, Section, Weight, counted
+from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
+from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 
 from .chunks import recompute_seconds
 from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
 
+# Buckets have at least so many bytes for each of the ranks that reduce them, as in Megatron-Core (a million elements
+# in fp32; `DistributedDataParallelConfig.bucket_size`): the more ranks, the longer a collective takes to start. The
+# runtime's do not grow, so a plan of many data ranks pays more.
+BYTES_OF_A_RANK = 4_000_000
 # The number of pieces of a collective that overlaps the product next to it: one of them is exposed.
 # Chosen: Transformer Engine's default num_splits where it overlaps by pieces; not fitted.
 PIECES = 4
 
 
-def _by_group(sections: Iterable[tuple[Section, int]], nbytes: Callable[[Weight], float]) -> dict[int, float]:
-    """Bytes of weights, ``nbytes`` of each, by the number of ranks among which their experts are divided."""
-    sizes: dict[int, float] = {}
-    for section, count in sections:
-        for weight in section.weights:
-            sizes[weight.experts] = sizes.get(weight.experts, 0.0) + count * nbytes(weight)
-    return sizes
-
-
 class SectionTimes:
-    """Seconds of sections under a layout; ``microbatches``: how many a data rank computes in a step."""
+    """Seconds of sections under a layout; ``microbatches``: how many a data rank computes in a step; ``exchanged``:
+    elements of all unsharded gradients."""
 
-    def __init__(self, layout: Layout, microbatches: int, cluster: Cluster) -> None:
-        self.layout, self.microbatches, self.cluster = layout, microbatches, cluster
+    def __init__(self, layout: Layout, microbatches: int, cluster: Cluster, exchanged: int) -> None:
+        self.layout, self.microbatches, self.cluster, self.exchanged = layout, microbatches, cluster, exchanged
+        self.taken = taken_by_messages(cluster)
         # One section represents many layers, so its seconds are cached.
         self._times: dict[int, tuple[float, float]] = {}
+        self._sharding: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
-        """Seconds of collectives over the data and context ranks that have the same weights; ``sizes``: bytes by
-        :attr:`Weight.experts`."""
-        return sum(self.over_group(kind, experts, nbytes) for experts, nbytes in sizes.items() if nbytes)
+    def over_data(self, kind: str, weights: Iterable[Weight], nbytes: Callable[[Weight], float]) -> float:
+        """Seconds of collectives over the data and context ranks that have the same weights, one for each number of
+        ranks among which experts are divided; ``nbytes``: of each weight."""
+        sizes = Counter[int]()
+        for weight in weights:
+            sizes[weight.experts] += nbytes(weight)  # type: ignore[assignment]
+        return sum(self.over_group(kind, experts, size) for experts, size in sizes.items() if size)
 
     def over_group(self, kind: str, experts: int, nbytes: float) -> float:
+        return collective_seconds(self.cluster, self._mesh(experts), kind, (0,), nbytes)
+
+    def _mesh(self, experts: int) -> tuple[int, ...]:
+        """The devices of a stage, those first that have the same weights."""
         degree = max(1, experts)
-        mesh = (self.layout.data * self.layout.context // degree, degree, self.layout.tensor)
-        return collective_seconds(self.cluster, mesh, kind, (0,), nbytes)
+        return self.layout.data * self.layout.context // degree, degree, self.layout.tensor
+
+    def in_buckets(
+        self, kind: str, sections: Iterable[tuple[Section, int]], nbytes: Callable[[Weight], float]
+    ) -> float:
+        """Seconds of exchanging ``nbytes`` of each weight once a step, packed into buckets as in a plan."""
+        return sum(
+            count * sum(self._bucketed(kind, weight, nbytes(weight)) for weight in section.weights)
+            for section, count in sections
+        )
+
+    def _bucketed(self, kind: str, weight: Weight, nbytes: float) -> float:
+        mesh = self._mesh(weight.experts)
+        if not nbytes or mesh[0] == 1:
+            return 0.0
+        bucket = bucket_bytes(nbytes, self.exchanged / weight.whole, most=max(BUCKET_BYTES, BYTES_OF_A_RANK * mesh[0]))
+        packing = copying_seconds(self.cluster.device, nbytes)
+        return packing + bucketed_seconds(self.cluster, mesh, kind, (0,), nbytes, bucket)
 
     def exchange(self, section: Section) -> float:
         """Seconds of sending the rows of a section to their experts and back."""
@@ -59,21 +84,18 @@ class SectionTimes:
         passes = 3 if section.is_layer and self.layout.recompute in ("full", "operations") else 2
         return passes * self.exchange(section)
 
-    def gradients(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        return _by_group(sections, lambda weight: gradient_bytes(weight, self.layout))
-
-    def reduced(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of gradients in the dtype in which they are sent."""
+    def reduced_bytes(self, weight: Weight) -> float:
+        """Bytes of a gradient in the dtype in which it is sent."""
         if self.layout.reduction != "all-fp32":
-            return self.gradients(sections)
-        return _by_group(sections, lambda weight: weight.trained * weight.elements * MASTER_BYTES)
+            return gradient_bytes(weight, self.layout)
+        return weight.trained * weight.elements * MASTER_BYTES
 
-    def weights(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of the updated weights in the dtype in which they are sent."""
-        return _by_group(sections, lambda weight: weight.trained * gathered_bytes(weight, self.layout))
+    def updated_bytes(self, weight: Weight) -> float:
+        """Bytes of an updated weight in the dtype in which it is sent."""
+        return weight.trained * self._sharded_bytes(weight)
 
     def times(self, section: Section) -> tuple[float, float]:
-        """Seconds of forward and backward of one section, exchanges of rows and ZeRO-3's collectives included."""
+        """Seconds of forward and backward of one section, exchanges of rows included, without ZeRO-3's collectives."""
         if id(section) not in self._times:
             self._times[id(section)] = self._times_of(section)
         return self._times[id(section)]
@@ -83,17 +105,19 @@ class SectionTimes:
         forward = self.exchanging(self.total(section.forward), exchange)
         back = self.exchanges(section) - exchange
         backward = self.exchanging(self.total(section.backward + self.again(section)), back)
-        backward += self.adding_up(section)
+        return forward, backward + self.adding_up(section)
+
+    def sharded(self, section: Section) -> tuple[float, float]:
+        """Seconds of the collectives of ZeRO-3 in forward and in backward: gathers of weights, and scatters of their
+        gradients."""
         if self.layout.zero < 3:
-            return forward, backward
+            return 0.0, 0.0
         gather = self.gather(section)
         again = gather if section.runs_backward else 0.0
-        scatter = self.over_data("reduce_scatter", self.gradients([(section, 1)]))
         if self.layout.gathers == "tensor":
-            scatter += self.gather_again(section)
-        if "weight" in self.layout.overlap:
-            return at_once(forward, gather), at_once(backward, again + scatter)
-        return forward + gather, backward + again + scatter
+            again += self.gather_again(section)
+        scatter = self.over_data("reduce_scatter", section.weights, lambda weight: gradient_bytes(weight, self.layout))
+        return gather, again + scatter
 
     def gather_again(self, section: Section) -> float:
         """Seconds of gathering weights one by one for recomputation: all weights of layers that are recomputed in full,
@@ -108,34 +132,35 @@ class SectionTimes:
 
     def gather(self, section: Section) -> float:
         """Seconds of gathering the weights that a section reads, together or one by one."""
-        section = replace(section, weights=(*section.weights, *section.lent))
-        if self.layout.gathers == "tensor":
-            sizes = ((weight.experts, gathered_bytes(weight, self.layout)) for weight in section.weights)
-            return sum(self.over_group("all_gather", experts, nbytes) for experts, nbytes in sizes if nbytes)
-        return self.over_data(
-            "all_gather", _by_group([(section, 1)], lambda weight: gathered_bytes(weight, self.layout))
-        )
+        every = (*section.weights, *section.lent)
+        groups = [[weight] for weight in every] if self.layout.gathers == "tensor" else [every]
+        return sum(self.over_data("all_gather", group, self._sharded_bytes) for group in groups)
+
+    def _sharded_bytes(self, weight: Weight) -> float:
+        return gathered_bytes(weight, self.layout)
 
     def adding_up(self, section: Section) -> float:
-        """Seconds in which separate operations add the gradients of a microbatch to those of earlier ones."""
-        if self.microbatches == 1 or self.layout.gradient_accumulation_fusion:
-            return 0.0
-        moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in section.trained)
-        return moved / self.cluster.device.memory_bandwidth
+        """Seconds in which the gradients of a microbatch are added to those of earlier ones, on average over all."""
+        seconds = section.accumulating
+        if not self.layout.gradient_accumulation_fusion:
+            experts = [weight for weight in section.trained if weight.experts]
+            moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in experts)
+            seconds += moved / self.cluster.device.memory_bandwidth
+        return seconds * (self.microbatches - 1) / self.microbatches
 
     def exchanging(self, seconds: float, exchange: float) -> float:
         """Seconds with exchanges of rows, which follow the rest of the section, or overlap that of another microbatch
         and occupy some of its processors."""
         if "expert" not in self.layout.overlap:
             return seconds + exchange
-        return at_once(seconds, exchange)
+        return at_once(seconds, exchange, self.taken)
 
     def total(self, seconds: Seconds) -> float:
         """Seconds of computation and communication in turn, or overlapped piece by piece."""
         if "tensor" not in self.layout.overlap:
             return seconds.total
         both = (seconds.compute, seconds.communicate)
-        return at_once(*both) + min(both) / PIECES + seconds.host
+        return at_once(*both, self.taken) + min(both) / PIECES + seconds.host
 
     def chunk_times(self, chunk: Sequence[Section]) -> tuple[float, float]:
         """Seconds of forward and backward of a chunk, without blocking for messages."""
@@ -144,10 +169,34 @@ class SectionTimes:
         return forward + forward_waits, backward + backward_waits
 
     def _alone(self, chunk: Sequence[Section]) -> tuple[float, float]:
-        times = [(*self.times(section), count) for section, count in counted(chunk)]
-        return sum(count * forward for forward, _, count in times), sum(
-            count * backward for _, backward, count in times
+        forward, backward = (
+            sum(count * self.times(section)[phase] for section, count in counted(chunk)) for phase in (0, 1)
         )
+        gathering, scattering = self.exposed_sharding(chunk)
+        return forward + gathering, backward + scattering
+
+    def exposed_sharding(self, chunk: Sequence[Section]) -> tuple[float, float]:
+        """Exposed seconds of ZeRO-3's collectives in forward and in backward."""
+        if self.layout.zero < 3:
+            return 0.0, 0.0
+        key = tuple(map(id, chunk))
+        if key not in self._sharding:
+            sides = self.sides(chunk)
+            shares = self.hidden_shares(chunk) if "weight" in self.layout.overlap else HiddenShares()
+            forward, backward = (side.gathers - shares.of_gathers(side) for side in sides)
+            self._sharding[key] = forward, backward
+        return self._sharding[key]
+
+    def sides(self, chunk: Sequence[Section]) -> tuple[SectionSeconds, SectionSeconds]:
+        """Forward and backward of a chunk: the computing that may overlap messages, and ZeRO-3's collectives."""
+        forward = backward = SectionSeconds()
+        for section, count in counted(chunk):
+            back = section.backward + self.again(section)
+            first, second = section.forward.compute + section.forward.host, back.compute + back.host
+            gather, scatter = self.sharded(section)
+            forward += SectionSeconds(count * first, count * gather)
+            backward += SectionSeconds(count * (second + self.adding_up(section)), count * scatter)
+        return forward, backward
 
     def fetching(self, chunk: Sequence[Section]) -> tuple[float, float]:
         """Seconds for which forward and backward of a chunk wait for saved activations in host memory."""
@@ -158,11 +207,15 @@ class SectionTimes:
         forward, backward = (max(0.0, transfer - alone) for alone in self._alone(chunk))
         return forward, backward
 
-    def reduce(self, chunk: Sequence[Section], window: float) -> float:
-        """Exposed seconds of reducing a chunk's gradients, of a step or of one microbatch, under ``window`` seconds of
-        backward."""
+    def reduction(self, chunk: Sequence[Section]) -> float:
+        """Seconds of reducing a chunk's gradients, of a step or of one microbatch."""
         if self.layout.zero >= 3:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
-        seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(counted(chunk)))
-        return waited(window, seconds) if "gradient" in self.layout.overlap else seconds
+        return self.in_buckets("reduce_scatter" if divided else "all_reduce", counted(chunk), self.reduced_bytes)
+
+    def hidden_shares(self, chunk: Sequence[Section]) -> HiddenShares:
+        """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan."""
+        weights = [weight for section in chunk for weight in section.weights]
+        exchanged = sum(w.trained * w.whole * self.layout.gradient_itemsize(w.itemsize) for w in weights)
+        return shares_of_sizes((w.whole * w.itemsize for w in weights), exchanged, self.cluster)

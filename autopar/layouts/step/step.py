@@ -11,10 +11,11 @@ from autopar.cost.collective.point_to_point import message_rate
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.layout import Layout
 from autopar.layouts.sections.section import Section, counted
+from autopar.placement.overlap_windows import HiddenShares, SectionSeconds
 from autopar.schedule.named import SCHEDULES, make_schedule
 
 from .optimizer_update import offloading_seconds, updating_seconds
-from .pipeline_ranks import chunks_of, shared_weights, summing_seconds
+from .pipeline_ranks import borrowing_seconds, chunks_of
 from .section_seconds import SectionTimes
 
 # After this many rounds of the pipeline rounds repeat each other, so the time of a round is extrapolated. It takes more
@@ -33,9 +34,9 @@ class LayoutStep:
         self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
     ) -> None:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
-        self.sections = SectionTimes(layout, microbatches, cluster)
+        trained = (w for chunk in chunks for section in chunk for w in section.trained if w.owner is None)
+        self.sections = SectionTimes(layout, microbatches, cluster, sum(weight.whole for weight in trained))
         self.edges = self._edges()
-        self.shared = shared_weights(chunks, layout)
         self.prices = self._chunk_prices()
 
     def _chunk_prices(self) -> list[ChunkPrice]:
@@ -53,32 +54,40 @@ class LayoutStep:
     def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
         """The price of one chunk; ``before``, ``after``: seconds of blocking for the messages at its two ends."""
         forward, backward = self.sections.chunk_times(chunk)
-        reduction = self.sections.reduce(chunk, backward + before + after)
-        each = reduction if self.layout.reducing == "microbatch" else 0.0
+        reduction, (_, computing) = self.sections.reduction(chunk), self.sections.sides(chunk)
+        shares = self.sections.hidden_shares(chunk) if "gradient" in self.layout.overlap else HiddenShares()
+        hidden = shares.of_reductions(computing, reduction)
+        each = reduction - hidden if self.layout.reducing == "microbatch" else 0.0
         half = (backward + each) / 2
+        second = SectionSeconds(min(half, computing.computing / 2))
+        once = {
+            "reduce": reduction,
+            "overlap_weight_gradient": shares.of_reductions(second, reduction),
+            "overlap_backward": hidden,
+        }
         return ChunkPrice(
             forward + before + after,
             half + before + after,
             half,
             backward=2 * half + before + after,
-            reduce=reduction - each,
             receive_forward=before,
             receive_backward=after,
+            **(once if self.layout.reducing == "step" else {}),
         )
 
     def update(self, rank: int) -> float:
-        """Seconds of summing gradients of weights that ranks share, of the optimizer, of gathering the updated weights,
-        and of transferring states in host memory."""
+        """Seconds of borrowing weights that ranks share, of the optimizer, of gathering the updated weights, and of
+        transferring states in host memory."""
         sections = self.sections_of(rank)
         seconds = updating_seconds(sections, self.layout, self.cluster)
-        seconds += summing_seconds(rank, self.shared, self.layout, self.cluster)
+        seconds += borrowing_seconds(rank, sections, self.layout, self.cluster)
         return seconds + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
 
     def reducing(self, rank: int) -> float:
         """Exposed seconds of reducing a rank's gradients."""
         held = chunks_of(rank, self.layout)
         if self.layout.reducing == "step":
-            return sum(self.prices[c].reduce for c in held)
+            return sum(self.prices[c].reduce - self.prices[c].overlap_backward for c in held)
         alone = (self.sections.chunk_times(self.chunks[c])[1] + sum(self.idle_seconds(c)) for c in held)
         return self.microbatches * (sum(self.prices[c].whole_backward for c in held) - sum(alone))
 
@@ -90,7 +99,7 @@ class LayoutStep:
         """Seconds of gathering weights that were updated in shards."""
         if self.layout.zero not in (1, 2):
             return 0.0
-        return self.sections.over_data("all_gather", self.sections.weights(self.sections_of(rank)))
+        return self.sections.in_buckets("all_gather", self.sections_of(rank), self.sections.updated_bytes)
 
     def idle_seconds(self, c: int) -> tuple[float, float]:
         """Seconds for which a rank blocks in forward, and again in backward, for messages between a chunk and the ones
@@ -103,6 +112,10 @@ class LayoutStep:
     def fetching(self, rank: int) -> float:
         """Seconds for which each microbatch waits for saved activations in host memory."""
         return sum(sum(self.sections.fetching(self.chunks[c])) for c in chunks_of(rank, self.layout))
+
+    def sharding(self, rank: int) -> float:
+        """Exposed seconds of ZeRO-3's collectives for each microbatch."""
+        return sum(sum(self.sections.exposed_sharding(self.chunks[c])) for c in chunks_of(rank, self.layout))
 
     def idle(self, rank: int) -> float:
         """Seconds for which a rank blocks for each microbatch."""
@@ -146,11 +159,13 @@ class LayoutStep:
         update = max(map(self.update, range(self.layout.pipeline)))
         if self.layout.chunks == 1:
             price = self.prices[0]
-            return microbatches * (price.forward + price.whole_backward) + price.reduce + update
+            exposed = price.reduce - price.overlap_backward
+            return microbatches * (price.forward + price.whole_backward) + exposed + update
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
         # If ranks block for messages, the prices of chunks include them.
         edges = self.edges if "message" in self.layout.overlap else {}
-        prices = PipelinePrices(tuple(self.prices), edges, update, hides_reductions="gradient" in self.layout.overlap)
+        hides, hides_reductions = self.cluster.overlaps, "gradient" in self.layout.overlap
+        prices = PipelinePrices(tuple(self.prices), edges, update, hides=hides, hides_reductions=hides_reductions)
         return simulate(schedule, prices).seconds
 
     def busiest(self) -> tuple[float, float]:
@@ -165,6 +180,7 @@ class LayoutStep:
             seconds = section.forward + section.backward + self.sections.again(section)
             compute += count * (seconds.compute + seconds.host + self.sections.adding_up(section))
             total += count * sum(self.sections.times(section))
+        total += self.sharding(rank)
         updating = updating_seconds(sections, self.layout, self.cluster)
         computed = self.microbatches * compute + updating
         moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
@@ -187,6 +203,7 @@ class LayoutStep:
             "adding up": summed(self.sections.adding_up),
             "exchange": summed(self.sections.exchanges),
             "host": summed(lambda s: (s.forward + s.backward + self.sections.again(s)).host),
+            "weights": self.microbatches * self.sharding(rank),
             "messages": self.microbatches * self.idle(rank),
             "reduce": self.reducing(rank),
             "update": self.update(rank) - offloading,
