@@ -117,7 +117,7 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
         if field.name in _NOT_PLANNED:
             continue
         yield f"options.{field.name}={_plain(getattr(request.options, field.name))!r}"
-    yield f"compiled={is_compiled(request)!r}"
+    yield f"compiled={_compiled(request)!r}"
     yield request.cluster.to_toml()
     yield request.graph.to_text()
     for name, constant in request.graph.constants.items():
@@ -126,6 +126,13 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
         graph = step_graph(request.graph, request.loss, request.batch)
         sizes = sorted({size for size in _axis_sizes(request) if size > 1})
         yield from (repr(finding) for size in sizes for finding in rule_findings(graph, size))
+
+
+def _compiled(request: PlanRequest) -> tuple[bool, ...]:
+    """Whether pieces are compiled: on the devices of each group, for stages of one kind, and on all of them in step."""
+    cluster = request.cluster
+    alone = (replace(cluster, device=group.device, groups=()) for group in cluster.groups)
+    return tuple(map(is_compiled, (request, *(replace(request, cluster=kind) for kind in alone))))
 
 
 def _axis_sizes(request: PlanRequest) -> Iterator[int]:

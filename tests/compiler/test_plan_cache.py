@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cluster.description import Cluster
+from autopar.cluster.description import Cluster, Group
 from autopar.compiler import plan_cache
 from autopar.compiler.plan_cache import cached_plan, plan_key
 from autopar.content import source_hash
@@ -114,6 +114,7 @@ _OTHER: dict[str, Any] = {
     "notes": ("slow",),
     "tied": (("head.weight", "0.weight"),),
     "shares": ((3, 1),),
+    "rank_limits": (1 << 30,) * 4,
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {
@@ -172,6 +173,16 @@ def test_options_that_are_not_looked_at_here_count_too() -> None:
     others = {"check_inputs", "last_batch", "timeout", "compile", "check_every", "nonfinite", "pad_to", "from_layout"}
     others.add("sync")
     assert set(_OPTIONS) >= known - others
+
+
+def test_what_is_compiled_counts_on_each_kind_of_device(plan_request: PlanRequest) -> None:
+    """Stages of GPUs are compiled, beside a CPU as much as alone, unless the options say otherwise."""
+    cpu, gpu = (Cluster.get(name).device for name in ("local", "dgx-a100-80gb"))
+    cluster = Cluster.get("local").with_groups(Group(1, cpu), Group(3, gpu))
+    mixed = replace(plan_request, cluster=cluster)
+    choices: tuple[Any, ...] = ("auto", False, True)
+    asked = [replace(mixed, options=replace(mixed.options, compile=compiles)) for compiles in choices]
+    assert len(set(map(plan_key, asked))) == len(choices)
 
 
 def test_planning_twice_searches_once(searches: list[PlanRequest]) -> None:
