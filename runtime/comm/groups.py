@@ -2,8 +2,8 @@
 
 Every rank creates the same groups in the same order (programs of one plan have the same collectives), and each group
 once per mesh. Axes of one device are ignored, since nothing is sent over them. Invariant: the position in a group is
-the row-major order of the mesh coordinates, which requires that ranks ascend along every axis; other meshes are
-refused.
+the row-major order of the mesh coordinates. For one axis that requires that ranks ascend along it, and other meshes are
+refused; over several axes of a transposed mesh, such as [[0, 2], [1, 3]], ranks need not ascend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import OptionsError
-from autopar.runtime.torch_internals.collectives import world_timeout
+from autopar.runtime.torch_internals.collectives import group_in_order, world_timeout
 from autopar.runtime.torch_internals.dtensors import without_advice_to_flatten
 
 from .settle_threads import settle_at_exit
@@ -128,11 +128,11 @@ class MeshGroups:
             index = index * self.shape[axis] + self.coordinate[axis]
         if len(axes) == 1:
             return AxisGroup(self.mesh.get_group(axes[0]), size, index, kind, axes=axes)
-        if size == dist.get_world_size():
+        members = self._members(axes)
+        if members == list(range(dist.get_world_size())):
             return AxisGroup(dist.group.WORLD, size, index, kind, axes=axes)
         # Only members call this; ranks outside the mesh need not.
-        group = dist.new_group(self._members(axes), world_timeout(), use_local_synchronization=True)
-        return AxisGroup(group, size, index, kind, axes=axes)
+        return AxisGroup(group_in_order(members), size, index, kind, axes=axes)
 
     def _members(self, axes: tuple[int, ...]) -> list[int]:
         spans = [range(n) if a in axes else [self.coordinate[a]] for a, n in enumerate(self.shape)]

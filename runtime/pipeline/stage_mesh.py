@@ -58,9 +58,9 @@ class StageGroups:
             for stage, block in enumerate(blocks)
         )
         self._blocks = tuple(tuple(map(int, block.flatten())) for block in blocks)
-        self.ranks: tuple[int, ...] = tuple(
-            map(int, ranks) if not meshes.are_equal else (int(block[coordinate]) for block in blocks)
-        )
+        exchanging = map(int, ranks) if not meshes.are_equal else (int(block[coordinate]) for block in blocks)
+        # As torch orders the ranks of a group.
+        self.ranks: tuple[int, ...] = tuple(sorted(exchanging))
         self.peers = (
             dist.new_group(
                 list(self.ranks), world_timeout(), use_local_synchronization=True, group_desc="pipeline messages"

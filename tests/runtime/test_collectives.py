@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import OptionsError
@@ -23,10 +24,12 @@ from autopar.ir.placements import (
     shares_of,
     take_local,
 )
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.runtime.comm import gloo
 from autopar.runtime.comm.collectives import Collectives, join_pieces, split_pieces
 from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
+from autopar.runtime.pipeline.stage_mesh import StageGroups
 from tests.helpers.marks import slow_but
 
 DTYPES = (
@@ -294,6 +297,32 @@ def test_one_device_says_nothing() -> None:
         assert collectives.groups.over((0, 1)).group is None
 
     run_local(work, 1, timeout=30, backend=None)
+
+
+def test_a_transposed_mesh_gathers_in_the_order_of_its_coordinates() -> None:
+    def work(rank: int, world: int) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        groups = mesh_groups(DeviceMesh("cpu", torch.arange(4).reshape(2, 2).t().contiguous()))
+        collectives, place = Collectives(groups), 2 * groups.coordinate[0] + groups.coordinate[1]
+        gathered = collectives.wait(collectives.all_gather(torch.full((1,), float(place)), (0, 1), 0, 4))
+        assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+    run_local(work, 4, timeout=60)
+
+
+def test_messages_between_stages_of_a_transposed_mesh_find_their_ranks() -> None:
+    def work(rank: int, world: int) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        whole = mesh_groups(DeviceMesh("cpu", torch.arange(4).reshape(2, 2).t().contiguous()))
+        stages = StageGroups(whole, StageMeshes(((2,), (1,), (1,))))
+        assert stages.peers is not None
+        # Stages 0, 1 and 2 have the ranks 0 and 2, 1, and 3.
+        found = [dist.get_global_rank(stages.peers, stages.peer(stage, at)) for stage, at in ((0, 0), (0, 1), (1, 0))]
+        assert found == [0, 2, 1]
+
+    run_local(work, 4, timeout=60)
 
 
 def test_ranks_must_ascend() -> None:
