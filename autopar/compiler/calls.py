@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -264,9 +264,9 @@ class Compiler:
         else:
             other = self._annotate_alike(step_graph(base.graph, base.loss, batch))
             assignment = refit(assignment, self._annotate(self._base, self.plan.batch), other)
-            prices = Prices.of(self.cluster, self.plan.mesh, other)
+            prices = Prices.of(self.cluster, self.plan.mesh, other, limits=self.plan.device_limits)
             usage = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
-            if usage.peak > self.plan.memory_limit:
+            if usage.peak > self.plan.least_limit:
                 raise _Indivisible
         symbolic = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in symbolic.symbols}
@@ -281,9 +281,9 @@ class Compiler:
         if self.plan.pipeline is not None:
             return self._staged_other(base, loss, batch)
         graph = self._annotate_alike(step_graph(base.graph, loss, batch))
-        plan_request = replace(self._plan_request(base), mesh=self.plan.mesh)
+        plan_request = replace(self._plan_request(base), mesh=self.plan.mesh, rank_limits=self.plan.device_limits)
         limited, places, resting = request.grad or self._infers, self.plan.parameters, self._resting
-        limit = float(self.plan.memory_limit) if limited else math.inf
+        limit = float(self.plan.least_limit) if limited else math.inf
         assignment = on_first_rank(self.ranks, lambda: fixed_assignment(plan_request, graph, places, limit, resting))
         prices = Prices.of(self.cluster, self.plan.mesh, graph)
         return self._lowered(graph, assignment, prices, base, batch)
@@ -312,9 +312,9 @@ class Compiler:
         assert self.plan is not None and self._base is not None
         request, resting = self._plan_request(self._base), self._resting
 
-        def solve(graph: Graph, mesh: tuple[int, ...], places: Places) -> Assignment:
-            inside = replace(request, mesh=mesh)
-            return on_first_rank(self.ranks, lambda: fixed_assignment(inside, graph, places, caches=resting))
+        def solve(graph: Graph, mesh: tuple[int, ...], places: Places, caches: Collection[str]) -> Assignment:
+            inside, kept = replace(request, mesh=mesh), {name: resting[name] for name in caches if name in resting}
+            return on_first_rank(self.ranks, lambda: fixed_assignment(inside, graph, places, caches=kept))
 
         optimizer, index, holds_for = self.options.optimizer, self.ranks.index, self._base.traced.holds_for
         return StageCompiler(

@@ -69,7 +69,7 @@ def pipeline_program(
         coordinate=(stage, *inside),
         schedule=schedule,
         chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule, meshes)) for index in indices},
-        parameters=tuple(_parameters(staged, jobs)),
+        parameters=tuple(_parameters(staged, jobs, schedule.placement)),
         results=tuple(_results(pieces, jobs)),
         inputs=pieces.inputs,
         draws=any(job.graph.placeholders("random") for job in jobs)
@@ -127,11 +127,17 @@ def prelude_program(graph: Graph) -> Program:
     return lower(job, graph.outputs)
 
 
-def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedParameter]:
+def _parameters(staged: Staged, jobs: Sequence[Lowering], placement: tuple[int, ...]) -> Iterable[StagedParameter]:
+    are_equal = len({job.mesh for job in jobs}) == 1
     for path, users in staged.owners.items():
         slots = {chunk: stored_slot(jobs[chunk], jobs[chunk].graph.parameters[path]) for chunk in users}
-        owner = slots[users[0]]
-        elsewhere = {c: slot.placements for c, slot in slots.items() if jobs[c].mesh != jobs[users[0]].mesh}
+        owner, home = slots[users[0]], placement[users[0]]
+        # Stages of equal meshes exchange with their counterparts alone, and so have a parameter alike.
+        apart = {chunk for chunk in users if not are_equal and placement[chunk] != home}
+        here = jobs[users[0]].mesh, owner.placements
+        elsewhere = {
+            c: slots[c].placements for c in users if c in apart and (jobs[c].mesh, slots[c].placements) != here
+        }
         if any(slot.placements != owner.placements for c, slot in slots.items() if c not in elsewhere):
             places = "; ".join(f"chunk {chunk}: {slot.placements}" for chunk, slot in slots.items())
             raise PlanMismatchError(f"the parameter {path} is stored differently by the chunks that share it: {places}")

@@ -7,7 +7,7 @@ on the stage that stores it, and its placements are solved anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -40,8 +40,8 @@ from autopar.search.pipeline_breakdown import price_stages, wire_prices
 from .pipeline import pipeline_program
 
 Annotate = Callable[[Graph, Mesh], Graph]
-# From a graph that is annotated for a mesh, and where its parameters rest there.
-Solve = Callable[[Graph, Mesh, Mapping[str, ParameterPlacement]], Assignment]
+# From a graph that is annotated for a mesh, where its parameters rest there, and the names of the caches there.
+Solve = Callable[[Graph, Mesh, Mapping[str, ParameterPlacement], Collection[str]], Assignment]
 Placed = tuple[Assignment, Prices]
 
 
@@ -82,7 +82,7 @@ class StageCompiler:
         placed: dict[int, Placed] = {}
         for part in nodes_by_mesh(self.plan, staged):
             prices = self.planned_prices(saving, part if self.pipeline.meshes else None)
-            placed |= dict.fromkeys(part.chunks, (self.plan.assignment(names, part.chunks[0]), prices))
+            placed |= dict.fromkeys(part.chunks, (self.plan.assignment(names, part.chunks), prices))
         return self._program(pieces, staged, placed)
 
     def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
@@ -101,7 +101,7 @@ class StageCompiler:
         for part in nodes_by_mesh(self.plan, cut(original, self.pipeline.cuts)):
             first, second = (self.annotate(each, part.mesh) for each in (before, after))
             prices, own = self._prices(second, part), part.names if self.pipeline.meshes else None
-            refit = refit_plan(self.plan, first, second, part.chunks[0], own)
+            refit = refit_plan(self.plan, first, second, part.chunks, own)
             placed |= dict.fromkeys(part.chunks, (refit, prices))
         return self._program(pieces, staged, placed, checked=True)
 
@@ -125,7 +125,8 @@ class StageCompiler:
         placed: dict[int, Placed] = {}
         for part in nodes_by_mesh(self.plan, staged):
             annotated = self.annotate(saving, part.mesh)
-            solved = self.solve(annotated, part.mesh, self._resting(part, homes))
+            caches = [name for chunk in part.graphs.values() for name in chunk.caches]
+            solved = self.solve(annotated, part.mesh, self._resting(part, homes), caches)
             placed |= dict.fromkeys(part.chunks, (solved, self._prices(annotated, part)))
         return self._program(pieces, staged, placed, checked=trains)
 
@@ -173,7 +174,8 @@ class StageCompiler:
         return microbatch(graph, 1, split_inputs(symbolic))
 
     def _prices(self, annotated: Graph, part: ChunkNodes) -> Prices:
-        return Prices.of(part_of_cluster(self.plan, self.cluster, part), part.mesh, annotated)
+        cluster = part_of_cluster(self.plan, self.cluster, part)
+        return Prices.of(cluster, part.mesh, annotated, limits=self.plan.device_limits)
 
     def _program(
         self, pieces: Microbatched, staged: Staged, placed: Mapping[int, Placed], checked: bool = False
@@ -186,13 +188,14 @@ class StageCompiler:
         on_ranks = [prices[held[0]].on_block(rank) for rank, held in enumerate(schedule.held)]
         if checked:
             peaks = price_stages(chunks, wires, schedule, on_ranks, links, self.optimizer, self.cluster).peaks
-            limits = self.pipeline.limits or (self.plan.memory_limit,) * len(peaks)
+            limits = self.plan.stage_limits
             for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
                 check_memory(self.plan, peak, limit, pieces.graph)
         paths = [prices[held[0]].path for held in schedule.held]
         program = pipeline_program(pieces, staged, chunks, wires, schedule, self.index, paths, BUCKET_BYTES)
-        # Caches rest on equal meshes.
-        return CompiledStages(program, assignments[0].resting(pieces.graph))
+        rests = {name: placed[chunk][0] for chunk, graph in enumerate(staged.chunks) for name in graph.caches}
+        caches = {name: rests[name].resting(pieces.graph)[name] for name in pieces.graph.caches if name in rests}
+        return CompiledStages(program, caches)
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""

@@ -28,8 +28,8 @@ class StagedParameter:
     """A parameter, stored as ``slot`` says on the mesh inside the stage of the first of ``chunks``, its owner.
 
     The other chunks that use it are sent what is stored, once a step. Those of ``gradients`` have a part of its
-    gradient, placed as stored, which the owner adds up. On another mesh than the owner's a chunk has both as
-    ``elsewhere`` says.
+    gradient, placed as stored, which the owner adds up. On another mesh than the owner's, or another kind of device, a
+    chunk has both as ``elsewhere`` says.
     """
 
     slot: TensorSlot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -199,6 +199,9 @@ class PlanRecord:
         excluded: kinds of plans of which none was priced, and why: that without stages does not fit, or takes at least
             so long.
         searched: where a few of many divisions of the devices were solved, what is known of the others.
+        device_peaks, device_limits: by device, its peak bytes and what it may hold, where rows are divided in unequal
+            shares among devices of different memory; ``predicted`` and ``memory_limit`` are those of the one that is
+            nearest to its limit.
     """
 
     model: str
@@ -242,6 +245,8 @@ class PlanRecord:
     sync: PlannedSync | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
     searched: Searched | None = None
+    device_peaks: tuple[int, ...] = ()
+    device_limits: tuple[int, ...] = ()
 
     @property
     def placements(self) -> Mapping[str, Placements]:
@@ -260,8 +265,16 @@ class PlanRecord:
     @property
     def least_limit(self) -> int:
         """Bytes that a plan without stages may hold on every device: those of the smallest, where they differ."""
+        return min(self.stage_limits)
+
+    @property
+    def stage_limits(self) -> tuple[int, ...]:
+        """Bytes that the devices of each stage may hold: those of the smallest."""
+        if self.device_limits:
+            ranks = map(self.stage_meshes.ranks, range(self.stages))
+            return tuple(min(self.device_limits[rank] for rank in own) for own in ranks)
         limits = self.pipeline.limits if self.pipeline is not None else ()
-        return min(limits, default=self.memory_limit)
+        return limits or (self.memory_limit,) * self.stages
 
     @cached_property
     def shares(self) -> Shares:
@@ -293,14 +306,13 @@ class PlanRecord:
         """All nodes that share a choice, by the first of them, which is included."""
         return _grouped((node.tied or name, name) for name, node in self.nodes.items())
 
-    def assignment(self, names: Mapping[str, str], chunk: int | None = None) -> Assignment:
-        """The choice as lowering takes it; ``names`` maps a parameter's path to its node. ``chunk``: on the mesh of its
-        stage, and with the parameters as it has them; everything that is not on that mesh is meaningless there."""
-        mesh = self.mesh if chunk is None else self.mesh_of(chunk)
-        borrowed = self.pipeline.borrowed if self.pipeline is not None and chunk is not None else {}
-        # Chunks on one mesh have a parameter alike.
-        users = sorted((user for user in borrowed if self.mesh_of(user[0]) == mesh), key=lambda user: user[0] == chunk)
-        lent = {path: borrowed[user, path] for user, path in users}
+    def assignment(self, names: Mapping[str, str], chunks: Sequence[int] = ()) -> Assignment:
+        """The choice as lowering takes it; ``names`` maps a parameter's path to its node. ``chunks``: on the mesh of
+        their stages, which are of one kind, and with the parameters as they have them; what they do not use is
+        meaningless there."""
+        mesh = self.mesh_of(chunks[0]) if chunks else self.mesh
+        borrowed = self.pipeline.borrowed if self.pipeline is not None else {}
+        lent = {path: place for (user, path), place in borrowed.items() if user in chunks}
         parameters = {names[path]: place for path, place in {**self.parameters, **lent}.items()}
         copies = {name + RECOMPUTED for name in self.recomputed}
         strategies = {name: strategy for name, strategy in self.strategies.items() if name not in copies}

@@ -72,9 +72,10 @@ class PlannedPipeline:
         limits: bytes that the devices of each pipeline rank may hold, where devices are of several kinds.
         devices: what each pipeline rank's devices are called, where they are of several kinds.
         meshes: the mesh inside each pipeline rank, if they are unequal. All have as many axes.
-        borrowed: by chunk and path, where a chunk has a parameter that another one stores on another mesh.
+        borrowed: by chunk and path, where a chunk has a parameter that another one stores on another mesh, or, where
+            meshes are unequal, places otherwise on a mesh of the same form.
         hosts, speeds: where pipeline ranks share processors, the host of each, and how fast each is while 1, 2, ... of
-            a host compute.
+            a host compute; with unequal meshes, while 1, 2, ... devices of a host do.
     """
 
     cuts: tuple[str, ...]

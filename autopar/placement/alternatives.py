@@ -26,7 +26,6 @@ from .constraints import module_outputs
 from .formulation import Instance
 from .memory_bound import held_bytes, rests_on_device
 from .placed_step import PlacedStep
-from .prices import local_bytes
 
 # Alternatives recorded of each choice, the cheapest. Chosen: enough to say why, in a plan file that stays small.
 KEPT = 6
@@ -77,7 +76,7 @@ def holdings(step: PlacedStep) -> Iterator[ResidentTensor]:
             yield from (ResidentTensor(kind, node.name, module, count) for kind, count in parts if count)
         elif node.is_placeholder or rests_on_device(step, node):
             place = step.assignment.strategies[node.name].outputs[0]
-            count = local_bytes(node.type, place, step.prices.mesh)
+            count = step.prices.held(node.type, place)
             is_activation = node.op in (SAVED_ACTIVATION, "receive")
             resident = count * (step.repeats.in_flight if is_activation else step.repeats.copies_of(node.op))
             yield ResidentTensor("activation" if is_activation else "input", node.name, node.module, resident)

@@ -81,7 +81,7 @@ class ChoiceCosts:
             return self._parameter_charges(node, choice)
         prices, raw = self.choice_sets.prices, float(self._accumulator_bytes(node, choice))
         if node.is_placeholder or node.op == SAVED_ACTIVATION:
-            held = local_bytes(node.type, choice.outputs[0], prices.mesh)
+            held = prices.held(node.type, choice.outputs[0])
             if isinstance(choice, Offloaded):
                 seconds = swap_seconds(prices, node, choice, self.choice_sets.repeats)
                 return seconds, self._live_shares[node.name] * held + raw, 0.0

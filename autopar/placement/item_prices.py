@@ -132,10 +132,10 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
 
 def _temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
     if node.op == WRITE_ROWS:  # It writes into the cache, which is counted where it rests.
-        return local_bytes(inputs[-1], strategy.inputs[-1], prices.mesh)
-    operands = sum(local_bytes(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
+        return prices.held(inputs[-1], strategy.inputs[-1])
+    operands = sum(prices.held(t, p) for t, p in zip(inputs, strategy.inputs, strict=True))
     results = zip(node.types, strategy.outputs, strict=True)
-    return operands + sum(local_bytes(t, p, prices.mesh) for t, p in results if t is not None)
+    return operands + sum(prices.held(t, p) for t, p in results if t is not None)
 
 
 def adding_seconds(

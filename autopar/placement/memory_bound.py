@@ -9,8 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autopar.ir.assignment import Assignment
-from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.offload import NVME_BUFFERS
 
@@ -67,12 +65,12 @@ def memory(step: PlacedStep) -> Memory:
         if node.op in ("param", SAVED_ACTIVATION, "receive"):
             continue
         if node.is_placeholder:
-            part = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            part = prices.held(node.type, assignment.strategies[node.name].outputs[0])
             inputs += part * step.repeats.copies_of(node.op)
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
-    temporary += recomputed_bytes(graph, assignment) + fetched_bytes(graph, assignment)
+    temporary += recomputed_bytes(step) + fetched_bytes(step)
     return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes, host.nvme)
 
 
@@ -80,7 +78,7 @@ def saved_bytes(step: PlacedStep) -> int:
     """Bytes on the device of what one microbatch in flight holds until its backward: saved activations, and values
     received."""
     return sum(
-        local_bytes(node.type, step.assignment.strategies[node.name].outputs[0], step.prices.mesh)
+        step.prices.held(node.type, step.assignment.strategies[node.name].outputs[0])
         for node in step.graph.nodes
         if node.op == "receive" or rests_on_device(step, node)
     )
@@ -153,13 +151,14 @@ def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
     return weight, gradient + accumulator_bytes(step.prices, node.stored, raw, step.repeats), state
 
 
-def fetched_bytes(graph: Graph, assignment: Assignment) -> int:
+def fetched_bytes(step: PlacedStep) -> int:
     """The most bytes of activations and weights from host memory that a phase holds at once. Each is read ahead when
     the one before is first used, and held to its last use."""
-    return max(_fetched_bytes(graph, assignment, phase) for phase in ("forward", "backward"))
+    return max(_fetched_bytes(step, phase) for phase in ("forward", "backward"))
 
 
-def _fetched_bytes(graph: Graph, assignment: Assignment, phase: str) -> int:
+def _fetched_bytes(step: PlacedStep, phase: str) -> int:
+    graph, assignment = step.graph, step.assignment
     away = {n for n in assignment.offloaded if phase == "backward" or n in assignment.parameters}
     uses: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
@@ -169,7 +168,7 @@ def _fetched_bytes(graph: Graph, assignment: Assignment, phase: str) -> int:
     events: list[tuple[int, int]] = []
     begin = 0
     for name, positions in uses.items():
-        size = local_bytes(graph[name].type, assignment.placements_of(Value(name)), assignment.mesh)
+        size = step.prices.held(graph[name].type, assignment.placements_of(Value(name)))
         events += [(begin, size), (positions[-1] + 1, -size)]
         begin = positions[0]
     held = most = 0
@@ -179,18 +178,19 @@ def _fetched_bytes(graph: Graph, assignment: Assignment, phase: str) -> int:
     return most
 
 
-def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:
+def recomputed_bytes(step: PlacedStep) -> int:
     """The most bytes of recomputed values that backward holds at once. Each is held from its recomputation to its last
     use."""
-    return max(_recomputed(graph, assignment, lambda _: 0).values(), default=0)
+    return max(_recomputed(step, lambda _: 0).values(), default=0)
 
 
 def recomputed_of(step: PlacedStep, part: Callable[[Node], int]) -> dict[int, int]:
     """:func:`recomputed_bytes` of the values of each part of the graph alone. ``part``: that of the node of a value."""
-    return _recomputed(step.graph, step.assignment, part)
+    return _recomputed(step, part)
 
 
-def _recomputed(graph: Graph, assignment: Assignment, part: Callable[[Node], int]) -> dict[int, int]:
+def _recomputed(step: PlacedStep, part: Callable[[Node], int]) -> dict[int, int]:
+    graph, assignment = step.graph, step.assignment
     last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands}
     held: defaultdict[int, int] = defaultdict(int)
     most: defaultdict[int, int] = defaultdict(int)
@@ -198,7 +198,7 @@ def _recomputed(graph: Graph, assignment: Assignment, part: Callable[[Node], int
     for position, node in enumerate(graph.nodes):
         if node.op == SAVED_ACTIVATION and node.phase == "backward":
             own, place = part(node), assignment.strategies[node.name].outputs[0]
-            size = local_bytes(node.type, place, assignment.mesh)
+            size = step.prices.held(node.type, place)
             held[own] += size
             most[own] = max(most[own], held[own])
             leaving.setdefault(last.get(node.name, position), []).append((own, size))

@@ -40,6 +40,7 @@ from autopar.ir.reshard import Collective, Hop, neighbours
 from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
 
 from .fused_kernels import FusedKernels
+from .rooms import Room, between_shares, counted_bytes, rooms_of
 
 # Bytes of a bucket of gradients. Chosen: the default of DDP's bucket_cap_mb in torch (25 MiB).
 BUCKET_BYTES = 25 << 20
@@ -165,6 +166,8 @@ class Prices:
     :func:`placement_options`). ``exchanged``: bytes of all unsharded gradients (or weights) that a step exchanges; a
     bucket never holds more than these. ``whole``: the cluster, of which :meth:`on_block` takes the block ``block``.
     ``fused``: the kernels of the graph, if its pieces are compiled; operations are priced by themselves otherwise.
+    ``limits``: bytes that each device of the cluster may hold, by rank, where that matters; ``room``: the one whose
+    bytes count, None for whichever counts most.
     """
 
     cluster: Cluster
@@ -174,15 +177,25 @@ class Prices:
     whole: Cluster | None = None
     block: int | None = None
     fused: FusedKernels | None = None
+    limits: tuple[int, ...] = ()
+    room: Room | None = None
     _calls: dict[object, tuple[Any, Strategy]] = field(default_factory=dict)
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
     _blocks: dict[int, Prices] = field(default_factory=dict)
 
     @staticmethod
-    def of(cluster: Cluster, mesh: tuple[int, ...], graph: Graph, fused: FusedKernels | None = None) -> Prices:
-        """The prices of an annotated graph. ``fused``: its kernels, if pieces of it are compiled."""
-        return Prices(cluster, mesh, placement_options(graph, mesh), exchanged_bytes(graph), fused=fused)
+    def of(
+        cluster: Cluster,
+        mesh: tuple[int, ...],
+        graph: Graph,
+        fused: FusedKernels | None = None,
+        limits: tuple[int, ...] = (),
+    ) -> Prices:
+        """The prices of an annotated graph. ``fused``: its kernels, if pieces of it are compiled; ``limits``: see
+        :class:`Prices`."""
+        options = placement_options(graph, mesh)
+        return Prices(cluster, mesh, options, exchanged_bytes(graph), fused=fused, limits=limits)
 
     @property
     def devices(self) -> int:
@@ -216,8 +229,24 @@ class Prices:
 
     @property
     def fullest(self) -> tuple[int, ...]:
-        """The coordinate of the first device with the largest shares."""
-        return fullest_coordinate(self.mesh, self.shares)
+        """The coordinate of the device whose bytes count, otherwise of the first with the largest shares."""
+        return self.room.coordinate if self.room else fullest_coordinate(self.mesh, self.shares)
+
+    @cached_property
+    def rooms(self) -> tuple[Room, ...]:
+        """See :mod:`.rooms`; none if all devices may hold as much, or have as many rows."""
+        return (self.room,) if self.room else rooms_of(self.limits, self.mesh, self.shares, self.block)
+
+    def in_room(self, room: Room) -> Prices:
+        """The same prices, with the bytes of the devices in one room."""
+        return replace(self, room=room, _calls={}, _blocks={})
+
+    def held(self, kind: TensorType, placements: Placements) -> int:
+        """What a tensor that rests on a device counts against its limit: bytes of the largest shard, unless devices
+        have :attr:`rooms`."""
+        if not self.rooms:
+            return local_bytes(kind, placements, self.mesh)
+        return counted_bytes(kind, placements, self.mesh, self.rooms)
 
     @cached_property
     def seats(self) -> tuple[Seat, ...]:
@@ -363,4 +392,7 @@ class Prices:
                     seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
                     hops[i, j] = hop
         best, next_state = _shortest_paths(seconds)
+        if self.rooms:
+            # On its way from equal rows to others a tensor is whole, which the program's memory does not count.
+            best[between_shares(states, self.shares)] = np.inf
         return ReshardTable(states, best, hops, next_state)

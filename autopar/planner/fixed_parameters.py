@@ -44,7 +44,7 @@ def fixed_assignment(
     Raises:
         InfeasibleError: no assignment was found that fits.
     """
-    prices = Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph))
+    prices = Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph), request.rank_limits)
     instance = build_instance(fold_layers(graph), prices, optimizer=request.options.optimizer, memory_limit=math.inf)
     allowed = _as_placed(parameters, caches)
     plain = with_choices(instance, allowed)

@@ -4,7 +4,8 @@ breakdown."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.ir.assignment import Assignment
@@ -12,11 +13,34 @@ from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.alternatives import holdings
 from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.formulation import Instance
+from autopar.placement.memory_bound import Memory, memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
+from autopar.placement.rooms import Room
 from autopar.solver.problem import Solution
 
 from .rehearsed_memory import ExactMemory, exact_memory
+
+
+@dataclass(frozen=True)
+class InRoom:
+    """What the devices in one ``room`` hold at their peak: ``memory`` is that of ``exact`` if the step could be
+    rehearsed, otherwise a bound."""
+
+    room: Room
+    memory: Memory
+    exact: ExactMemory
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak
+
+
+def counted_peak(rooms: Sequence[InRoom], otherwise: int) -> int:
+    """The most that the devices in any of ``rooms`` hold, as it counts in the smallest; ``otherwise`` if there are
+    none."""
+    least = min((held.room.limit for held in rooms), default=0.0)
+    return max((held.room.counted(held.peak, least) for held in rooms), default=otherwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +48,28 @@ class SolvedStep:
     """The step of a solution, and what is measured of it: once, when it is first asked for, since a rehearsal takes as
     long as pricing the step many times."""
 
-    instance: Instance
     placed: PlacedStep
 
     @cached_property
     def memory(self) -> ExactMemory:
-        """Its memory, rehearsed where possible."""
-        return exact_memory(self.placed.graph, self.placed.assignment, self.instance, tuple(holdings(self.placed)))
+        """The memory of the fullest device, rehearsed where possible; of several rooms, of the one that is tightest."""
+        if self.tightest is not None:
+            return self.tightest.exact
+        return exact_memory(self.placed, tuple(holdings(self.placed)))
+
+    @cached_property
+    def rooms(self) -> tuple[InRoom, ...]:
+        """What the devices in each room hold, where these differ."""
+        found = []
+        for room in self.placed.prices.rooms:
+            step = replace(self.placed, prices=self.placed.prices.in_room(room))
+            exact = exact_memory(step, tuple(holdings(step)))
+            found.append(InRoom(room, exact.memory or memory(step), exact))
+        return tuple(found)
+
+    @cached_property
+    def tightest(self) -> InRoom | None:
+        return max(self.rooms, key=lambda held: held.peak / held.room.limit, default=None)
 
 
 @dataclass(frozen=True)
@@ -50,11 +89,17 @@ class MeshSolution:
         """Reads a solution of ``instance``: derives its assignment and its cost."""
         assignment = instance.assignment(solution.choices)
         placed = placed_step(instance, assignment)
-        return MeshSolution(instance, solution, assignment, SolvedStep(instance, placed), cost_breakdown(placed))
+        return MeshSolution(instance, solution, assignment, SolvedStep(placed), cost_breakdown(placed))
 
     @property
     def prices(self) -> Prices:
         return self.instance.prices
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether values are recomputed or rest in other tiers, which is done for lack of memory alone."""
+        places = self.assignment.parameters.values()
+        return bool(self.assignment.recomputed or self.assignment.offloaded) or any(place.offload for place in places)
 
 
 def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
@@ -64,5 +109,7 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 
 
 def peak_bytes(solved: MeshSolution) -> int:
-    """Peak bytes of the step, rehearsed where possible, otherwise those of its cost breakdown."""
-    return (solved.step.memory.memory or solved.breakdown.memory).peak
+    """Peak bytes of the step, rehearsed where possible, otherwise those of its cost breakdown; of several rooms, as
+    they count in the smallest."""
+    rooms = solved.step.rooms
+    return counted_peak(rooms, 0 if rooms else (solved.step.memory.memory or solved.breakdown.memory).peak)

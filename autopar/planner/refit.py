@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import PlanMismatchError
@@ -68,12 +68,12 @@ def _without_inputs(graph: Graph) -> list[Node]:
 
 
 def refit_plan(
-    plan: Plan, original: Graph, other: Graph, chunk: int | None = None, names: Collection[str] | None = None
+    plan: Plan, original: Graph, other: Graph, chunks: Sequence[int] = (), names: Collection[str] | None = None
 ) -> Assignment:
     """:func:`refit` of the choices of ``plan``, which was made for ``original``. Nodes that only a cut graph has are
-    left out. ``chunk``: one whose stage has a mesh of its own, for which both graphs are annotated; ``names``: the
-    nodes there, to which the result is restricted."""
-    chosen = plan.assignment({node.target: node.name for node in original.placeholders("param")}, chunk)
+    left out. ``chunks``: those whose stages have a mesh of their own, for which both graphs are annotated; ``names``:
+    the nodes there, to which the result is restricted."""
+    chosen = plan.assignment({node.target: node.name for node in original.placeholders("param")}, chunks)
     strategies = {
         name: strategy
         for name, strategy in chosen.strategies.items()

@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.assignment import Assignment
-from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import ResidentTensor
 from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import overlap
-from autopar.placement.formulation import Instance
 from autopar.placement.memory_bound import HostMemory, Memory, host_memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES
@@ -38,21 +35,19 @@ class ExactMemory:
     warnings: tuple[str, ...] = ()
 
 
-def exact_memory(
-    graph: Graph, assignment: Assignment, instance: Instance, holdings: tuple[ResidentTensor, ...]
-) -> ExactMemory:
-    """The memory of a step that runs ``graph``, recomputed nodes included, once. ``holdings`` are all tensors that are
+def exact_memory(step: PlacedStep, holdings: tuple[ResidentTensor, ...]) -> ExactMemory:
+    """The memory of a step that runs once, on the fullest device of its prices. ``holdings`` are all tensors that are
     ever held. Steps in microbatches and steps without gradients are not rehearsed."""
-    if instance.repeats != ONCE or not graph.gradients:
+    graph, prices = step.graph, step.prices
+    if step.repeats != ONCE or not graph.gradients:
         return ExactMemory(None, holdings)
-    prices = instance.prices
-    job = Lowering(graph, assignment, prices.fullest, prices.path, BUCKET_BYTES)
+    job = Lowering(graph, step.assignment, prices.fullest, prices.path, BUCKET_BYTES)
     try:
         footprint = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
     except Exception as error:  # Any operation may lack an implementation for tensors without data.
         warning = f"memory is an upper bound: the step could not be rehearsed ({reason_of(error)})"
         return ExactMemory(None, holdings, (warning,))
-    host = host_memory(PlacedStep(graph, assignment, prices, instance.optimizer))
+    host = host_memory(step)
     return of_step({node.name: node.target for node in graph.placeholders("param")}, footprint, holdings, host)
 
 

@@ -36,7 +36,8 @@ class PlanRequest:
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
     ``worth``: seconds of a step (of a placement program) that takes too long to be of use.
-    ``shares``: those in which rows may be divided on each axis, besides equal ones.
+    ``shares``: those in which rows may be divided on each axis, besides equal ones; ``rank_limits``: bytes that each
+    device may hold then, by rank (:func:`rank_limits`).
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
     ``propose``: finds layouts worth trying for this request, where there are too many to try. ``shared``: what requests
     made from this one have in common."""
@@ -56,6 +57,7 @@ class PlanRequest:
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
     shares: Shares = ()
+    rank_limits: tuple[int, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
@@ -106,6 +108,13 @@ def stage_limits(request: PlanRequest, blocks: Sequence[range]) -> tuple[int, ..
     if not cluster.groups:
         return (memory_limit_of(request),) * len(blocks)
     return tuple(_within(request, cluster.at(block.start, len(block))) for block in blocks)
+
+
+def rank_limits(request: PlanRequest) -> tuple[int, ...]:
+    """:func:`memory_limit_of` for each device of the cluster, by rank, where there are several kinds."""
+    if not request.cluster.groups:
+        return ()
+    return stage_limits(request, [range(rank, rank + 1) for rank in range(request.cluster.size or 0)])
 
 
 def _within(request: PlanRequest, cluster: Cluster) -> int:

@@ -79,6 +79,15 @@ def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolu
     return _enforce_memory_limit(request, annotated, solved, timings)
 
 
+def is_short_of_memory(request: PlanRequest, solved: MeshSolution) -> bool:
+    """Whether the memory limit costs more than the gap; where that is not known, whether memory is nearly full."""
+    if math.isfinite(solved.unlimited):
+        objective = solved.solution.objective
+        return objective - solved.unlimited > request.options.gap * objective
+    # Chosen, not measured.
+    return peak_bytes(solved) > 0.8 * memory_limit_of(request)
+
+
 def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
     """Returns the annotated graph and its placement program, with layers folded, without a limit of the device's
     memory."""
@@ -86,8 +95,8 @@ def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Gr
     with timings.phase("annotate"):
         annotated = once("annotated graph", (graph,), mesh, shares, make=lambda: annotate(graph, mesh, shares))
         fused = kernels_of(request, graph)
-        of = annotated, cluster, fused
-        prices = once("prices", of, mesh, make=lambda: Prices.of(cluster, mesh, annotated, fused))
+        of, limits = (annotated, cluster, fused), request.rank_limits if any(shares) else ()
+        prices = once("prices", of, mesh, limits, make=lambda: Prices.of(cluster, mesh, annotated, fused, limits))
     options = request.options
     restrictions = tuple(options.pins.items()), options.zero, words_of(options.layout), request.roles
     settings = *restrictions, options.optimizer, request.repeats, host_limit_of(request)

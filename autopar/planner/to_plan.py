@@ -12,6 +12,7 @@ from autopar.placement.alternatives import explanation_fields
 from autopar.placement.axis_names import default_names
 from autopar.placement.constraints import module_outputs
 from autopar.placement.predicted import plan_line, predicted
+from autopar.placement.rooms import Room, seat_of
 from autopar.plans.plan import Plan
 
 from .axis_roles import role_names
@@ -26,7 +27,10 @@ def make_plan(
 ) -> Plan:
     """Writes a solution as a plan."""
     instance, solution = best.instance, best.solution
+    # The memory of a pipeline is that of its stages.
+    rooms, tightest = ((), None) if request.memory_limit is not None else (best.step.rooms, best.step.tightest)
     step_graph, assignment, exact = best.step.placed.graph, best.step.placed.assignment, best.step.memory
+    bound = best.breakdown.memory if tightest is None else tightest.memory
     paths = {node.name: node.target for node in graph.placeholders("param")}
     rules = rule_sources(graph, request.mesh)
     fallbacks = tuple(op for op, sources in rules.items() if sources[0].startswith("fallback"))
@@ -43,9 +47,9 @@ def make_plan(
         bound=solution.bound,
         gap=solution.gap,
         solve_seconds=solution.seconds,
-        memory_limit=memory_limit_of(request),
+        memory_limit=memory_limit_of(request) if tightest is None else int(tightest.room.limit),
         graph_hash=graph_hash(graph),
-        predicted=predicted(best.breakdown, instance, request.cluster, exact.memory or best.breakdown.memory),
+        predicted=predicted(best.breakdown, instance, request.cluster, exact.memory or bound),
         lines=tuple(map(plan_line, best.breakdown.lines)),
         strategies=assignment.strategies,
         parameters={paths[name]: place for name, place in assignment.parameters.items()},
@@ -62,7 +66,17 @@ def make_plan(
         warnings=(*request.notes, *_warnings(best, graph, rules), *exact.warnings),
         timings=dict(timings.seconds),
         precision=request.options.precision or "fp32",
+        device_peaks=_by_device(best, {held.room: held.peak for held in rooms}),
+        device_limits=request.rank_limits if rooms else (),
     )
+
+
+def _by_device(best: MeshSolution, peaks: Mapping[Room, int]) -> tuple[int, ...]:
+    """The peak bytes of each device, from those of the rooms."""
+    if not peaks:
+        return ()
+    prices, seats = best.prices, {room.coordinate: peak for room, peak in peaks.items()}
+    return tuple(seats[seat_of(device, prices.mesh, prices.shares)] for device in range(prices.devices))
 
 
 def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

@@ -42,7 +42,8 @@ _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
 _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
-_OPTIONAL = ("layout", "tied", "offloaded", "excluded")
+_DEVICES = ("device_peaks", "device_limits")
+_OPTIONAL = ("layout", "tied", "offloaded", "excluded", *_DEVICES)
 _KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync", "searched")
 
 
@@ -205,6 +206,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["sync"] = PlannedSync(**data["sync"]) if "sync" in data else None
     fields["searched"] = Searched(**data["searched"]) if "searched" in data else None
     fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))
+    fields |= {name: tuple(map(_count, data.get(name, ()))) for name in _DEVICES}
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")

@@ -66,6 +66,9 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
     if (plan.stages > 1 or plan.microbatches > 1) != (plan.pipeline is not None):
         with_or_without = "without a pipeline" if plan.pipeline is None else "with a pipeline"
         yield f"the plan has {plan.stages} stages and {plan.microbatches} microbatches, but comes {with_or_without}"
+    if any(each and len(each) != plan.stage_meshes.devices for each in (plan.device_peaks, plan.device_limits)):
+        peaks, limits = len(plan.device_peaks), len(plan.device_limits)
+        yield f"device_peaks and device_limits are those of {peaks} and {limits} devices, not those of all"
     if plan.sync is not None and min(plan.sync.replicas, plan.sync.every) < 1:
         yield f"sync has {plan.sync.replicas} replicas that exchange every {plan.sync.every} steps: at least 1 of each"
     if plan.searched is not None:

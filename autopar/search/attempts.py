@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import rate_between
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.planner.alone import single_device_seconds
-from autopar.planner.request import PlanRequest, axes_are_fixed, kernels_of
+from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction, words_of
 
 from .division_bounds import Division, bounds_of
@@ -84,8 +83,6 @@ def _why_not_unequal(request: PlanRequest) -> str | None:
         return f"the axes of the mesh {request.mesh} are fixed, and stages with meshes of their own have none of them"
     if any(":" in text for text in request.options.pins.values()):
         return "pins name shares of rows, S(dim:3+1), which only stages of as many devices each have"
-    if request.graph.caches:
-        return "the model keeps key-value caches, which are divided alike on every stage"
     return None
 
 
@@ -157,14 +154,10 @@ def _promising(
 
 def _least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> Callable[[int], float]:
     """A function of the number of microbatches: seconds that no step of this layout can beat."""
-    if not layout.is_unequal:
-        bounds, inside = bounds_of(request, graph), math.prod(layout.mesh)
-        return lambda n: bounds.seconds(Division(layout.stages, 1, inside, n, 1))
-    cluster = request.cluster
-    seconds = cache(partial(single_device_seconds, graph=graph, fused=kernels_of(request, graph)))
-    # As the slowest device of each stage, whose rows are divided equally.
-    alone = [(len(block), seconds(cluster.at(block.start, len(block)))) for block in layout.blocks]
-    return lambda n: 1.0 / sum(count / (compute + (n - 1) * launches) for count, (compute, launches) in alone)
+    bounds, inside = bounds_of(request, graph), math.prod(layout.mesh)
+    if layout.is_unequal:
+        return partial(bounds.seconds_of_blocks, layout.blocks)
+    return lambda n: bounds.seconds(Division(layout.stages, 1, inside, n, 1))
 
 
 def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:

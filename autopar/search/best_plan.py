@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import InfeasibleError, OptionsError
+from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.ir.searched import Searched
 from autopar.layout import Layout
@@ -21,8 +22,9 @@ from autopar.placement.predicted import predicted
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
-from autopar.planner.row_shares import divisions, on_mesh
-from autopar.planner.solve_mesh import priced_baselines, solve_mesh
+from autopar.planner.row_shares import Division as RowDivision
+from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
+from autopar.planner.solve_mesh import is_short_of_memory, priced_baselines, solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
@@ -297,24 +299,65 @@ def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
     """The best plan on every candidate mesh, and why there is none on the others."""
     whole, loss, batch = request.graph, request.loss, request.batch
     graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
-    tried, failures = Tried(), list[Failure]()
-    for division in divisions(request, batch):
+    tried = divisions(request, batch)
+    found, rest = _divided(request, graph, tried, timings)
+    quickest = min(found, key=lambda own: own.seconds, default=None)
+    if request.cluster.groups and (quickest is None or is_short_of_memory(request, quickest.solution)):
+        for ordered in divisions_by_memory(request, batch, tried):
+            found += bisected(ordered, partial(_in_division, request, graph, timings), lambda own: own.saves_memory)
+    candidates = Tried(tuple(own.candidate() for own in found))
+    return replace(candidates + rest, failures=rest.failures[:1])
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The solution of a step without stages; ``inside``: the request for its division of the rows."""
+
+    inside: PlanRequest
+    graph: Graph
+    solution: MeshSolution
+    baselines: dict[str, Predicted | None]
+    timings: Timings
+
+    @property
+    def seconds(self) -> float:
+        return self.solution.breakdown.seconds
+
+    @property
+    def saves_memory(self) -> bool:
+        return self.solution.saves_memory
+
+    def candidate(self) -> Candidate:
+        inside, solved = self.inside, self.solution
+        make = partial(make_plan, inside, self.graph, solved, self.baselines, self.timings)
+        figures, known = partial(_figures, inside, solved), covered(inside, 1, 1, (1,))
+        return Candidate(self.seconds, None, make, figures, self.baselines, divisions=known)
+
+
+def _in_division(request: PlanRequest, graph: Graph, timings: Timings, division: RowDivision) -> _Whole | None:
+    found, _ = _divided(request, graph, [division], timings)
+    return found[0] if found else None
+
+
+def _divided(
+    request: PlanRequest, graph: Graph, tried: Sequence[RowDivision], timings: Timings
+) -> tuple[list[_Whole], Tried]:
+    """The best solution in each of some divisions of the rows, and why others have none."""
+    found, rest, failures = list[_Whole](), Tried(), list[Failure]()
+    for division in tried:
         inside = on_mesh(request, division)
-        known = covered(inside, 1, 1, (1,))
         try:
-            solved, priced = solve_mesh(inside, graph, timings)
+            found.append(_Whole(inside, graph, *solve_mesh(inside, graph, timings), timings))
         except InfeasibleError as error:
             failures.append(Failure(error))
             priced = priced_baselines(inside, graph, timings)
-            proven = known if isinstance(error, TooSlowError) else frozenset[Division]()
-            tried += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
-            continue
-        make = partial(make_plan, inside, graph, solved, priced, timings)
-        figures = partial(_figures, inside, solved)
-        tried += Tried((Candidate(solved.breakdown.seconds, None, make, figures, priced, divisions=known),))
-    return replace(tried, failures=tuple(failures[:1]))
+            proven = covered(inside, 1, 1, (1,)) if isinstance(error, TooSlowError) else frozenset[Division]()
+            rest += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
+    return found, replace(rest, failures=tuple(failures))
 
 
 def _figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:
-    figures = predicted(solved.breakdown, solved.instance, request.cluster)
+    tightest = solved.step.tightest
+    memory = None if tightest is None else tightest.memory
+    figures = predicted(solved.breakdown, solved.instance, request.cluster, memory)
     return f"no stages, {named_axes(request, solved.assignment, solved.instance.graph)}", figures

@@ -12,7 +12,7 @@ from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.passes.pipeline.cut import split_backward
 from autopar.placement.breakdown import CostBreakdown, CostLine
 from autopar.placement.overlap_windows import HiddenShares, Priced, SectionSeconds, seconds_of_sections
-from autopar.placement.prices import BUCKET_BYTES, local_bytes
+from autopar.placement.prices import BUCKET_BYTES, Prices
 
 from .chunks import Chunk
 
@@ -58,8 +58,10 @@ def first_buckets_seconds(graph: Graph, lines: Iterable[CostLine]) -> float:
     return sum(line.seconds / len(line.collectives) for members in full[:IN_FLIGHT] for line in members)
 
 
-def chunk_price(chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, section_of: SectionOf) -> ChunkPrice:
-    """The price of ``chunk``, whose messages can be hidden in the given ``shares``."""
+def chunk_price(
+    chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, section_of: SectionOf, prices: Prices
+) -> ChunkPrice:
+    """The price of ``chunk`` on the devices of ``prices``, whose messages can be hidden in the given ``shares``."""
     seconds = Counter[str]()
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
@@ -73,7 +75,7 @@ def chunk_price(chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, se
         sides.get(name, SectionSeconds()) for name in ("forward", "input_gradient", "weight_gradient")
     )
     saved = sum(
-        local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
+        prices.held(n.type, chunk.assignment.strategies[n.name].outputs[0])
         for n in chunk.graph.nodes
         if n.op == "receive" or n.name in chunk.graph.kept - chunk.assignment.offloaded
     )

@@ -11,6 +11,11 @@ chooses them.) Its bound counts what every plan of it does, however it is placed
 - *the longest chain*: operations of one microbatch that each take the result of the one before, through forward and
   backward, run one after the other, each at best on all devices of a stage.
 
+Stages of unequal numbers of devices (:meth:`Bounds.seconds_of_blocks`) are bounded alike: let stage s launch for
+l[s] seconds, of L in all, and do the part w[s] of the computing, at most v[s] parts a second. It takes at least
+l[s] + w[s] / v[s], so the busiest takes at least the average of these with the weights v[s] / sum v. That is
+(sum v[s] l[s] + 1) / sum v, and least where the slowest stage has all launches: (min v L + 1) / sum v.
+
 Nothing is assumed of idling, of messages, or of what lack of memory costs: in a bound all of it is free. Ranks that
 share processors compute quicker while others wait, at most by what the processors allow.
 """
@@ -18,8 +23,7 @@ share processors compute quicker while others wait, at most by what the processo
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -87,22 +91,41 @@ class Bounds:
     def seconds(self, division: Division) -> float:
         """What a step takes at least."""
         stages, count = division.pipeline, division.microbatches
-        inside = self.devices // stages
-        average = count * min(kind.launches for kind in self._kinds) / stages + 1.0 / self._speed
-        chain = min(kind.chain_launches + kind.chain / (inside * count) for kind in self._kinds)
-        return max(average, chain) / self._quickest
+        average = count * self._launches / stages + 1.0 / self._speed(range(self.devices))
+        return max(average, self._chain(self.devices // stages, count)) / self._quickest
+
+    def seconds_of_blocks(self, blocks: Sequence[range], microbatches: int) -> float:
+        """What a step takes at least whose stages are ``blocks`` of consecutive devices, which may be unequal."""
+        speeds = [self._speed(block) for block in blocks]
+        average = (min(speeds) * microbatches * self._launches + 1.0) / sum(speeds) if math.inf not in speeds else 0.0
+        return max(average, self._chain(max(map(len, blocks)), microbatches)) / self._quickest
+
+    @property
+    def _launches(self) -> float:
+        """Seconds to launch every operation once."""
+        return min(kind.launches for kind in self._kinds.values())
+
+    def _chain(self, devices: int, microbatches: int) -> float:
+        """Seconds of the longest chain of a microbatch on stages of at most so many ``devices``."""
+        parts = devices * microbatches
+        return min(kind.chain_launches + kind.chain / parts for kind in self._kinds.values())
 
     @cached_property
-    def _kinds(self) -> tuple[_Alone, ...]:
-        """What the step takes on one device of each kind."""
-        cluster, each = self.cluster, [range(device, device + 1) for device in range(self.devices)]
-        kinds = Counter(kinds_of_blocks(cluster, each)) if cluster.groups else {0: self.devices}
-        return tuple(_alone(cluster.at(first, 1), count, self.graph, self.fused) for first, count in kinds.items())
+    def _kind_of(self) -> tuple[int, ...]:
+        """For each device, the first of its kind."""
+        each = [range(device, device + 1) for device in range(self.devices)]
+        return kinds_of_blocks(self.cluster, each) if self.cluster.groups else (0,) * self.devices
 
     @cached_property
-    def _speed(self) -> float:
-        """Steps a second that all devices can compute, without launches."""
-        return sum(kind.count / kind.computing if kind.computing else math.inf for kind in self._kinds)
+    def _kinds(self) -> Mapping[int, _Alone]:
+        """What the step takes on one device of each kind, by the first of them."""
+        firsts = dict.fromkeys(self._kind_of)
+        return {first: _alone(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+
+    def _speed(self, devices: range) -> float:
+        """Steps a second that some devices can compute together, without launches."""
+        each = (self._kinds[self._kind_of[device]].computing for device in devices)
+        return sum(1.0 / seconds if seconds else math.inf for seconds in each)
 
     @cached_property
     def _quickest(self) -> float:
@@ -122,17 +145,15 @@ def bounds_of(request: PlanRequest, graph: Graph) -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """Seconds of a step on one of ``count`` equal devices, ``computing`` and ``launches`` apart, and those of its
-    longest chain."""
+    """Seconds of a step on one device, ``computing`` and ``launches`` apart, and those of its longest chain."""
 
-    count: int
     computing: float
     launches: float
     chain: float
     chain_launches: float
 
 
-def _alone(cluster: Cluster, count: int, graph: Graph, fused: FusedKernels | None) -> _Alone:
+def _alone(cluster: Cluster, graph: Graph, fused: FusedKernels | None) -> _Alone:
     each, left_out = seconds_alone(cluster, graph, fused), data_only_nodes(graph) | _additions(graph)
     computing = launching = 0.0
     # By node, the longest chain that ends with it: seconds of computing and of launching.
@@ -143,7 +164,7 @@ def _alone(cluster: Cluster, count: int, graph: Graph, fused: FusedKernels | Non
         launches = min(launches, seconds)  # What is only viewed launches nothing.
         computing, launching = computing + seconds - launches, launching + launches
         chains[node.name] = before[0] + seconds - launches, before[1] + launches
-    return _Alone(count, computing, launching, *max(chains.values(), default=(0.0, 0.0)))
+    return _Alone(computing, launching, *max(chains.values(), default=(0.0, 0.0)))
 
 
 def _additions(graph: Graph) -> frozenset[str]:

@@ -306,9 +306,9 @@ def _scheduled(
     slowest = min(links.values(), key=lambda link: link.bandwidth)
     priced = breakdowns_on_blocks(solved, cluster)
     segments: dict[int, Segments] = {}
-    for own, breakdown in zip(solved, priced, strict=True):
+    for own, prices, breakdown in zip(solved, prices_on_blocks(solved), priced, strict=True):
         if id(breakdown) not in segments:  # Equal blocks have one breakdown.
-            own_segments = price_segments(pieces.graph, candidates, segment_of, own, breakdown, slowest)
+            own_segments = price_segments(pieces.graph, candidates, segment_of, own, prices, breakdown, slowest)
             segments[id(breakdown)] = own_segments
     on_blocks = tuple(segments[id(breakdown)] for breakdown in priced)
     count = on_blocks[0].count
@@ -323,7 +323,7 @@ def _scheduled(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    shared = shared_processors(cluster, stages, -(-sum(layout.sizes) // stages))
+    shared = shared_processors(cluster, layout.sizes)
     found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
     estimates = Estimates(on_blocks, shared)
     fullness = [estimates.fullness(each, request.limits) for each in found]

@@ -8,6 +8,7 @@ busiest stage is the bubble.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +49,8 @@ class PipelineBreakdown:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Peak bytes of each pipeline rank's devices. They hold all chunks of the rank; one computes at a time."""
+        """Peak bytes of each pipeline rank's devices. They hold all chunks of the rank; one computes at a time. Of
+        several rooms (:mod:`autopar.placement.rooms`), as they count in the smallest."""
         held = self.schedule.held
         return tuple(
             sum(self.breakdowns[c].memory.peak - self.breakdowns[c].memory.temporary for c in chunks)
@@ -80,15 +82,22 @@ def wire_prices(
     return wires
 
 
-def shared_processors(cluster: Cluster, stages: int, devices: int) -> SharedProcessors | None:
+def shared_processors(cluster: Cluster, sizes: Sequence[int]) -> SharedProcessors | None:
     """Which stages share the processors of a host, and how quick they are while others wait; None if no two stages
-    share processors. ``devices``: of each stage, on average. Prices assume that all devices of a host are at work."""
-    each = -(-min(cluster.sharing, stages * devices) // devices)
-    if each == 1 or cluster.sharing == cluster.cores:
+    share processors. ``sizes``: the devices of each stage. Prices assume that all devices of a host are at work. A
+    stage on several hosts counts on that of its first device, with all of its devices."""
+    firsts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    hosts = tuple(first // cluster.sharing for first in firsts)
+    if cluster.sharing == cluster.cores or len(set(hosts)) == len(hosts):
         return None
-    usual = cluster.speed(min(cluster.sharing, stages * devices))
-    speeds = tuple(cluster.speed(k * devices) / usual for k in range(1, each + 1))
-    return SharedProcessors(tuple(stage * devices // cluster.sharing for stage in range(stages)), speeds)
+    usual = cluster.speed(min(cluster.sharing, sum(sizes)))
+    alike = len(set(sizes)) == 1
+    together = Counter[int]()
+    for host, size in zip(hosts, sizes, strict=True):
+        together[host] += 1 if alike else size
+    each = sizes[0] if alike else 1
+    speeds = tuple(cluster.speed(k * each) / usual for k in range(1, max(together.values()) + 1))
+    return SharedProcessors(hosts, speeds, () if alike else tuple(sizes))
 
 
 def price_stages(
@@ -105,14 +114,13 @@ def price_stages(
     shares = [hidden_shares(chunk.graph, cluster) for chunk in chunks]
     sections = [sections_of(chunk.graph) for chunk in chunks]
     breakdowns = tuple(_breakdowns(chunks, schedule, prices, optimizer, shares, sections, cluster))
-    devices = sum(own.devices for own in prices)
     step = max(sum(breakdowns[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
-        tuple(map(chunk_price, chunks, breakdowns, shares, sections)),
+        tuple(map(chunk_price, chunks, breakdowns, shares, sections, [prices[rank] for rank in schedule.placement])),
         _edge_prices(chunks, wires, links),
         step=step,
         hides=cluster.overlaps,
-        shared=shared_processors(cluster, schedule.stages, -(-devices // schedule.stages)),
+        shared=shared_processors(cluster, [own.devices for own in prices]),
     )
     return PipelineBreakdown(chunks, breakdowns, priced, simulate(schedule, priced), schedule)
 

@@ -15,6 +15,7 @@ from autopar.placement.breakdown import CostLine
 from autopar.placement.overlap_windows import REDUCTIONS
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import working_dtype
+from autopar.placement.prices import Prices
 
 from .pipeline import PipelineSolution
 from .pipeline_breakdown import PipelineBreakdown, in_flight_at_peak
@@ -142,14 +143,20 @@ def staged_holdings(solution: PipelineSolution) -> tuple[ResidentTensor, ...]:
     return tuple(rank_holdings(solution, solution.breakdown.fullest))
 
 
-def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[ResidentTensor]:
-    """The tensors that rest on the devices of ``rank``."""
-    breakdown, prices, optimizer = solution.breakdown, solution.prices, solution.optimizer
+def rank_holdings(solution: PipelineSolution, rank: int, prices: Prices | None = None) -> Iterator[ResidentTensor]:
+    """The tensors that rest on the devices of ``rank``, or on those whose bytes count in ``prices``."""
+    for step in rank_steps(solution, rank, prices or solution.prices[rank]):
+        yield from holdings(step)
+
+
+def rank_steps(solution: PipelineSolution, rank: int, prices: Prices) -> Iterator[PlacedStep]:
+    """The steps of the chunks of ``rank``, with ``prices``."""
+    breakdown, optimizer = solution.breakdown, solution.optimizer
     most, shared = (
-        in_flight_at_peak(breakdown.chunks, breakdown.schedule, prices, optimizer),
+        in_flight_at_peak(breakdown.chunks, breakdown.schedule, solution.prices, optimizer),
         shared_parameters(breakdown.chunks, breakdown.schedule.placement, solution.cluster),
     )
     for index in breakdown.schedule.held[rank]:
         repeats = Repeats(breakdown.schedule.microbatches, most[index], accumulates=True)
-        chunk, own = breakdown.chunks[index], solution.solutions[rank].prices
-        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, shared[index]))
+        chunk = breakdown.chunks[index]
+        yield PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, shared[index])

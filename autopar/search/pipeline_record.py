@@ -54,13 +54,15 @@ def planned_pipeline(
 
 
 def _borrowed(breakdown: PipelineBreakdown) -> dict[tuple[int, str], ParameterPlacement]:
-    """Where the chunks that use a parameter have it on another mesh than its owner's."""
-    owners: dict[str, tuple[int, ...]] = {}
+    """Where the chunks that use a parameter have it on another mesh than its owner's, or otherwise than its owner on a
+    mesh of the same form: that of another kind of device."""
+    owners: dict[str, tuple[tuple[int, ...], ParameterPlacement]] = {}
     found: dict[tuple[int, str], ParameterPlacement] = {}
     for chunk in breakdown.chunks:
         for node in chunk.graph.placeholders("param"):
-            if owners.setdefault(node.target, chunk.assignment.mesh) != chunk.assignment.mesh:
-                found[chunk.index, node.target] = chunk.assignment.parameters[node.name]
+            here = chunk.assignment.mesh, chunk.assignment.parameters[node.name]
+            if owners.setdefault(node.target, here) != here:
+                found[chunk.index, node.target] = here[1]
     return found
 
 

@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.pipeline.microbatch import split_inputs
-from autopar.planner.request import PlanRequest, memory_limit_of, stage_limits
+from autopar.planner.request import PlanRequest, memory_limit_of, rank_limits, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
@@ -131,7 +131,8 @@ class _Pipeline:
         request, layout = self.request, self.layout
         names = tuple(request.axis_names[axis] for axis in layout.axes) if request.axis_names else ()
         roles = tuple(request.roles[axis] for axis in layout.axes) if request.roles else ()
-        inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles)
+        limits = rank_limits(request)
+        inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles, rank_limits=limits)
         pipeline_request = PipelineRequest(
             graph=self.graph,
             inputs=split_inputs(request.graph),

@@ -13,15 +13,17 @@ from autopar.ir.plan_record import Predicted
 from autopar.ir.stage_meshes import StageMeshes
 from autopar.passes.lower.lower import Lowering
 from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
-from autopar.placement.memory_bound import HostMemory, Memory, host_memory
+from autopar.placement.memory_bound import HostMemory, Memory, host_memory, memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import memory_figures
-from autopar.placement.prices import BUCKET_BYTES
+from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.placement.rooms import Room
+from autopar.planner.mesh_solution import InRoom, counted_peak
 from autopar.planner.rehearsed_memory import ExactMemory, of_step, reason_of
 from autopar.runtime.rehearse.rehearsal import rehearse
 
 from .pipeline import PipelineRequest, PipelineSolution, search
-from .pipeline_predicted import rank_holdings
+from .pipeline_predicted import rank_holdings, rank_steps
 from .shared_parameters import shared_parameters
 
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
@@ -34,11 +36,21 @@ ROUNDS, NEAR = 4, 0.5
 
 @dataclass(frozen=True)
 class ExactStages:
-    """For each pipeline rank, the memory of its devices at their peak. ``ranks`` is None if a rehearsal would take too
-    long or failed; ``warnings`` say why it failed."""
+    """For each pipeline rank, the memory of its devices at their peak, of several rooms that of the tightest. ``ranks``
+    is None if a rehearsal would take too long or failed; ``warnings`` say why it failed. ``rooms``: by rank, what the
+    devices in each room hold, bounds if it was not rehearsed."""
 
     ranks: tuple[ExactMemory, ...] | None
+    rooms: tuple[tuple[InRoom, ...], ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def has_rooms(self) -> bool:
+        return any(self.rooms)
+
+    def tightest(self, rank: int) -> InRoom | None:
+        """The room of a rank that is fullest for its limit, where it has several."""
+        return max(self.rooms[rank], key=lambda held: held.peak / held.room.limit, default=None)
 
 
 def exact_stages(solution: PipelineSolution) -> ExactStages:
@@ -53,12 +65,35 @@ def exact_stages(solution: PipelineSolution) -> ExactStages:
 def _rehearsed(solution: PipelineSolution) -> ExactStages:
     schedule = solution.breakdown.schedule
     if sum(len(chunk.graph) for chunk in solution.breakdown.chunks) * schedule.microbatches > EFFORT:
-        return ExactStages(None)
+        return ExactStages(None, _in_rooms(solution, rehearses=False))
     try:
-        return ExactStages(tuple(_of_rank(solution, rank) for rank in range(schedule.stages)))
+        found = ExactStages(None, _in_rooms(solution, rehearses=True))
+        tightest = map(found.tightest, range(schedule.stages))
+        ranks = (_of_rank(solution, rank) if held is None else held.exact for rank, held in enumerate(tightest))
+        return replace(found, ranks=tuple(ranks))
     except Exception as error:  # Any operation may lack an implementation for tensors without data.
         warning = f"memory of stages is an estimate: their steps could not be rehearsed ({reason_of(error)})"
-        return ExactStages(None, (warning,))
+        return ExactStages(None, _in_rooms(solution, rehearses=False), (warning,))
+
+
+def _in_rooms(solution: PipelineSolution, rehearses: bool) -> tuple[tuple[InRoom, ...], ...]:
+    """By rank, what the devices in each room hold, where these differ."""
+    return tuple(
+        tuple(_in_room(solution, rank, prices.in_room(room), room, rehearses) for room in prices.rooms)
+        for rank, prices in enumerate(solution.prices)
+    )
+
+
+def _in_room(solution: PipelineSolution, rank: int, prices: Prices, room: Room, rehearses: bool) -> InRoom:
+    if rehearses:
+        exact = _of_rank(solution, rank, prices)
+        assert exact.memory is not None
+        return InRoom(room, exact.memory, exact)
+    chunks = [memory(step) for step in rank_steps(solution, rank, prices)]
+    # They hold all chunks of the rank; one computes at a time.
+    whole = {name: sum(getattr(held, name) for held in chunks) for name in Memory.__slots__}
+    bound = Memory(**{**whole, "temporary": max(held.temporary for held in chunks)})
+    return InRoom(room, bound, ExactMemory(None, tuple(rank_holdings(solution, rank, prices))))
 
 
 def search_within(request: PipelineRequest) -> PipelineSolution:
@@ -82,8 +117,13 @@ def held_beyond(solution: PipelineSolution, limits: Sequence[float]) -> float:
     """The bytes by which a step exceeds the ``limits`` of its ranks. It is rehearsed only if its cost breakdown comes
     near them."""
     ranks = zip(solution.breakdown.peaks, limits, strict=True)
-    exact = exact_stages(solution).ranks if any(peak >= NEAR * limit for peak, limit in ranks) else None
-    return 0.0 if exact is None else max(peak(stage) - limit for stage, limit in zip(exact, limits, strict=True))
+    if not any(peak >= NEAR * limit for peak, limit in ranks):
+        return 0.0
+    found = exact_stages(solution)
+    if found.ranks is None:
+        return 0.0
+    stages = zip(found.ranks, found.rooms, limits, strict=True)
+    return max(counted_peak(rooms, peak(stage)) - limit for stage, rooms, limit in stages)
 
 
 def fullest(stages: tuple[ExactMemory, ...]) -> int:
@@ -96,22 +136,25 @@ def peak(stage: ExactMemory) -> int:
     return stage.memory.peak
 
 
-def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicted:
-    """``figures`` with the memory of the fullest rank's devices."""
-    memory = stages[fullest(stages)].memory
-    assert memory is not None
-    return replace(figures, **memory_figures(memory))
+def with_memory(figures: Predicted, stages: ExactStages, rank: int) -> Predicted:
+    """``figures`` with the memory of the devices of ``rank``, if it is known better."""
+    tightest = stages.tightest(rank)
+    exact = None if stages.ranks is None else stages.ranks[rank].memory
+    held = exact if tightest is None else tightest.memory
+    return figures if held is None else replace(figures, **memory_figures(held))
 
 
-def _of_rank(solution: PipelineSolution, rank: int) -> ExactMemory:
-    program = _program(solution, rank)
+def _of_rank(solution: PipelineSolution, rank: int, prices: Prices | None = None) -> ExactMemory:
+    """The memory of the fullest device of a rank, or of that whose bytes count in ``prices``."""
+    program = _program(solution, rank, prices or solution.prices[rank])
     footprint = rehearse(program, solution.cluster.backend)
-    return of_step(_targets(solution), footprint, tuple(rank_holdings(solution, rank)), _host(solution, rank))
+    holdings = tuple(rank_holdings(solution, rank, prices))
+    return of_step(_targets(solution), footprint, holdings, _host(solution, rank))
 
 
-def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
-    """The program of the fullest device of a rank, without results and inputs."""
-    breakdown, prices = solution.breakdown, solution.solutions[rank].prices
+def _program(solution: PipelineSolution, rank: int, prices: Prices) -> PipelineProgram:
+    """The program of the fullest device of ``prices`` on a rank, without results and inputs."""
+    breakdown = solution.breakdown
     inside, meshes = prices.fullest, StageMeshes(tuple(own.mesh for own in solution.prices))
     held = breakdown.schedule.held[rank]
     jobs = {

@@ -34,7 +34,7 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
-from autopar.planner.request import PlanRequest, kernels_of
+from autopar.planner.request import PlanRequest, kernels_of, rank_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
@@ -68,7 +68,8 @@ def reprice(
         raise PlanMismatchError(
             f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"
         )
-    settings = under_policy(options or Options(memory_limit=plan.memory_limit), plan.precision)
+    limit = max(plan.device_limits or plan.stage_limits)
+    settings = under_policy(options or Options(memory_limit=limit), plan.precision)
     request = PlanRequest(
         graph=prepared.graph,
         loss=prepared.loss,
@@ -79,6 +80,7 @@ def reprice(
         model=plan.model,
         axis_names=plan.axis_names,
     )
+    request = replace(request, rank_limits=rank_limits(request))
     if plan.pipeline is not None:
         return _reprice_staged(plan, plan.pipeline, request)
     other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh, plan.shares)
@@ -130,7 +132,7 @@ def _refitted(
     planned, other = (annotate(graph, part.mesh, plan.shares) for graph in graphs)
     if plan.stage_meshes.are_equal:
         return _solution_of(request, other, refit_plan(plan, planned, other), repeats)
-    own = refit_plan(plan, planned, other, part.chunks[0], part.names)
+    own = refit_plan(plan, planned, other, part.chunks, part.names)
     whole = (REPLICATE,) * len(part.mesh)
     used = {path for paths in part.parameters.values() for path in paths}
     parameters = {
@@ -152,7 +154,7 @@ def _divided(whole: Placements, strategy: Strategy) -> int:
 
 def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, repeats: Repeats) -> MeshSolution:
     """The assignment as a solution. Layers are folded only if they all make the same choices."""
-    prices = Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph))
+    prices = Prices.of(request.cluster, request.mesh, graph, kernels_of(request, graph), request.rank_limits)
     optimizer = request.options.optimizer
     kinds = {("optimizer", place.offload) for place in assignment.parameters.values() if place.offload}
     weights = assignment.offloaded & assignment.parameters.keys()

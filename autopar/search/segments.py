@@ -19,7 +19,7 @@ from autopar.placement.constraints import unmatched
 from autopar.placement.item_prices import parameter_bytes, temporary_bytes
 from autopar.placement.memory_bound import recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
-from autopar.placement.prices import local_bytes
+from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.schedules.cuts import Segments
 from autopar.solver.problem import Ints
@@ -51,11 +51,12 @@ def price_segments(
     candidates: tuple[CutCandidate, ...],
     segment_of: Mapping[str, int],
     uncut: MeshSolution,
+    prices: Prices,
     breakdown: CostBreakdown,
     link: WirePrice,
 ) -> Segments:
     """The segments of ``graph`` between ``candidates``. ``uncut``: the solution for the graph with nodes for saved
-    activations, and its ``breakdown`` on the devices in question; ``segment_of``: the result of
+    activations, and its ``breakdown`` on the devices in question, those of ``prices``; ``segment_of``: the result of
     :func:`segment_of_nodes`; ``link``: the slowest wire between stages. Values that cross at a candidate are assumed to
     be sharded over the whole inner mesh, which is the least they can take."""
     instance, assignment = uncut.instance, uncut.assignment
@@ -73,11 +74,11 @@ def price_segments(
             static[_segment(node.name, segment_of)] += sum(parts)
         elif node.op == SAVED_ACTIVATION and node.name not in away:
             place = assignment.strategies[node.name].outputs[0]
-            saved[_segment(node.operands[0].node, segment_of)] += local_bytes(node.type, place, instance.prices.mesh)
+            saved[_segment(node.operands[0].node, segment_of)] += prices.held(node.type, place)
         elif not node.is_placeholder and node.name in segment_of:
             kinds, own = tuple(map(instance.graph.type_of, node.operands)), segment_of[node.name]
             strategy = assignment.strategies[node.name]
-            working[own] = max(working[own], temporary_bytes(instance.prices, node, kinds, strategy))
+            working[own] = max(working[own], temporary_bytes(prices, node, kinds, strategy))
     for position, candidate in enumerate(candidates, start=1):
         crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
         wire[position] = link.latency + crossing / link.bandwidth

@@ -4,7 +4,9 @@ together: one program for equal stages, and one for each kind of unequal ones.""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -12,8 +14,8 @@ from autopar.ir.microbatching import Repeats
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, mesh_candidates
-from autopar.planner.row_shares import Division, divisions, on_mesh
-from autopar.planner.solve_mesh import solve_only
+from autopar.planner.row_shares import Division, bisected, divisions, divisions_by_memory, on_mesh
+from autopar.planner.solve_mesh import is_short_of_memory, solve_only
 from autopar.planner.timings import Timings
 
 from .stage_devices import kinds_of_blocks, least_share
@@ -54,9 +56,7 @@ class StagePrograms:
         for kind in dict.fromkeys(kinds):
             inside, devices = self._inside(kind), self.layout.sizes[kind]
             limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
-            limited = replace(limited, worth=self._worth)
-            tried = [on_mesh(limited, division) for division in self._divisions(inside, repeats)]
-            bounds[kind] = [self._solved(each, graph) for each in tried]
+            bounds[kind] = self._in_divisions(inside, replace(limited, worth=self._worth), graph)
             solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
         self._least = self._bound(kinds, bounds)
         return tuple(solved[kind] for kind in kinds)
@@ -72,6 +72,39 @@ class StagePrograms:
         except TooSlowError as error:
             share = error.seconds / self.layout.stages / SAFETY_FACTOR
             raise TooSlowError(self.layout.described, share) from None
+
+    def _in_divisions(self, inside: PlanRequest, limited: PlanRequest, graph: Graph) -> list[MeshSolution]:
+        """The solutions in every division of the rows that is worth trying. Raises :class:`InfeasibleError` if there
+        is none."""
+        tried = self._divisions(inside, limited.repeats)
+        found, failure = self._divided(limited, graph, tried)
+        quickest = min(found, key=lambda solution: solution.breakdown.seconds, default=None)
+        differ = bool(limited.cluster.groups) and not self.layout.is_unequal
+        if differ and (quickest is None or is_short_of_memory(limited, quickest)):
+            rows = max(1, inside.batch // limited.repeats.microbatches)
+            for ordered in divisions_by_memory(inside, rows, tried):
+                solve = partial(self._in_division, limited, graph)
+                found += bisected(ordered, solve, lambda solution: solution.saves_memory)
+        if not found and failure is not None:
+            raise failure
+        return found
+
+    def _divided(
+        self, limited: PlanRequest, graph: Graph, tried: Sequence[Division]
+    ) -> tuple[list[MeshSolution], InfeasibleError | None]:
+        """The solutions in each of some divisions, and why the first that has none has none."""
+        found: list[MeshSolution] = []
+        failure: InfeasibleError | None = None
+        for division in tried:
+            try:
+                found.append(self._solved(on_mesh(limited, division), graph))
+            except InfeasibleError as error:
+                failure = failure or error
+        return found, failure
+
+    def _in_division(self, limited: PlanRequest, graph: Graph, division: Division) -> MeshSolution | None:
+        found, _ = self._divided(limited, graph, [division])
+        return found[0] if found else None
 
     def _inside(self, kind: int) -> PlanRequest:
         """The request for the devices of one stage, if its mesh is its own."""

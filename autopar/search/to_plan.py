@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from autopar.cluster.description import Cluster
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.node import RECOMPUTED
 from autopar.ir.plan_record import Alternatives, PlanNode
 from autopar.placement.predicted import plan_line
+from autopar.placement.rooms import seat_of
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, stage_limits
 from autopar.planner.step_graphs import graph_hash, step_graph
@@ -25,7 +29,7 @@ from .pipeline_predicted import (
     staged_lines,
     staged_predicted,
 )
-from .rehearsed_memory import exact_stages, fullest, peak, with_memory
+from .rehearsed_memory import ExactStages, exact_stages, fullest, peak, with_memory
 
 
 def staged_plan(
@@ -34,29 +38,75 @@ def staged_plan(
     """The plan of a pipeline: the plan of the uncut graph on the mesh inside a stage (``inside``), with the fields that
     stages change."""
     graph = step_graph(request.graph, request.loss, request.batch)
-    limits = stage_limits(request, solution.layout.blocks)
     rehearsed = exact_stages(solution)
-    exact = rehearsed.ranks
+    exact, limits = rehearsed.ranks, _limits(request, solution, rehearsed)
     full = solution.breakdown.fullest if exact is None else fullest(exact)
+    tightest = rehearsed.tightest(full)
+    bounds = staged_holdings(solution) if tightest is None else tightest.exact.holdings
     limited = replace(inside, memory_limit=limits[full])
     base = _of_meshes(limited, solution, timings)
     several = solution.layout.stages > 1
     pipeline = replace(solution.pipeline, limits=limits if request.cluster.groups else ())
     return replace(
         base,
-        predicted=staged_predicted(solution) if exact is None else with_memory(staged_predicted(solution), exact),
+        predicted=with_memory(staged_predicted(solution), rehearsed, full),
         lines=staged_lines(solution.breakdown, plan_line),
         strategies={**base.strategies, **new_strategies(solution)},
         nodes={**base.nodes, **new_nodes(solution, base.nodes)},
         gradient_values=gradient_values(solution),
-        holdings=staged_holdings(solution) if exact is None else exact[full].holdings,
+        holdings=bounds if exact is None else exact[full].holdings,
         stages=solution.layout.stages,
         schedule=solution.pipeline.schedule.name if several else None,
         microbatches=solution.pipeline.schedule.microbatches,
-        pipeline=pipeline if exact is None else replace(pipeline, peaks=tuple(map(peak, exact))),
+        pipeline=replace(pipeline, peaks=_peaks(solution, rehearsed)),
         graph_hash=graph_hash(graph),
-        warnings=(*base.warnings, *rehearsed.warnings, *filter(None, [warning])),
+        warnings=(*base.warnings, *rehearsed.warnings, *_mixed(request.cluster, solution), *filter(None, [warning])),
+        **(_by_device(solution, rehearsed, limits) if rehearsed.has_rooms else {}),
     )
+
+
+def _mixed(cluster: Cluster, solution: PipelineSolution) -> Iterator[str]:
+    """A note on stages of their own sizes that mix kinds of devices: these have equal rows."""
+    if not solution.layout.is_unequal or not cluster.groups:
+        return
+    runs = [
+        [len(list(alike)) for _, alike in itertools.groupby(block, key=lambda rank: cluster.at(rank, 1).device)]
+        for block in solution.layout.blocks
+    ]
+    mixed = [str(stage) for stage, sizes in enumerate(runs) if len(sizes) > 1]
+    if mixed:
+        whose = f"stages {' and '.join(mixed)}" if len(mixed) > 1 else f"stage {mixed[0]}"
+        apart = tuple(itertools.chain.from_iterable(runs))
+        yield (
+            f"devices of several kinds share {whose}, with equal rows, and wait for the slowest: stages={apart} keeps "
+            "kinds apart, and stages of as many devices each may have rows in proportion to speed"
+        )
+
+
+def _limits(request: PlanRequest, solution: PipelineSolution, rehearsed: ExactStages) -> tuple[int, ...]:
+    """By pipeline rank, what its devices may hold; of several rooms, those in the tightest."""
+    tightest = [rehearsed.tightest(rank) for rank in range(solution.layout.stages)]
+    limits = stage_limits(request, solution.layout.blocks)
+    return tuple(limit if held is None else int(held.room.limit) for limit, held in zip(limits, tightest, strict=True))
+
+
+def _peaks(solution: PipelineSolution, rehearsed: ExactStages) -> tuple[int, ...]:
+    """By pipeline rank, the peak bytes of its devices; of several rooms, of those in the tightest."""
+    exact = solution.breakdown.peaks if rehearsed.ranks is None else map(peak, rehearsed.ranks)
+    tightest = (rehearsed.tightest(rank) for rank in range(solution.layout.stages))
+    return tuple(found if held is None else held.peak for found, held in zip(exact, tightest, strict=True))
+
+
+def _by_device(solution: PipelineSolution, rehearsed: ExactStages, limits: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of a plan that say what each device holds, and what it may hold."""
+    held: list[tuple[int, int]] = []
+    for rank, prices in enumerate(solution.prices):
+        rooms = {each.room.coordinate: (each.peak, int(each.room.limit)) for each in rehearsed.rooms[rank]}
+        alike = _peaks(solution, rehearsed)[rank], limits[rank]
+        seats = (seat_of(device, prices.mesh, prices.shares) for device in range(prices.devices))
+        held += [rooms.get(seat, alike) for seat in seats]
+    peaks, within = zip(*held, strict=True)
+    return {"device_peaks": peaks, "device_limits": within}
 
 
 def _of_meshes(request: PlanRequest, solution: PipelineSolution, timings: Timings) -> Plan:

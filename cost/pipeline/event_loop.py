@@ -42,7 +42,8 @@ class Replay:
         self.messages: list[SentMessage] = []
         shared = prices.shared
         self.host_of = range(stages) if shared is None else shared.hosts
-        self.hosts = [Host((1.0,) if shared is None else shared.speeds) for _ in range(max(self.host_of) + 1)]
+        speeds, devices = ((1.0,), ()) if shared is None else (shared.speeds, shared.devices)
+        self.hosts = [Host(speeds, devices) for _ in range(max(self.host_of) + 1)]
         # The version of each host's announced end. Events of older versions are ignored.
         self.versions = [0] * len(self.hosts)
         self.order = count()

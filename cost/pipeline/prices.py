@@ -85,10 +85,12 @@ class EdgePrice:
 @dataclass(frozen=True)
 class SharedProcessors:
     """Ranks that share the processors of a host. ``hosts``: the host of each pipeline rank. While k ranks of a host
-    compute, each is ``speeds[k - 1]`` times as fast as priced. A rank represents all devices of a stage."""
+    compute, each is ``speeds[k - 1]`` times as fast as priced. A rank represents all devices of a stage; where stages
+    have unequal numbers of them, ``devices``, it counts as so many."""
 
     hosts: tuple[int, ...]
     speeds: tuple[float, ...]
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,10 @@ class PipelinePrices:
     @property
     def quickest(self) -> float:
         """The factor by which a rank computes at best faster than priced."""
-        return 1.0 if self.shared is None else max(self.shared.speeds)
+        if self.shared is None:
+            return 1.0
+        # No rank computes with fewer devices than its own.
+        return max(self.shared.speeds[min(self.shared.devices, default=1) - 1 :])
 
     def duration(self, action: Action, waited: float = 0.0) -> float:
         """Seconds of a computation whose rank ``waited`` for its operands."""

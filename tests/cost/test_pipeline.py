@@ -191,6 +191,16 @@ def test_ranks_that_share_processors_are_quicker_while_others_wait() -> None:
     assert spans["F0.0"] == (0.0, 0.5) and spans["F1.0"] == (0.5, 1.0)
 
 
+def test_a_rank_of_several_devices_counts_as_so_many() -> None:
+    """One device and three, on one core: the first alone has all of it, the three alone a third each."""
+    shared = SharedProcessors((0, 0), (4.0, 2.0, 4 / 3, 1.0), (1, 3))
+    prices = PipelinePrices((UNIT,) * 2, shared=shared)
+    spans = {s.name: (s.start, s.end) for s in simulate(make_schedule("1f1b", 2, 1), prices).timeline.spans}
+    assert spans["F0.0"] == (0.0, 0.25) and spans["F1.0"] == (0.25, 1.0)
+    assert prices.quickest == 4.0
+    assert replace(prices, shared=replace(shared, devices=(2, 3))).quickest == 2.0
+
+
 def test_processors_are_shared_among_those_that_compute() -> None:
     """Rank 1 begins when rank 0 is through with its first forward; from then on both compute, each at the price."""
     shared = SharedProcessors((0, 0), (2.0, 1.0))

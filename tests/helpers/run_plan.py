@@ -87,9 +87,9 @@ class Bench:
         """Rules are found once for each graph and mesh."""
 
         def annotated(graph: Any, mesh: tuple[int, ...] | None = None) -> Any:
-            key = (graph.to_text(), mesh or plan.mesh)
+            key = (graph.to_text(), mesh or plan.mesh, plan.shares)
             if key not in self._annotated:
-                self._annotated[key] = annotate(graph, mesh or plan.mesh)
+                self._annotated[key] = annotate(graph, mesh or plan.mesh, plan.shares)
             return self._annotated[key]
 
         return annotated

@@ -24,7 +24,7 @@ from autopar.planner.prepare import prepare
 from autopar.planner.row_shares import divided
 from autopar.plans.plan import Plan
 from autopar.search.reprice import reprice
-from tests.verification.test_unequal_rows import hardware
+from tests.helpers.unequal_devices import hardware
 
 
 class Rows(nn.Module):

@@ -101,20 +101,21 @@ def test_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("ranks", "options"),
     [
-        {"zero": 3, "stages": 1},
-        pytest.param({"stages": 2, "microbatches": 4, "schedule": "1f1b"}, marks=pytest.mark.slow),
+        (2, {"zero": 3, "stages": 1}),
+        pytest.param(2, {"stages": 2, "microbatches": 4, "schedule": "1f1b"}, marks=pytest.mark.slow),
+        pytest.param(3, {"stages": (1, 2), "microbatches": 4, "schedule": "1f1b", "zero": 1}, marks=pytest.mark.slow),
     ],
-    ids=["sharded", "stages"],
+    ids=["sharded", "stages", "unequal stages"],
 )
-def test_ranks_agree(options: dict[str, Any]) -> None:
+def test_ranks_agree(ranks: int, options: dict[str, Any]) -> None:
     def work(rank: int, world: int) -> None:
         model, x = _scaled_up(1.0)
         parallel = autopar.parallelize(copy.deepcopy(model), (world,), options=Options(precision="fp16", **options))
         _overflows_and_recovers(parallel, model, x)
 
-    on(2, work)
+    on(ranks, work)
 
 
 def test_the_rule_is_that_of_torch() -> None:

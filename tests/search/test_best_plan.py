@@ -111,10 +111,19 @@ def test_stages_that_share_processors() -> None:
 
 def test_prices_hold_for_all_devices_there_are_at_work() -> None:
     cluster = replace(Cluster.get("dgx-a100-80gb"), sharing=8, cores=2.0)
-    assert shared_processors(cluster, 4, 2) == SharedProcessors((0, 0, 0, 0), (4.0, 2.0, 4 / 3, 1.0))
-    assert shared_processors(cluster, 4, 1) == SharedProcessors((0, 0, 0, 0), (2.0, 2.0, 4 / 3, 1.0))
-    assert shared_processors(cluster, 2, 8) is None
-    assert shared_processors(cluster, 4, 4) == SharedProcessors((0, 0, 1, 1), (2.0, 1.0))
+    assert shared_processors(cluster, (2,) * 4) == SharedProcessors((0, 0, 0, 0), (4.0, 2.0, 4 / 3, 1.0))
+    assert shared_processors(cluster, (1,) * 4) == SharedProcessors((0, 0, 0, 0), (2.0, 2.0, 4 / 3, 1.0))
+    assert shared_processors(cluster, (8,) * 2) is None
+    assert shared_processors(cluster, (4,) * 4) == SharedProcessors((0, 0, 1, 1), (2.0, 1.0))
+
+
+def test_unequal_stages_count_with_their_own_devices() -> None:
+    cluster = replace(Cluster.get("dgx-a100-80gb"), sharing=4, cores=1.0)
+    assert shared_processors(cluster, (1, 3)) == SharedProcessors((0, 0), (4.0, 2.0, 4 / 3, 1.0), (1, 3))
+    # The third stage begins on the second host.
+    found = shared_processors(cluster, (3, 1, 2, 2))
+    assert found == SharedProcessors((0, 0, 1, 1), (4.0, 2.0, 4 / 3, 1.0), (3, 1, 2, 2))
+    assert shared_processors(cluster, (4, 3)) is None
 
 
 def test_a_pin_fixes_the_stage_of_a_module() -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
-from autopar.cluster.description import Cluster
+from autopar.cluster.description import Cluster, Group
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.searched import Searched
 from autopar.layout import Layout
@@ -22,8 +24,11 @@ from autopar.search import attempts, best_plan
 from autopar.search.candidate import Candidate, Tried
 from autopar.search.division_bounds import Bounds, Division, all_divisions, bounds_of, covered, divides, searched
 from autopar.search.pipelines import whole_step
+from autopar.search.stage_meshes import layout_of
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.planning import CLUSTER, planned, requested, slow_devices
+from tests.search.test_stage_devices import FAST, SLOW
+from tests.search.test_unequal_stages import mixed
 
 BATCH = 8
 CLUSTERS = {
@@ -59,6 +64,57 @@ def test_no_plan_is_quicker_than_the_bound_of_its_division(source: str, cluster:
                         division = Division(stages, data, 4 // stages // data, microbatches, 1)
                         assert limits.seconds(division) <= plan.predicted.step_seconds, division
     assert tried >= 9
+
+
+class Repeated(nn.Module):
+    """One layer over and over: the parts of its gradient are added up, which a plan in microbatches does once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(9):
+            x = torch.relu(self.layer(x))
+        return x.square().mean()
+
+
+def repeated() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return Repeated(), (torch.ones(BATCH, 6),)
+
+
+LAUNCHES = replace(slow_devices(), device=replace(slow_devices().device, launch_seconds=1e-3))
+ONE_CORE = replace(slow_devices(), sharing=4, cores=1.0)
+UNEQUAL = [
+    (repeated, LAUNCHES, (3, 1), 8, "gpipe"),
+    ("stack", ONE_CORE, (1, 3), 1, "1f1b"),
+    ("gpt2", ONE_CORE, (3, 1), 1, "1f1b"),
+    ("gpt2", mixed(Group(1, FAST), Group(3, SLOW)), (1, 3), 8, "zb-v"),
+    ("llama", slow_devices(), (2, 1, 1), 4, "1f1b"),
+    ("stack", mixed(Group(2, SLOW), Group(2, FAST)), (1, 3), 8, "zb-h1"),
+    (repeated, LAUNCHES, (1, 1, 2), 4, "1f1b"),
+]
+
+
+@pytest.mark.parametrize(("source", "cluster", "stages", "count", "schedule"), slow_rows_but([0, 1], UNEQUAL))
+def test_no_plan_of_unequal_stages_is_quicker_than_their_bound(
+    source: Any, cluster: Cluster, stages: tuple[int, ...], count: int, schedule: str
+) -> None:
+    asked = requested(source, (4,), cluster)
+    limit = attempts._least_seconds(asked, whole_step(asked), layout_of((4,), stages))
+    fixed = {"stages": stages, "microbatches": count, "schedule": schedule, "recompute": "none"}
+    plan = planned(source, (4,), cluster, **fixed)
+    assert plan.stage_meshes.sizes == stages
+    assert 0.0 < limit(count) <= plan.predicted.step_seconds
+
+
+def test_equal_blocks_are_bounded_as_equal_divisions() -> None:
+    limits = bounds("stack", slow_devices(), 4)
+    for stages, count in ((1, 1), (2, 4), (4, 2)):
+        inside = 4 // stages
+        blocks = [range(stage * inside, (stage + 1) * inside) for stage in range(stages)]
+        expected = limits.seconds(Division(stages, 1, inside, count, 1))
+        assert limits.seconds_of_blocks(blocks, count) == pytest.approx(expected)
 
 
 def test_where_computing_is_all_that_counts_a_bound_is_near() -> None:

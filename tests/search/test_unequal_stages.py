@@ -209,3 +209,27 @@ def test_evaluation_where_a_tied_weight_lies_on_equal_meshes_of_two_kinds() -> N
         (tied,) = (each for each in compiled.program.parameters if len(each.chunks) > 1)
         assert tied.slot.target == "embed.weight" and not tied.elsewhere
     check_computes_the_same(found)
+
+
+def test_a_stage_of_several_kinds_says_that_its_devices_have_equal_rows() -> None:
+    cluster = mixed(Group(2, FAST), Group(2, SLOW))
+    found = plan(4, cluster, stages=(1, 3), microbatches=3, schedule="1f1b")
+    (note,) = (warning for warning in found.warnings if "equal rows" in warning)
+    assert "share stage 1" in note and "stages=(1, 1, 2) keeps kinds apart" in note
+    apart = plan(4, cluster, stages=(1, 1, 2), microbatches=3, schedule="1f1b")
+    assert not any("equal rows" in warning for warning in apart.warnings)
+    check_computes_the_same(found)
+
+
+def test_a_tied_weight_may_be_placed_otherwise_on_equal_meshes_of_two_kinds() -> None:
+    """On slow devices in shards, on quick ones, for which messages take longest, whole: each program has it as its own
+    stage was solved and priced."""
+    kinds = Group(2, SLOW), Group(1, SLOW), Group(2, at_speed(1e4, "quick"))
+    pins = {"embed": "stage 0", "blocks.2": "stage 1", "blocks.3": "stage 2"}
+    found = plan(5, mixed(*kinds), stages=(2, 1, 2), microbatches=3, schedule="1f1b", pins=pins)
+    assert found.pipeline is not None
+    lent = {chunk: place for (chunk, path), place in found.pipeline.borrowed.items() if path == "embed.weight"}
+    here = found.parameters["embed.weight"]
+    assert any(found.mesh_of(chunk) == found.mesh_of(0) and place != here for chunk, place in lent.items())
+    check_whole(found)
+    check_computes_the_same(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar import Options
-from autopar.cluster.description import Cluster, Group
 from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
-from tests.helpers.planning import slow_devices
+from tests.helpers.unequal_devices import Wide, bytes_of, hardware, with_memory
+from tests.helpers.unequal_devices import batch_of as wide_batch
 from tests.passes.test_cut import _make
-from tests.search.test_stage_devices import FAST, SLOW
 
 WIDTH, CLASSES = 24, 7
 
@@ -38,15 +36,6 @@ class Tied(nn.Module):
 
 def batch_of(rows: int) -> torch.Tensor:
     return torch.randint(CLASSES, (rows, 5), generator=torch.Generator().manual_seed(rows))
-
-
-def hardware(*devices: str) -> Cluster:
-    """Devices for which only the rows count: small products are as quick for their size as large ones, and messages
-    cost next to nothing."""
-    kinds = {"S": SLOW, "F": FAST}
-    free = {name: replace(kind, processors=0) for name, kind in kinds.items()}
-    cluster = slow_devices().with_groups(*(Group(1, free[name]) for name in devices))
-    return replace(cluster, links=tuple(replace(link, latency=1e-9, bandwidth=1e12) for link in cluster.links))
 
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
@@ -119,3 +108,21 @@ def test_each_rank_reads_its_rows_and_other_batches_are_shared_anew() -> None:
     assert first[1] + second[1] == 6
     for _, _, losses in found:
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows"),
+    [("SS", (4.5, 20.0)), pytest.param("FS", (5.5, 20.0), marks=pytest.mark.slow)],
+)
+def test_rows_by_memory_equal_one_process(devices: str, rows: tuple[float, ...]) -> None:
+    limits = [bytes_of(own) for own in rows]
+    cluster = with_memory(hardware(*devices), *limits)
+    report = autopar.verify(
+        Wide(), (len(devices),), (wide_batch(),), cluster=cluster, timeout=250,
+        options=Options(stages=1, recompute="none", offload=False, zero=0),
+    )  # fmt: skip
+    assert report.ok, str(report)
+    assert report.unpriced == ()
+    ((few, many),) = report.plan.shares
+    assert few < many
+    assert report.plan.device_limits == tuple(limits)

@@ -14,6 +14,7 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.ir.staged_graph import Edge
 
 from .module_tree import numbers, readable
+from .quantities import size
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,17 @@ def rows_text(plan: PlanRecord) -> str:
         if shares
     ]
     return ", ".join(of_axes) + (" of a microbatch" if of_axes and plan.microbatches > 1 else "")
+
+
+def device_memory_text(plan: PlanRecord) -> str:
+    """What each device holds at its peak, of what it may hold, where these differ: ``rank 0: 2.1 of 4.0 GiB``."""
+    ranks: dict[tuple[int, int], list[str]] = {}
+    for rank, held in enumerate(zip(plan.device_peaks, plan.device_limits, strict=True)):
+        ranks.setdefault(held, []).append(str(rank))
+    return " · ".join(
+        f"rank{'s' if len(own) > 1 else ''} {numbers(own)}: {size(peak)} of {size(limit)}"
+        for (peak, limit), own in ranks.items()
+    )
 
 
 def stages_holding(plan: PlanRecord, names: Iterable[str]) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.pipeline.simulate import simulate
 from autopar.ir.plan_record import ONCE_A_STEP, PlanRecord
@@ -44,7 +46,8 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
         (link.source, link.target): EdgePrice(link.forward_bytes, link.bandwidth, link.latency, link.backward_bytes)
         for link in pipeline.link_figures
     }
-    shared = SharedProcessors(pipeline.hosts, pipeline.speeds) if pipeline.hosts else None
+    devices = tuple(map(math.prod, pipeline.meshes))
+    shared = SharedProcessors(pipeline.hosts, pipeline.speeds, devices) if pipeline.hosts else None
     return PipelinePrices(chunks, edges, step=pipeline.update_seconds, hides=pipeline.hides, shared=shared)
 
 

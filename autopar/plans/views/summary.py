@@ -23,7 +23,7 @@ from .module_tree import ModuleRow, Move, module_rows, moves_of
 from .page_width import page_width
 from .quantities import clip, duration, share, size, trim
 from .stage_table import stage_lines
-from .stages import busiest_stage, fullest_stage, mesh_text, rows_text
+from .stages import busiest_stage, device_memory_text, fullest_stage, mesh_text, rows_text
 
 # Lines of a plan in print. Chosen: about a screen.
 LINES = 40
@@ -59,7 +59,10 @@ def _head(plan: PlanRecord) -> Iterator[str]:
         lines = [f"mesh   ({names})", f"       {reading}"]
     yield from (clip(line, page_width()) for line in lines)
     if any(plan.shares):
-        yield clip(f"rows   {rows_text(plan)}, since devices differ in speed", page_width())
+        differ = "speed and memory" if plan.device_limits else "speed"
+        yield clip(f"rows   {rows_text(plan)}, since devices differ in {differ}", page_width())
+    if plan.device_limits:
+        yield clip(f"memory {device_memory_text(plan)}", page_width())
     status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
     step = f"predicted step {duration(p.step_seconds)}"
     peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"

@@ -40,6 +40,8 @@ ROWS = {"pins": {"model.embed_tokens": "S(0)"}, "mesh_search": False}
             ("llama", (2,), {**ROWS, "dtype": torch.bfloat16}),
             ("llama", (2,), {**PIPELINE, "dtype": torch.bfloat16}),
             ("llama", (2, 2), {}),
+            ("llama", (3,), {"stages": (1, 2), "microbatches": 2}),
+            ("gpt2", (4,), {"stages": (3, 1), "microbatches": 4}),
         ],
     ),
 )
