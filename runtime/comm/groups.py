@@ -8,16 +8,19 @@ refused; over several axes of a transposed mesh, such as [[0, 2], [1, 3]], ranks
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import OptionsError
-from autopar.runtime.torch_internals.collectives import group_in_order, world_timeout
+from autopar.runtime.torch_internals.collectives import world_timeout
 from autopar.runtime.torch_internals.dtensors import without_advice_to_flatten
 
 from .settle_threads import settle_at_exit
@@ -137,6 +140,21 @@ class MeshGroups:
     def _members(self, axes: tuple[int, ...]) -> list[int]:
         spans = [range(n) if a in axes else [self.coordinate[a]] for a, n in enumerate(self.shape)]
         return [int(self.mesh.mesh[place]) for place in itertools.product(*spans)]
+
+
+def group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new group of ``ranks``, created by them alone, in which each has its place in the list. Raises
+    :class:`OptionsError` if torch can only sort them: ``sort_ranks`` of ``new_group`` (2.13)."""
+    options: dict[str, Any] = {"use_local_synchronization": True}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise OptionsError(
+                f"the ranks {list(ranks)} of one group do not ascend, and torch {torch.__version__} would sort them: "
+                "order the ranks of the mesh, for example by init_device_mesh(...)"
+            )
+        options["sort_ranks"] = False
+    group: dist.ProcessGroup = dist.new_group(list(ranks), world_timeout(), **options)
+    return group
 
 
 # Keyed by identity and never dropped, since creating a group again is collective, and ranks collect garbage at

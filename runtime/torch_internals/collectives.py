@@ -1,10 +1,9 @@
 """Collectives on single tensors, which torch 2.13 renamed: before, the new names do not exist; since, the old ones
-warn. Groups whose ranks do not ascend. And how long collectives may take."""
+warn. And how long collectives may take."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -13,27 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from autopar.errors import OptionsError
-
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``all_gather_single`` (2.13), before ``all_gather_into_tensor`` (2.11)."""
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """``reduce_scatter_single`` (2.13), before ``reduce_scatter_tensor`` (2.11)."""
-
-
-def group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group of ``ranks``, created by them alone, in which each has its place in the list. Raises
-    :class:`OptionsError` if torch can only sort them: ``sort_ranks`` of ``new_group`` (2.13)."""
-    options: dict[str, Any] = {"use_local_synchronization": True}
-    if list(ranks) != sorted(ranks):
-        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-            raise OptionsError(
-                f"the ranks {list(ranks)} of one group do not ascend, and torch {torch.__version__} would sort them: "
-                "order the ranks of the mesh, for example by init_device_mesh(...)"
-            )
-        options["sort_ranks"] = False
-    group: dist.ProcessGroup = dist.new_group(list(ranks), world_timeout(), **options)
-    return group
 
 
 def world_timeout(backend: str = "") -> timedelta | None:
