@@ -126,7 +126,7 @@ def shares_of_sizes(sizes: Iterable[int], exchanged: int, cluster: Cluster, stag
     """The shares of parameters of ``sizes`` bytes, of whose gradients ``exchanged`` bytes are reduced; neither is
     sharded."""
     largest = sorted(sizes, reverse=True)
-    if not cluster.overlaps or not largest:
+    if not cluster.overlaps or not sum(largest):
         return HiddenShares()
     gathered = 1.0 - sum(largest[:stages]) / sum(largest)
     reduced = 1.0 - sum(max(size, BUCKET_BYTES) for size in largest[:stages]) / exchanged if exchanged else 0.0

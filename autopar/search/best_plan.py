@@ -357,7 +357,8 @@ def _divided(
 
 
 def _figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:
-    tightest = solved.step.tightest
-    memory = None if tightest is None else tightest.memory
+    # Listed beside other plans, whose peaks are compared with what the smallest device may hold.
+    smallest = min(solved.step.rooms, key=lambda held: held.room.limit, default=None)
+    memory = None if smallest is None else smallest.memory
     figures = predicted(solved.breakdown, solved.instance, request.cluster, memory)
     return f"no stages, {named_axes(request, solved.assignment, solved.instance.graph)}", figures

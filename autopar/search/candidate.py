@@ -92,7 +92,9 @@ def also_priced(tried: Tried, best: Candidate) -> dict[str, Predicted | None]:
     quickest: dict[StageLayout | None, Candidate] = {}
     for candidate in sorted(tried.candidates, key=lambda candidate: candidate.seconds):
         quickest.setdefault(candidate.layout, candidate)
-    listed = {name: priced for excluded in tried.excluded for name, priced in excluded.baselines.items()}
+    listed: dict[str, Predicted | None] = {}
+    for name, priced in ((name, priced) for excluded in tried.excluded for name, priced in excluded.baselines.items()):
+        listed[name] = _quicker(listed.get(name), priced)
     listed |= {name: priced for candidate in quickest.values() for name, priced in candidate.baselines.items()}
     others = [candidate for candidate in quickest.values() if candidate.layout != best.layout]
     listed.update(candidate.figures() for candidate in others if candidate is not tried.rule)
@@ -100,6 +102,12 @@ def also_priced(tried: Tried, best: Candidate) -> dict[str, Predicted | None]:
         name, figures = tried.rule.figures()
         listed[f"{RULE}: {name}"] = figures
     return listed
+
+
+def _quicker(one: Predicted | None, other: Predicted | None) -> Predicted | None:
+    """The quicker of two plans; None is one that is not possible."""
+    possible = [plan for plan in (one, other) if plan is not None]
+    return min(possible, key=lambda plan: plan.step_seconds, default=None)
 
 
 def why_excluded(tried: Tried, limit: int) -> dict[str, str]:

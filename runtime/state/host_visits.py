@@ -21,13 +21,15 @@ ALIGNMENT = 64
 
 def turns(members: Sequence[tuple[int, Member]], bytes_of: Callable[[Member], int]) -> list[tuple[int, list[Member]]]:
     """``members``, each with the position of its parameter group, in turns of one group that have at most the bytes of
-    the largest member, aligned; their order is kept."""
+    its largest member, aligned; their order is kept. Other groups may have less state for each byte."""
     sizes = [_aligned(bytes_of(member)) for _, member in members]
-    capacity = max(sizes, default=0)
+    largest: dict[int, int] = {}
+    for (group, _), size in zip(members, sizes, strict=True):
+        largest[group] = max(largest.get(group, 0), size)
     found: list[tuple[int, list[Member]]] = []
     filled = 0
     for (group, member), size in zip(members, sizes, strict=True):
-        if not found or found[-1][0] != group or filled + size > capacity:
+        if not found or found[-1][0] != group or filled + size > largest[group]:
             found.append((group, []))
             filled = 0
         found[-1][1].append(member)

@@ -10,7 +10,14 @@ import pytest
 from autopar.cluster.description import Cluster
 from autopar.cost.overlap import TAKEN
 from autopar.ir.microbatching import ONCE, Repeats
-from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, gather_windows, hidden_shares, windows_of
+from autopar.placement.overlap_windows import (
+    HiddenShares,
+    SectionSeconds,
+    gather_windows,
+    hidden_shares,
+    shares_of_sizes,
+    windows_of,
+)
 from autopar.placement.prices import exchanged_bytes
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
@@ -48,6 +55,10 @@ def test_the_cost_breakdown_takes_back_what_the_program_hides(changes: dict[str,
     assert seconds[True] <= seconds[False] * 1.02  # Within the gap both were solved to.
     if changes:
         assert seconds[True] < seconds[False]
+
+
+def test_parameters_without_elements_hide_nothing() -> None:
+    assert shares_of_sizes([0, 0], 0, requested("plain", (4,)).cluster) == HiddenShares()
 
 
 def test_what_may_hide() -> None:
