@@ -3,12 +3,13 @@
     python -m benchmarks.offload [--processes N] [--rounds N] [--cluster FILE] [--json] [--output FILE]
 
 First the machine is measured, as ``autopar calibrate`` and ``autopar calibrate --disk`` do, and the rate at which
-processes copy memory, which host memory is to them. Then one decoder trains under several plans in the same processes,
-taking turns: with everything on the device, with optimizer state in host memory, with optimizer state on the disk of
-``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory; weights have the same placements in all. A
-disk of a virtual machine is twice as fast in one second as in another: it is measured directly before and after each
-step that uses it, and that step is priced with the mean of both. Given are medians of rounds, predicted and measured:
-of the step, and of the part that a tier changes, the update or the rest of the step.
+processes copy memory, which host memory is to them; and again in the end, since a virtual machine's speed changes by
+a third from one minute to the next. Prices are the means of both. In between one decoder trains under several plans in
+the same processes, taking turns: with everything on the device, with optimizer state in host memory, with optimizer
+state on the disk of ``$AUTOPAR_OFFLOAD``, and with saved activations or weights in host memory; weights have the same
+placements in all. A disk of a virtual machine is twice as fast in one second as in another: it is measured directly
+before and after each step that uses it, and that step is priced with the mean of both. Given are medians of rounds,
+predicted and measured: of the step, and of the part that a tier changes, the update or the rest of the step.
 """
 
 from __future__ import annotations
@@ -172,23 +173,35 @@ def uses_disk(name: str) -> bool:
     return isinstance(offload, Mapping) and "nvme" in offload.values()
 
 
-def prices_of(plan: Any, disks: Sequence[Sequence[DiskSample]], cluster: Cluster) -> list[dict[str, float]]:
-    """What ``plan`` says of each round, with the disk as the processes measured it around that: once, without."""
-    if not disks:
-        return [predicted(plan)]
+def prices_of(
+    plan: Any, disks: Sequence[Sequence[DiskSample]], clusters: Sequence[Cluster], rounds: int
+) -> list[dict[str, float]]:
+    """What ``plan`` says of each round, with the disk as the processes measured it around that: the mean over
+    ``clusters``."""
     prepared = prepare(decoder(), (token_ids(),), {}, device="cpu", loss_fn=None)
     options = options_of(False)
-    clusters = [replace(cluster, device=with_disk(cluster.device, samples)) for samples in disks]
-    return [predicted(reprice(plan, prepared, ROWS, cluster=each, options=options)) for each in clusters]
+
+    def said(cluster: Cluster) -> dict[str, float]:
+        return predicted(reprice(plan, prepared, ROWS, cluster=cluster, options=options))
+
+    if not disks:
+        return [_mean([said(cluster) for cluster in clusters])] * rounds
+    return [
+        _mean([said(replace(cluster, device=with_disk(cluster.device, samples))) for cluster in clusters])
+        for samples in disks
+    ]
+
+
+def _mean(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {part: statistics.fmean(each[part] for each in said) for part in said[0]}
 
 
 def row_of(
-    name: str, each: Mapping[str, Any], disks: Sequence[Sequence[DiskSample]], cluster: Cluster, plan: Any
+    name: str, each: Mapping[str, Any], disks: Sequence[Sequence[DiskSample]], clusters: Sequence[Cluster], plan: Any
 ) -> dict[str, Any]:
     """The figures of one way. ``each``: what the first process measured; ``disks``: by round, those of all."""
     rounds = each["rounds"]
-    said = prices_of(plan, disks, cluster)
-    said = said if len(said) > 1 else said * len(rounds)
+    said = prices_of(plan, disks, clusters, len(rounds))
     parts = ("step", "update", "rest")
     return {
         "offloaded": name, "part": WAYS[name][1],
@@ -204,22 +217,26 @@ def row_of(
 def figures(processes: int, rounds: int, cluster: Cluster | None) -> dict[str, Any]:
     """All figures of a run."""
     begin = time.perf_counter()
-    whole = with_host_memory(cluster or measured_cluster(processes), processes, rounds)
+
+    def measured() -> Cluster:
+        return with_host_memory(cluster or measured_cluster(processes), processes, rounds)
+
+    whole = measured()
     pins = weights_of(plan_of(False, processes, whole, {}))
     ranks = run_local(work, processes, timeout=900, args=(whole, pins, rounds))
+    clusters = [whole, measured()]
     rows = []
     for name, (offload, _) in WAYS.items():
         disks = list(zip(*(found.get(name, ()) for _, found in ranks), strict=True))
         plan = plan_of(offload, processes, whole, pins)
-        rows.append(row_of(name, ranks[0][0][name], disks, whole, plan))
-    device = whole.device
+        rows.append(row_of(name, ranks[0][0][name], disks, clusters, plan))
     names = ("nvme_read_bandwidth", "nvme_write_bandwidth", "nvme_latency", "host_bandwidth")
     return {
         "benchmark": "offload",
         "machine": describe_machine(),
         "processes": processes,
         "cluster": whole.source,
-        "rates": {name: getattr(device, name) for name in names},
+        "rates": {name: statistics.fmean(getattr(each.device, name) for each in clusters) for name in names},
         "parameters": sum(p.numel() for p in decoder().parameters()),
         "ways": rows,
         "seconds": time.perf_counter() - begin,
