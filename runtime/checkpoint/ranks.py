@@ -19,8 +19,8 @@ from torch import nn
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.averaging.averaging import Averaging
 from autopar.runtime.averaging.replica_module import ReplicaModule
+from autopar.runtime.comm.groups import group_in_order
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.torch_internals.collectives import world_timeout
 from autopar.runtime.torch_internals.gloo_groups import Opened, is_of_connections
 
 Result = TypeVar("Result")
@@ -173,10 +173,10 @@ def _members(model: ParallelModule) -> tuple[int, ...]:
 def _group(purpose: str, members: tuple[int, ...], patience: float | None) -> tuple[dist.ProcessGroup, Opened]:
     world, group, opened = _GROUPS.get((purpose, members), (None, None, None))
     if group is None or opened is None or world is not dist.group.WORLD:
-        limit = world_timeout("gloo") if patience is None else timedelta(seconds=_MOST_WAITS * patience)
+        limit = None if patience is None else timedelta(seconds=_MOST_WAITS * patience)
         try:
             with Opened() as opened:
-                group = dist.new_group(list(members), limit, "gloo", use_local_synchronization=True)
+                group = group_in_order(members, "gloo", limit)
         except RuntimeError as error:
             if patience is None or not is_of_connections(error):
                 raise

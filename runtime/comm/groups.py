@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class MeshGroups:
         return self._by_axes[live]
 
     def through_cpus(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks, whatever backend the mesh has. Created once for all meshes of these ranks,
-        collectively, since each group has its own threads."""
+        """A gloo group of all ranks in row-major order, whatever backend the mesh has. Created once for all meshes of
+        these ranks, collectively, since each group has its own threads."""
         ranks = tuple(self.mesh.mesh.flatten().tolist())
         world, group = _CPU_GROUPS.get(ranks, (None, None))
         if group is None or world is not dist.group.WORLD:
@@ -103,10 +104,7 @@ class MeshGroups:
 
     def another_through_cpus(self) -> dist.ProcessGroup:
         """A new group as :meth:`through_cpus` gives; collective."""
-        ranks = self.mesh.mesh.flatten().tolist()
-        timeout = world_timeout("gloo")
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        return group
+        return group_in_order(self.mesh.mesh.flatten().tolist(), "gloo")
 
     def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
         """The same devices in the same order on a mesh of another ``shape``; created once, collectively."""
@@ -142,9 +140,10 @@ class MeshGroups:
         return [int(self.mesh.mesh[place]) for place in itertools.product(*spans)]
 
 
-def group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group of ``ranks``, created by them alone, in which each has its place in the list. Raises
-    :class:`OptionsError` if torch can only sort them: ``sort_ranks`` of ``new_group`` (2.13)."""
+def group_in_order(ranks: Sequence[int], backend: str = "", timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new group of ``ranks``, created by them alone, in which each has its place in the list. ``backend``: by default
+    that of the world; ``timeout``: by default :func:`world_timeout`. Raises :class:`OptionsError` if torch can only
+    sort the ranks: ``sort_ranks`` of ``new_group`` (2.13)."""
     options: dict[str, Any] = {"use_local_synchronization": True}
     if list(ranks) != sorted(ranks):
         if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -153,7 +152,8 @@ def group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup:
                 "order the ranks of the mesh, for example by init_device_mesh(...)"
             )
         options["sort_ranks"] = False
-    group: dist.ProcessGroup = dist.new_group(list(ranks), world_timeout(), **options)
+    limit = world_timeout(backend) if timeout is None else timeout
+    group: dist.ProcessGroup = dist.new_group(list(ranks), limit, backend or None, **options)
     return group
 
 

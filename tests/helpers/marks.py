@@ -1,11 +1,17 @@
-"""Which variants of a test with parameters the quick suite runs."""
+"""Which variants of a test with parameters the quick suite runs, and what only some versions of torch can do."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+needs_groups_in_order = pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="torch sorts the ranks of a group (2.11)"
+)
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:

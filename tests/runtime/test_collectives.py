@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,10 +29,11 @@ from autopar.ir.placements import (
 from autopar.ir.stage_meshes import StageMeshes
 from autopar.runtime.comm import gloo
 from autopar.runtime.comm.collectives import Collectives, join_pieces, split_pieces
+from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
 from autopar.runtime.pipeline.stage_mesh import StageGroups
-from tests.helpers.marks import slow_but
+from tests.helpers.marks import needs_groups_in_order, slow_but
 
 DTYPES = (
     torch.float32,
@@ -299,6 +302,7 @@ def test_one_device_says_nothing() -> None:
     run_local(work, 1, timeout=30, backend=None)
 
 
+@needs_groups_in_order
 def test_a_transposed_mesh_gathers_in_the_order_of_its_coordinates() -> None:
     def work(rank: int, world: int) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -307,6 +311,28 @@ def test_a_transposed_mesh_gathers_in_the_order_of_its_coordinates() -> None:
         collectives, place = Collectives(groups), 2 * groups.coordinate[0] + groups.coordinate[1]
         gathered = collectives.wait(collectives.all_gather(torch.full((1,), float(place)), (0, 1), 0, 4))
         assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0]
+        for exchange in (Exchange(groups), Exchange(groups, apart=True)):
+            assert (exchange.ranks, exchange.index) == ((0, 2, 1, 3), place)
+            assert exchange.all_objects(rank) == [0, 2, 1, 3]
+            assert exchange.all_bytes(bytes([rank])) == [bytes([each]) for each in (0, 2, 1, 3)]
+
+    run_local(work, 4, timeout=60)
+
+
+def test_a_torch_that_sorts_ranks_refuses_a_transposed_mesh_alone() -> None:
+    def work(rank: int, world: int) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        original = dist.new_group
+
+        def sorting(ranks: list[int], timeout: Any, backend: Any, use_local_synchronization: bool) -> Any:
+            return original(ranks, timeout, backend, use_local_synchronization=use_local_synchronization)
+
+        with patch.object(dist, "new_group", sorting):
+            usual = Exchange(mesh_groups(DeviceMesh("cpu", torch.arange(4).reshape(2, 2))))
+            assert usual.all_objects(rank) == [0, 1, 2, 3]
+            with pytest.raises(OptionsError, match=r"the ranks \[0, 2, 1, 3\] of one group do not ascend"):
+                Exchange(mesh_groups(DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))))
 
     run_local(work, 4, timeout=60)
 

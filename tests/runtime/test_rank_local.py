@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,6 +19,7 @@ from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import mesh_groups
 from autopar.runtime.inputs.rank_local import join, own_part, whole
 from autopar.runtime.inputs.sampler import GlobalBatchSampler, shares
+from tests.helpers.marks import needs_groups_in_order
 from tests.helpers.planning import gradients_of, on, slow_devices
 
 PLACEMENTS = [
@@ -51,6 +52,17 @@ def test_a_program_gets_the_parts_it_wants_of_what_ranks_read() -> None:
                     assert found is not None
                     torch.testing.assert_close(found, take_local(batch, wanted, (2, 2), runs_on.coordinate), msg=text)
                 torch.testing.assert_close(whole(y, runs_on), ids)
+
+    on(4, work)
+
+
+@needs_groups_in_order
+def test_ragged_samples_are_joined_in_the_order_of_a_transposed_mesh() -> None:
+    def work(rank: int, world: int) -> None:
+        groups = mesh_groups(DeviceMesh("cpu", torch.arange(4).reshape(2, 2).t().contiguous()))
+        own = torch.full(((2, 3, 1, 2)[rank],), rank + 1)
+        (x,) = join(["x"], [own], groups, Exchange(groups))
+        assert whole(x, groups).tolist() == [1, 1, 3, 2, 2, 2, 4, 4]
 
     on(4, work)
 

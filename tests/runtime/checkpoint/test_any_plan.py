@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import checkpoint
+import autopar
+from autopar import Options, checkpoint
+from autopar.runtime.checkpoint.ranks import ranks_of
+from tests.helpers.marks import needs_groups_in_order
 from tests.helpers.planning import on
 
-from .training import Run, assert_equal, parallel, reference, run
+from .training import Run, assert_equal, batch_of, parallel, reference, run
 
 BEFORE, AFTER = 3, 10
 SHARDED: dict[str, Any] = {"zero": 3, "stages": 1}
@@ -66,6 +70,28 @@ def test_another_plan_and_one_process_go_on(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     check_files(tmp_path / f"step-{BEFORE:06d}")
+
+
+@needs_groups_in_order
+def test_a_transposed_mesh_gathers_and_goes_on(tmp_path: Path) -> None:
+    """Ranks are in the order of the mesh, also where small messages and blocks of tensors say whose they are."""
+
+    def work(rank: int, world: int) -> None:
+        mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
+        made = run(autopar.parallelize(reference(), mesh, (batch_of(0),), options=Options(seed=3, **SHARDED)))
+        ranks = ranks_of(made.model)
+        assert (ranks.index, ranks.all(rank)) == ((0, 2, 1, 3).index(rank), [0, 2, 1, 3])
+        gathered = checkpoint.full_state_dict(made.model)
+        if rank == 0:
+            assert_equal(gathered, reference().state_dict())
+        made.steps(range(2))
+        checkpoint.save(tmp_path, made.model, made.optimizer, step=2)
+        saved = made.whole()
+        made.steps(range(2, 4))
+        checkpoint.load(tmp_path, made.model, made.optimizer)
+        assert_equal(made.whole(), saved)
+
+    on(4, work)
 
 
 @pytest.mark.slow
