@@ -313,5 +313,7 @@ def _pipeline(plan: PlanRecord) -> Iterator[str]:
         yield from _impossible(plan, f"pipeline.wires of {edge.name!r}", place, None)
     if any(each and len(each) != plan.stages for each in (pipeline.limits, pipeline.devices)):
         yield f"pipeline.limits {pipeline.limits} and devices {pipeline.devices} are not those of {plan.stages} stages"
-    if pipeline.hosts and (len(pipeline.hosts) != plan.stages or not pipeline.speeds):
+    if pipeline.hosts and len(pipeline.hosts) != plan.stages:
         yield f"pipeline.hosts are {pipeline.hosts} for {plan.stages} stages"
+    if len(pipeline.speeds) < max(Counter(pipeline.hosts).values(), default=0):
+        yield f"pipeline.speeds {pipeline.speeds} are too few for the stages on pipeline.hosts {pipeline.hosts}"

@@ -3,6 +3,7 @@ does, all ranks simulated in one process."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -16,9 +17,13 @@ import autopar
 from autopar import Options
 from autopar.cluster.description import Cluster, Group
 from autopar.compiler.calls import Compiler
+from autopar.cost.pipeline.prices import SharedProcessors
+from autopar.cost.pipeline.simulate import simulate
 from autopar.errors import OptionsError, PlanMismatchError
 from autopar.ir.pipeline_program import PipelineProgram
+from autopar.plans.page.page import render
 from autopar.plans.plan import Plan
+from autopar.plans.views.step_timeline import pipeline_prices
 from autopar.runtime.calls.compiled import Request
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.search.stage_meshes import StageLayout, layout_of, unequal_layouts
@@ -98,6 +103,24 @@ def test_asked_for_they_compute_what_one_device_does(stages: tuple[int, ...], op
     assert found.stage_meshes.sizes == stages
     check_whole(found)
     check_computes_the_same(found)
+
+
+def test_plans_that_count_stages_on_a_host_can_still_be_shown() -> None:
+    """Before speeds were by the number of devices at work, they were by that of stages, each of the average size."""
+    found = plan(4, replace(slow_devices(), sharing=4, cores=1.0), stages=(1, 3), microbatches=3, schedule="1f1b")
+    check_whole(found)
+    data = json.loads(found.to_json())
+    assert (data["pipeline"]["hosts"], data["pipeline"]["speeds"]) == ([0, 0], [4.0, 2.0, pytest.approx(4 / 3), 1.0])
+    data["pipeline"]["speeds"] = [2.0, 1.0]
+    former = Plan.from_json(json.dumps(data))
+    assert former.pipeline is not None
+    prices = pipeline_prices(former.pipeline)
+    assert prices.shared == SharedProcessors((0, 0), (2.0, 1.0))
+    assert autopar.step_timeline(former).seconds == simulate(former.pipeline.schedule, prices).seconds > 0
+    assert "stage 1" in render(former)
+    data["pipeline"]["speeds"] = [1.0]
+    with pytest.raises(OptionsError, match=r"speeds \(1.0,\) are too few"):
+        Plan.from_json(json.dumps(data))
 
 
 def test_a_tied_weight_lies_on_both_meshes() -> None:

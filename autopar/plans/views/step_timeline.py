@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.pipeline.simulate import simulate
@@ -46,9 +47,21 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
         (link.source, link.target): EdgePrice(link.forward_bytes, link.bandwidth, link.latency, link.backward_bytes)
         for link in pipeline.link_figures
     }
+    return PipelinePrices(
+        chunks, edges, step=pipeline.update_seconds, hides=pipeline.hides, shared=_shared_processors(pipeline)
+    )
+
+
+def _shared_processors(pipeline: PlannedPipeline) -> SharedProcessors | None:
+    if not pipeline.hosts:
+        return None
     devices = tuple(map(math.prod, pipeline.meshes))
-    shared = SharedProcessors(pipeline.hosts, pipeline.speeds, devices) if pipeline.hosts else None
-    return PipelinePrices(chunks, edges, step=pipeline.update_seconds, hides=pipeline.hides, shared=shared)
+    together = Counter[int]()
+    for host, count in zip(pipeline.hosts, devices, strict=False):
+        together[host] += count
+    # Plans of unequal stages once had speeds by the number of stages at work, which are too few for their devices.
+    per_device = len(pipeline.speeds) >= max(together.values(), default=0)
+    return SharedProcessors(pipeline.hosts, pipeline.speeds, devices if per_device else ())
 
 
 def _one_after_the_other(plan: PlanRecord) -> Timeline:
