@@ -19,6 +19,7 @@ from autopar.cluster.description import Cluster
 from autopar.compiler.agreed_arguments import check_same_arguments
 from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
+from autopar.compiler.fixed_axes import with_fixed_axes
 from autopar.compiler.late_search import proposed_layouts
 from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
@@ -311,10 +312,7 @@ def _settled(settings: Options, plan: Plan | None, devices: DeviceMesh, groups: 
         peak = None if plan is None else plan.predicted.peak_bytes
         gpus = gather_objects(groups.over(groups.axes), Gpu.of(groups.device))
         check_gpus(gpus, groups.mesh.mesh.flatten().tolist(), settings.precision, peak)
-    if dist.is_initialized() and devices.size() < dist.get_world_size():
-        # Rearranging devices is collective over all ranks, and those outside this mesh do not take part.
-        settings = replace(settings, mesh_search=False)
-    return settings
+    return with_fixed_axes(settings, plan, groups)
 
 
 def _compilation(options: Options, device: torch.device, watch: Watch) -> Compilation | None:

@@ -49,8 +49,8 @@ class Options:
         pins: placements by module path or parameter name, globs allowed: ``{"lm_head.weight": "S(0),R"}``. The path
             of a parameter fixes how it is stored, that of a module fixes its output. ``"stage 1"`` for a module path
             fixes its pipeline stage.
-        mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
-            names is regrouped.
+        mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh without axis names,
+            of all ranks and in their order, is regrouped.
         time_limit: seconds of computation that the solvers of one plan may take together: processor time of this
             process, so that a busy machine finds the same plan, only later. The limit is approximate: a solver that
             other work delays may compute for up to three times its share. Each placement program (one for each mesh

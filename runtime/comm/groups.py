@@ -107,12 +107,18 @@ class MeshGroups:
         return group_in_order(self.mesh.mesh.flatten().tolist(), "gloo")
 
     def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
-        """The same devices in the same order on a mesh of another ``shape``; created once, collectively."""
+        """The same devices in the same order on a mesh of another ``shape``; created once, collectively. Raises
+        :class:`OptionsError` unless :meth:`ascends_on` holds."""
         if shape == self.shape:
             return self
         if shape not in self._regrouped:
             self._regrouped[shape] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.reshape(shape))
         return mesh_groups(self._regrouped[shape])
+
+    def ascends_on(self, shape: tuple[int, ...]) -> bool:
+        """Whether :meth:`regrouped` to ``shape``, of as many devices, has ranks that ascend along each axis."""
+        ranks = self.mesh.mesh.reshape(shape)
+        return all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.ndim))
 
     def prepare(self, axis_sets: set[tuple[int, ...]]) -> None:
         """Creates the groups over all ``axis_sets``, in the same order on every rank."""
