@@ -18,7 +18,7 @@ from autopar.planner.row_shares import Division, bisected, divisions, divisions_
 from autopar.planner.solve_mesh import is_short_of_memory, solve_only
 from autopar.planner.timings import Timings
 
-from .stage_devices import kinds_of_blocks, least_share
+from .stage_devices import kinds_of_blocks
 from .stage_meshes import StageLayout
 
 # A stage may take less than its share of the program's bound, by up to this factor: the program overlaps messages with
@@ -42,9 +42,9 @@ class StagePrograms:
         """The best solution for each stage within ``limit`` bytes, summed over the devices of all stages, and ``host``
         bytes of their hosts.
 
-        All stages share the work of a step, so at least one of them takes its share of the seconds without a memory
-        limit (a quicker one, a larger share); a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if
-        nothing fits, or if an earlier solution shows that no pipeline can beat ``best``."""
+        All stages share the work of a step, so at least one of equal stages takes its share of the seconds without a
+        memory limit; a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if an
+        earlier solution shows that no pipeline can beat ``best``."""
         if self._least > SAFETY_FACTOR * self.best:
             raise InfeasibleError(
                 f"{self.layout.described} take at least {self._least:.3g} s: not searched with less memory"
@@ -58,13 +58,13 @@ class StagePrograms:
             limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
             bounds[kind] = self._in_divisions(inside, replace(limited, worth=self._worth), graph)
             solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
-        self._least = self._bound(kinds, bounds)
+        self._least = self._share([solution for each in bounds.values() for solution in each])
         return tuple(solved[kind] for kind in kinds)
 
     @property
     def _worth(self) -> float:
         """Seconds of the program for all stages together with which one of them takes too long."""
-        return math.inf if self.layout.is_unequal else SAFETY_FACTOR * self.request.worth * self.layout.stages
+        return SAFETY_FACTOR * self.request.worth * self.layout.stages if self._is_alike else math.inf
 
     def _solved(self, request: PlanRequest, graph: Graph) -> MeshSolution:
         try:
@@ -120,10 +120,12 @@ class StagePrograms:
         axes = max(len(mesh) for size in self.layout.counts for mesh in mesh_candidates(replace(inside, mesh=(size,))))
         return tuple(((1,) * (axes - len(mesh)) + mesh, ()) for mesh in mesh_candidates(inside))
 
-    def _bound(self, kinds: tuple[int, ...], bounds: dict[int, list[MeshSolution]]) -> float:
-        """The least that any choice of solutions says of the slowest stage."""
-        cluster = self.request.cluster
-        if not self.layout.is_unequal:
-            return min(least_share((solution,) * len(kinds), cluster) for solution in bounds[0])
-        least = {kind: min(each, key=lambda solution: solution.unlimited) for kind, each in bounds.items()}
-        return least_share([least[kind] for kind in kinds], cluster)
+    def _share(self, solutions: Sequence[MeshSolution]) -> float:
+        """The seconds that the slowest stage takes at least, whichever of ``solutions`` the stages have. Where stages
+        differ, nothing is known: each operation may lie where it takes least."""
+        return min(solution.unlimited for solution in solutions) / self.layout.stages if self._is_alike else 0.0
+
+    @property
+    def _is_alike(self) -> bool:
+        """Whether all stages have as many devices of the same kind."""
+        return len(set(kinds_of_blocks(self.request.cluster, self.layout.blocks))) == 1

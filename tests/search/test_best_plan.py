@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from autopar.search import best_plan as search
 from autopar.search import stage_problems as stage_programs
 from autopar.search.candidate import Candidate
 from autopar.search.pipeline_breakdown import shared_processors
-from autopar.search.stage_meshes import StageLayout, layout_for, layouts, microbatch_counts
+from autopar.search.stage_meshes import StageLayout, layout_for, layout_of, layouts, microbatch_counts
 from tests.helpers.models import Case
 from tests.helpers.planning import CLUSTER, planned, requested
 
@@ -340,6 +341,19 @@ def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pyt
     else:
         assert programs.solve(request.graph, repeats, 180.0, 20.0) == (solution, solution)
         assert [call.args[0].memory_limit for call in solve_only.call_args_list] == [100.0, 90.0]
+
+
+def test_stages_of_unequal_devices_are_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation may lie where it takes least, so what the whole step takes on each stage bounds nothing."""
+    solution = Mock(**{"unlimited": 4.0, "breakdown.seconds": 5.0})
+    solve_only = Mock(return_value=solution)
+    monkeypatch.setattr(stage_programs, "solve_only", solve_only)
+    request = replace(requested("plain", (3,)), worth=1e-9)
+    programs = stage_programs.StagePrograms(request, layout_of((3,), (2, 1)), 1e-9, Timings())
+    repeats = Repeats(2, 1, accumulates=True, stages=2)
+    for limit in (200.0, 180.0):
+        assert programs.solve(request.graph, repeats, limit, 20.0) == (solution, solution)
+    assert {call.args[0].worth for call in solve_only.call_args_list} == {math.inf}
 
 
 def test_stages_need_a_loss() -> None:
