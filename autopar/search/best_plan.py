@@ -351,7 +351,8 @@ def _divided(
         except InfeasibleError as error:
             failures.append(Failure(error))
             priced = priced_baselines(inside, graph, timings)
-            proven = covered(inside, 1, 1, (1,)) if isinstance(error, TooSlowError) else frozenset[Division]()
+            is_proven = isinstance(error, TooSlowError) and error.is_proven
+            proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
             rest += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
     return found, replace(rest, failures=tuple(failures))
 

@@ -123,9 +123,9 @@ def why_excluded(tried: Tried, limit: int) -> dict[str, str]:
 
 def _reason(errors: list[InfeasibleError], limit: int) -> str:
     """What ``errors``, of all meshes, have in common."""
-    slow = [error.seconds for error in errors if isinstance(error, TooSlowError)]
+    slow = [error for error in errors if isinstance(error, TooSlowError)]
     if slow:
-        return f"at least {duration(min(slow))}"
+        return f"{'at least' if all(e.is_proven for e in slow) else 'about'} {duration(min(e.seconds for e in slow))}"
     needed = [error.needed_bytes for error in errors if error.needed_bytes is not None]
     return f"does not fit: {size(min(needed))} of {size(limit)}" if needed else "does not fit"
 

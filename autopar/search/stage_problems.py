@@ -30,13 +30,14 @@ SAFETY_FACTOR = 1.15
 class StagePrograms:
     """The placement programs for ``request`` (for the mesh inside a stage of ``layout``). A pipeline is searched again
     with less memory only while it could be quicker than ``best`` seconds, and at all only while it could be worth its
-    while (``request.worth``)."""
+    while (``request.worth``). Only the first search asks that: with less memory, quicker stages may be missing."""
 
     request: PlanRequest
     layout: StageLayout
     best: float
     timings: Timings
     _least: float = field(default=0.0, init=False)
+    _is_first: bool = field(default=True, init=False)
 
     def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> tuple[MeshSolution, ...]:
         """The best solution for each stage within ``limit`` bytes, summed over the devices of all stages, and ``host``
@@ -58,20 +59,23 @@ class StagePrograms:
             limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
             bounds[kind] = self._in_divisions(inside, replace(limited, worth=self._worth), graph)
             solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
+        self._is_first = False
         self._least = self._share([solution for each in bounds.values() for solution in each])
         return tuple(solved[kind] for kind in kinds)
 
     @property
     def _worth(self) -> float:
-        """Seconds of the program for all stages together with which one of them takes too long."""
-        return SAFETY_FACTOR * self.request.worth * self.layout.stages if self._is_alike else math.inf
+        """Seconds of the program for all stages together with which one of them probably takes too long."""
+        if not (self._is_first and self._is_alike):
+            return math.inf
+        return SAFETY_FACTOR * self.request.worth * self.layout.stages
 
     def _solved(self, request: PlanRequest, graph: Graph) -> MeshSolution:
         try:
             return solve_only(request, graph, self.timings)
         except TooSlowError as error:
             share = error.seconds / self.layout.stages / SAFETY_FACTOR
-            raise TooSlowError(self.layout.described, share) from None
+            raise TooSlowError(self.layout.described, share, is_proven=False) from None
 
     def _in_divisions(self, inside: PlanRequest, limited: PlanRequest, graph: Graph) -> list[MeshSolution]:
         """The solutions in every division of the rows that is worth trying. Raises :class:`InfeasibleError` if there
