@@ -301,12 +301,18 @@ def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
     graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
     tried = divisions(request, batch)
     found, rest = _divided(request, graph, tried, timings)
-    quickest = min(found, key=lambda own: own.seconds, default=None)
-    if request.cluster.groups and (quickest is None or is_short_of_memory(request, quickest.solution)):
+    if request.cluster.groups and _lacks_memory(request, found, rest.failures):
         for ordered in divisions_by_memory(request, batch, tried):
             found += bisected(ordered, partial(_in_division, request, graph, timings), lambda own: own.saves_memory)
     candidates = Tried(tuple(own.candidate() for own in found))
     return replace(candidates + rest, failures=rest.failures[:1])
+
+
+def _lacks_memory(request: PlanRequest, found: Sequence[_Whole], failures: Sequence[Failure]) -> bool:
+    """Whether more memory would make the quickest of what was ``found`` quicker or, if nothing was, possible."""
+    if not found:
+        return any(not isinstance(failure.error, TooSlowError) for failure in failures)
+    return is_short_of_memory(request, min(found, key=lambda own: own.seconds).solution)
 
 
 @dataclass(frozen=True)
@@ -335,7 +341,11 @@ class _Whole:
 
 
 def _in_division(request: PlanRequest, graph: Graph, timings: Timings, division: RowDivision) -> _Whole | None:
-    found, _ = _divided(request, graph, [division], timings)
+    """The best solution in one division of the rows; None: nothing fits. Raises :class:`TooSlowError`."""
+    found, rest = _divided(request, graph, [division], timings)
+    for failure in rest.failures:
+        if isinstance(failure.error, TooSlowError):
+            raise failure.error
     return found[0] if found else None
 
 

@@ -81,33 +81,36 @@ class StagePrograms:
         """The solutions in every division of the rows that is worth trying. Raises :class:`InfeasibleError` if there
         is none."""
         tried = self._divisions(inside, limited.repeats)
-        found, failure = self._divided(limited, graph, tried)
+        found, failures = self._divided(limited, graph, tried)
         quickest = min(found, key=lambda solution: solution.breakdown.seconds, default=None)
         differ = bool(limited.cluster.groups) and not self.layout.is_unequal
-        if differ and (quickest is None or is_short_of_memory(limited, quickest)):
+        if differ and (_is_any_full(failures) if quickest is None else is_short_of_memory(limited, quickest)):
             rows = max(1, inside.batch // limited.repeats.microbatches)
             for ordered in divisions_by_memory(inside, rows, tried):
                 solve = partial(self._in_division, limited, graph)
                 found += bisected(ordered, solve, lambda solution: solution.saves_memory)
-        if not found and failure is not None:
-            raise failure
+        if not found and failures:
+            raise failures[0]
         return found
 
     def _divided(
         self, limited: PlanRequest, graph: Graph, tried: Sequence[Division]
-    ) -> tuple[list[MeshSolution], InfeasibleError | None]:
-        """The solutions in each of some divisions, and why the first that has none has none."""
-        found: list[MeshSolution] = []
-        failure: InfeasibleError | None = None
+    ) -> tuple[list[MeshSolution], list[InfeasibleError]]:
+        """The solutions in each of some divisions, and why others have none."""
+        found, failures = list[MeshSolution](), list[InfeasibleError]()
         for division in tried:
             try:
                 found.append(self._solved(on_mesh(limited, division), graph))
             except InfeasibleError as error:
-                failure = failure or error
-        return found, failure
+                failures.append(error)
+        return found, failures
 
     def _in_division(self, limited: PlanRequest, graph: Graph, division: Division) -> MeshSolution | None:
-        found, _ = self._divided(limited, graph, [division])
+        """The solution in one division; None: nothing fits. Raises :class:`TooSlowError`."""
+        found, failures = self._divided(limited, graph, [division])
+        for failure in failures:
+            if isinstance(failure, TooSlowError):
+                raise failure
         return found[0] if found else None
 
     def _inside(self, kind: int) -> PlanRequest:
@@ -133,3 +136,8 @@ class StagePrograms:
     def _is_alike(self) -> bool:
         """Whether all stages have as many devices of the same kind."""
         return len(set(kinds_of_blocks(self.request.cluster, self.layout.blocks))) == 1
+
+
+def _is_any_full(failures: Sequence[InfeasibleError]) -> bool:
+    """Whether memory is what any of these lack."""
+    return any(not isinstance(failure, TooSlowError) for failure in failures)
