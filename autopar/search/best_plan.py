@@ -44,7 +44,9 @@ from .candidate import (
     Failure,
     Tried,
     also_priced,
+    keep_shown,
     named_axes,
+    needed,
     why_excluded,
 )
 from .division_bounds import Division, bounds_of, covered, searched
@@ -143,6 +145,7 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
             break
         solved[layout] = solve(layout)
         tried += solved[layout]
+        keep_shown(tried)
     if not tried.candidates:
         return _of_arrangements(arrangements(request), pinned, timings)
     if not timings.is_spent(limit):
@@ -199,6 +202,7 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
             tried += _of_arrangement(request, pinned, timings, tried.least)
         except (InfeasibleError, OptionsError) as error:
             tried += Tried(failures=(Failure(error),))
+        keep_shown(tried)
         if timings.is_spent(request.options.time_limit) and tried.candidates:
             break
     return tried
@@ -210,7 +214,7 @@ def _main(failures: Sequence[Failure]) -> Exception:
     known = [failure.error for failure in failures if failure.explain is None]
     infeasible = [error for error in known if isinstance(error, InfeasibleError)]
     if infeasible:
-        return min(infeasible, key=lambda error: error.needed_bytes or math.inf).explained
+        return min(infeasible, key=needed).explained
     makers = [failure.explain for failure in failures if failure.explain is not None]
     return makers[0]() if makers else known[0]
 
