@@ -34,6 +34,10 @@ class InfeasibleError(AutoparError):
         self.needed_bytes = count
         return self
 
+    def without_explanation(self) -> None:
+        """Drops what only an error that is shown needs, :attr:`explain` and the traceback: both hold whole programs."""
+        self.explain = self.__traceback__ = None
+
     @property
     def explained(self) -> InfeasibleError:
         """The error that says what would fit."""

@@ -40,11 +40,12 @@ ROUNDS = 4
 
 class TooSlowError(InfeasibleError):
     """No placement of a step takes less than ``seconds``, which is more than it may: proven by the program, whose equal
-    layers choose alike."""
+    layers choose alike, unless ``is_proven`` says that the seconds are an estimate from the program's."""
 
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__(f"{what} take at least {duration(seconds)}")
+    def __init__(self, what: str, seconds: float, is_proven: bool = True) -> None:
+        super().__init__(f"{what} take {'at least' if is_proven else 'about'} {duration(seconds)}")
         self.seconds = seconds
+        self.is_proven = is_proven
 
 
 def fits(instance: Instance, solution: Solution) -> bool:

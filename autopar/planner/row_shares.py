@@ -26,6 +26,7 @@ from autopar.ir.row_shares import apportioned
 from autopar.optimizers import optimizer_bytes
 
 from .alone import single_device_seconds
+from .memory_limit import TooSlowError
 from .request import PlanRequest, axes_are_fixed, kernels_of, mesh_candidates, rank_limits
 from .step_graphs import step_graph
 
@@ -104,12 +105,17 @@ def bisected(
 ) -> list[Solved]:
     """What ``solve`` finds in some of the divisions that :func:`divisions_by_memory` lists: the first that is not
     short of memory is among them. The further back a division, the less the small devices hold, and the later it
-    finishes; so those behind one that has enough are not tried, nor those before one that has not."""
+    finishes; so those behind one that has enough are not tried, nor those before one that has not. ``solve`` returns
+    None where nothing fits, and raises :class:`TooSlowError` where nothing is worth while, nor behind it then."""
     found: list[Solved] = []
     first, end = 0, len(ordered)
     while first < end:
         middle = (first + end) // 2
-        solved = solve(ordered[middle])
+        try:
+            solved = solve(ordered[middle])
+        except TooSlowError:
+            end = middle
+            continue
         found += [] if solved is None else [solved]
         if solved is None or is_short(solved):
             first = middle + 1

@@ -113,10 +113,13 @@ def _is_feasible(solution: Solution) -> bool:
 
 
 def _solver(request: PlanRequest, timings: Timings) -> Solve:
-    """Returns a function that solves an instance. It raises :class:`TooSlowError` if nothing is worth while."""
+    """Returns a function that solves an instance. It raises :class:`TooSlowError` if nothing is worth while within the
+    memory that the request allows. With less, quicker placements may be missing that the request has."""
+    allowed = float(memory_limit_of(request))
 
     def solve_worth_while(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
-        problem, worth = instance.problem, request.worth
+        problem = instance.problem
+        worth = request.worth if problem.memory_limit >= allowed else math.inf
         solution = solve_in_time(problem, request.options, timings, incumbents, worth=worth)
         if worth <= solution.bound < math.inf:
             raise TooSlowError(f"plans on mesh {request.mesh}", solution.bound)

@@ -44,7 +44,9 @@ from .candidate import (
     Failure,
     Tried,
     also_priced,
+    keep_shown,
     named_axes,
+    needed,
     why_excluded,
 )
 from .division_bounds import Division, bounds_of, covered, searched
@@ -143,6 +145,7 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
             break
         solved[layout] = solve(layout)
         tried += solved[layout]
+        keep_shown(tried)
     if not tried.candidates:
         return _of_arrangements(arrangements(request), pinned, timings)
     if not timings.is_spent(limit):
@@ -199,6 +202,7 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
             tried += _of_arrangement(request, pinned, timings, tried.least)
         except (InfeasibleError, OptionsError) as error:
             tried += Tried(failures=(Failure(error),))
+        keep_shown(tried)
         if timings.is_spent(request.options.time_limit) and tried.candidates:
             break
     return tried
@@ -210,7 +214,7 @@ def _main(failures: Sequence[Failure]) -> Exception:
     known = [failure.error for failure in failures if failure.explain is None]
     infeasible = [error for error in known if isinstance(error, InfeasibleError)]
     if infeasible:
-        return min(infeasible, key=lambda error: error.needed_bytes or math.inf).explained
+        return min(infeasible, key=needed).explained
     makers = [failure.explain for failure in failures if failure.explain is not None]
     return makers[0]() if makers else known[0]
 
@@ -301,12 +305,18 @@ def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
     graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
     tried = divisions(request, batch)
     found, rest = _divided(request, graph, tried, timings)
-    quickest = min(found, key=lambda own: own.seconds, default=None)
-    if request.cluster.groups and (quickest is None or is_short_of_memory(request, quickest.solution)):
+    if request.cluster.groups and _lacks_memory(request, found, rest.failures):
         for ordered in divisions_by_memory(request, batch, tried):
             found += bisected(ordered, partial(_in_division, request, graph, timings), lambda own: own.saves_memory)
     candidates = Tried(tuple(own.candidate() for own in found))
     return replace(candidates + rest, failures=rest.failures[:1])
+
+
+def _lacks_memory(request: PlanRequest, found: Sequence[_Whole], failures: Sequence[Failure]) -> bool:
+    """Whether more memory would make the quickest of what was ``found`` quicker or, if nothing was, possible."""
+    if not found:
+        return any(not isinstance(failure.error, TooSlowError) for failure in failures)
+    return is_short_of_memory(request, min(found, key=lambda own: own.seconds).solution)
 
 
 @dataclass(frozen=True)
@@ -335,7 +345,11 @@ class _Whole:
 
 
 def _in_division(request: PlanRequest, graph: Graph, timings: Timings, division: RowDivision) -> _Whole | None:
-    found, _ = _divided(request, graph, [division], timings)
+    """The best solution in one division of the rows; None: nothing fits. Raises :class:`TooSlowError`."""
+    found, rest = _divided(request, graph, [division], timings)
+    for failure in rest.failures:
+        if isinstance(failure.error, TooSlowError):
+            raise failure.error
     return found[0] if found else None
 
 
@@ -351,7 +365,8 @@ def _divided(
         except InfeasibleError as error:
             failures.append(Failure(error))
             priced = priced_baselines(inside, graph, timings)
-            proven = covered(inside, 1, 1, (1,)) if isinstance(error, TooSlowError) else frozenset[Division]()
+            is_proven = isinstance(error, TooSlowError) and error.is_proven
+            proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
             rest += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
     return found, replace(rest, failures=tuple(failures))
 

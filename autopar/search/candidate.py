@@ -86,6 +86,22 @@ class Tried:
         return min((candidate.seconds for candidate in self.candidates), default=math.inf)
 
 
+def keep_shown(tried: Tried) -> None:
+    """Drops what explains the errors of ``tried``, but of the one that would be shown, if there is no candidate: that
+    of the plan that needs fewest bytes."""
+    errors = [failure.error for failure in tried.failures if failure.explain is None]
+    infeasible = [error for error in errors if isinstance(error, InfeasibleError)]
+    least = None if tried.candidates else min(infeasible, key=needed, default=None)
+    for error in (*infeasible, *(excluded.error for excluded in tried.excluded)):
+        if error is not least:
+            error.without_explanation()
+
+
+def needed(error: InfeasibleError) -> float:
+    """Bytes that were found to be enough; infinite if none were."""
+    return error.needed_bytes or math.inf
+
+
 def also_priced(tried: Tried, best: Candidate) -> dict[str, Predicted | None]:
     """The alternatives that were priced, by name: the baselines on the best mesh without stages, the quickest
     candidate of every other layout of the devices, and what a rule of thumb chooses."""
@@ -123,9 +139,9 @@ def why_excluded(tried: Tried, limit: int) -> dict[str, str]:
 
 def _reason(errors: list[InfeasibleError], limit: int) -> str:
     """What ``errors``, of all meshes, have in common."""
-    slow = [error.seconds for error in errors if isinstance(error, TooSlowError)]
+    slow = [error for error in errors if isinstance(error, TooSlowError)]
     if slow:
-        return f"at least {duration(min(slow))}"
+        return f"{'at least' if all(e.is_proven for e in slow) else 'about'} {duration(min(e.seconds for e in slow))}"
     needed = [error.needed_bytes for error in errors if error.needed_bytes is not None]
     return f"does not fit: {size(min(needed))} of {size(limit)}" if needed else "does not fit"
 

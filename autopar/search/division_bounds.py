@@ -11,10 +11,17 @@ chooses them.) Its bound counts what every plan of it does, however it is placed
 - *the longest chain*: operations of one microbatch that each take the result of the one before, through forward and
   backward, run one after the other, each at best on all devices of a stage.
 
-Stages of unequal numbers of devices (:meth:`Bounds.seconds_of_blocks`) are bounded alike: let stage s launch for
-l[s] seconds, of L in all, and do the part w[s] of the computing, at most v[s] parts a second. It takes at least
-l[s] + w[s] / v[s], so the busiest takes at least the average of these with the weights v[s] / sum v. That is
-(sum v[s] l[s] + 1) / sum v, and least where the slowest stage has all launches: (min v L + 1) / sum v.
+Stages may have unequal numbers of devices, and devices may be of several kinds, each better at other operations. Let
+stage s launch for l[s] seconds, of L in all, and let its device d do the part x[o,d] of the computing of operation o,
+all of which takes it c[o,d]. The stage takes at least l[s] + sum_o c[o,d] x[o,d] for any of its devices, and the
+busiest stage at least the average over all devices, with any weights v[d]. With V[s], the weights of a stage together:
+
+    (sum_s V[s] l[s] + sum_o sum_d v[d] c[o,d] x[o,d]) / sum_d v[d].
+
+The parts of an operation add up to 1, and launches count least in the stage of the least weight, so this is at least
+(min V L + sum_o min_d v[d] c[o,d]) / sum v. (Nor is it less than the average of the launches, with equal weights for
+stages.) The weights are speeds: the steps a second that a device could compute alone. The sum over operations is then
+1 if kinds differ in speed alone. In the longest chain, every operation runs on the kind that is best at it.
 
 Nothing is assumed of idling, of messages, or of what lack of memory costs: in a bound all of it is free. Ranks that
 share processors compute quicker while others wait, at most by what the processors allow.
@@ -26,6 +33,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
+from typing import NamedTuple
 
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
@@ -90,25 +99,24 @@ class Bounds:
 
     def seconds(self, division: Division) -> float:
         """What a step takes at least."""
-        stages, count = division.pipeline, division.microbatches
-        average = count * self._launches / stages + 1.0 / self._speed(range(self.devices))
-        return max(average, self._chain(self.devices // stages, count)) / self._quickest
+        stages, inside = division.pipeline, self.devices // division.pipeline
+        if self.cluster.groups:
+            least = min(self._speed(range(first, first + inside)) for first in range(0, self.devices, inside))
+        else:
+            least = self._speed(range(inside))
+        return self._seconds(stages, least, inside, division.microbatches)
 
     def seconds_of_blocks(self, blocks: Sequence[range], microbatches: int) -> float:
         """What a step takes at least whose stages are ``blocks`` of consecutive devices, which may be unequal."""
-        speeds = [self._speed(block) for block in blocks]
-        average = (min(speeds) * microbatches * self._launches + 1.0) / sum(speeds) if math.inf not in speeds else 0.0
-        return max(average, self._chain(max(map(len, blocks)), microbatches)) / self._quickest
+        return self._seconds(len(blocks), min(map(self._speed, blocks)), max(map(len, blocks)), microbatches)
 
-    @property
-    def _launches(self) -> float:
-        """Seconds to launch every operation once."""
-        return min(kind.launches for kind in self._kinds.values())
-
-    def _chain(self, devices: int, microbatches: int) -> float:
-        """Seconds of the longest chain of a microbatch on stages of at most so many ``devices``."""
-        parts = devices * microbatches
-        return min(kind.chain_launches + kind.chain / parts for kind in self._kinds.values())
+    def _seconds(self, stages: int, least: float, inside: int, microbatches: int) -> float:
+        """What a step takes at least whose stages have at most ``inside`` devices each; ``least``: the speed of the
+        slowest stage."""
+        launches, whole = microbatches * self._launches, self._speed(range(self.devices))
+        average = max(launches / stages, (least * launches + self._computed) / whole if whole else 0.0)
+        chain = self._longest.launches + self._longest.computing / (inside * microbatches)
+        return max(average, chain) / self._quickest
 
     @cached_property
     def _kind_of(self) -> tuple[int, ...]:
@@ -117,15 +125,48 @@ class Bounds:
         return kinds_of_blocks(self.cluster, each) if self.cluster.groups else (0,) * self.devices
 
     @cached_property
-    def _kinds(self) -> Mapping[int, _Alone]:
-        """What the step takes on one device of each kind, by the first of them."""
+    def _kinds(self) -> Mapping[int, Mapping[str, _Seconds]]:
+        """What each operation takes on one device of each kind, by the first of them."""
         firsts = dict.fromkeys(self._kind_of)
-        return {first: _alone(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+        return {first: _operations(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+
+    @cached_property
+    def _best(self) -> Mapping[str, _Seconds]:
+        """What each operation takes at least, on the kind that is best at it."""
+        every = tuple(self._kinds.values())
+        return {name: _Seconds(*map(min, zip(*(own[name] for own in every), strict=True))) for name in every[0]}
+
+    @cached_property
+    def _launches(self) -> float:
+        """Seconds to launch every operation once."""
+        return sum(own.launches for own in self._best.values())
+
+    @cached_property
+    def _longest(self) -> _Seconds:
+        return _longest_chain(self.graph, self._best)
+
+    @cached_property
+    def _speeds(self) -> Mapping[int, float]:
+        """Steps a second that a device of each kind could compute alone, without launches; 0 if it has nothing to
+        compute."""
+        computing = {kind: sum(own.computing for own in each.values()) for kind, each in self._kinds.items()}
+        return {kind: 1.0 / seconds if seconds else 0.0 for kind, seconds in computing.items()}
+
+    @cached_property
+    def _computed(self) -> float:
+        """The sum over operations that the module docstring explains: at most 1."""
+        rated = [(self._speeds[kind], each) for kind, each in self._kinds.items()]
+        return sum(min(speed * each[name].computing for speed, each in rated) for name in self._best)
+
+    @cached_property
+    def _before(self) -> tuple[float, ...]:
+        """For each device, and for the end, the speed of all devices before it together."""
+        return tuple(accumulate((self._speeds[kind] for kind in self._kind_of), initial=0.0))
 
     def _speed(self, devices: range) -> float:
-        """Steps a second that some devices can compute together, without launches."""
-        each = (self._kinds[self._kind_of[device]].computing for device in devices)
-        return sum(1.0 / seconds if seconds else math.inf for seconds in each)
+        if not self.cluster.groups:
+            return len(devices) * self._speeds[0]
+        return self._before[devices.stop] - self._before[devices.start]
 
     @cached_property
     def _quickest(self) -> float:
@@ -143,28 +184,34 @@ def bounds_of(request: PlanRequest, graph: Graph) -> Bounds:
     return request.shared.once("bounds", (cluster, graph, fused), devices, make=make)
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """Seconds of a step on one device, ``computing`` and ``launches`` apart, and those of its longest chain."""
+class _Seconds(NamedTuple):
+    """Seconds on one device, to compute and to launch."""
 
     computing: float
     launches: float
-    chain: float
-    chain_launches: float
 
 
-def _alone(cluster: Cluster, graph: Graph, fused: FusedKernels | None) -> _Alone:
-    each, left_out = seconds_alone(cluster, graph, fused), data_only_nodes(graph) | _additions(graph)
-    computing = launching = 0.0
-    # By node, the longest chain that ends with it: seconds of computing and of launching.
-    chains: dict[str, tuple[float, float]] = {}
+def _operations(cluster: Cluster, graph: Graph, fused: FusedKernels | None) -> dict[str, _Seconds]:
+    """What each operation of a step that must run takes on one device."""
+    left_out, found = data_only_nodes(graph) | _additions(graph), dict[str, _Seconds]()
+    for name, (seconds, launches) in seconds_alone(cluster, graph, fused).items():
+        if name not in left_out:
+            launches = min(launches, seconds)  # What is only viewed launches nothing.
+            found[name] = _Seconds(seconds - launches, launches)
+    return found
+
+
+def _longest_chain(graph: Graph, each: Mapping[str, _Seconds]) -> _Seconds:
+    """What operations that each take the result of the one before take together, of all such chains the one that
+    computes longest."""
+    nothing = _Seconds(0.0, 0.0)
+    # By node, the longest chain that ends with it.
+    chains: dict[str, _Seconds] = {}
     for node in graph.nodes:
-        before = max((chains[value.node] for value in node.operands), default=(0.0, 0.0))
-        seconds, launches = (0.0, 0.0) if node.name in left_out else each.get(node.name, (0.0, 0.0))
-        launches = min(launches, seconds)  # What is only viewed launches nothing.
-        computing, launching = computing + seconds - launches, launching + launches
-        chains[node.name] = before[0] + seconds - launches, before[1] + launches
-    return _Alone(computing, launching, *max(chains.values(), default=(0.0, 0.0)))
+        before = max((chains[value.node] for value in node.operands), default=nothing)
+        own = each.get(node.name, nothing)
+        chains[node.name] = _Seconds(before.computing + own.computing, before.launches + own.launches)
+    return max(chains.values(), default=nothing)
 
 
 def _additions(graph: Graph) -> frozenset[str]:

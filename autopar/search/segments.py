@@ -9,13 +9,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.errors import OptionsError
+from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, Node
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
+from autopar.placement.formulation import Instance
 from autopar.placement.item_prices import parameter_bytes, temporary_bytes
 from autopar.placement.memory_bound import recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
@@ -67,14 +69,13 @@ def price_segments(
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
             seconds[_segment(line.name, segment_of)] += share * line.seconds / line.times
-    away = assignment.recomputed | assignment.offloaded
+    away, read_in = assignment.recomputed | assignment.offloaded, _last_readers(instance.graph, segment_of)
     for node in instance.graph.nodes:
         if node.op == "param":
-            parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
-            static[_segment(node.name, segment_of)] += sum(parts)
+            static[_segment(node.name, segment_of)] += _static_bytes(instance, assignment, node)
         elif node.op == SAVED_ACTIVATION and node.name not in away:
             place = assignment.strategies[node.name].outputs[0]
-            saved[_segment(node.operands[0].node, segment_of)] += prices.held(node.type, place)
+            saved[read_in.get(node.name, _segment(node.operands[0].node, segment_of))] += prices.held(node.type, place)
         elif not node.is_placeholder and node.name in segment_of:
             kinds, own = tuple(map(instance.graph.type_of, node.operands)), segment_of[node.name]
             strategy = assignment.strategies[node.name]
@@ -86,6 +87,27 @@ def price_segments(
     for own, size in recomputed_of(uncut.step.placed, lambda n: _segment(n.operands[0].node, segment_of)).items():
         again[own] = size
     return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire, working, again)
+
+
+def _static_bytes(instance: Instance, assignment: Assignment, node: Node) -> int:
+    """Bytes of the parameter ``node`` with its gradient and state on a device, at least: a sum of gradients may take
+    more."""
+    place = assignment.parameters[node.name]
+    weight, gradient, state = parameter_bytes(instance.prices, node, place, instance.optimizer)
+    weight = 0 if node.name in assignment.offloaded else weight
+    return weight + gradient + state if node.target in instance.graph.gradients else weight
+
+
+def _last_readers(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]:
+    """For each saved activation, the last segment whose backward reads it: wherever the graph is cut, the chunk with
+    that segment holds it. One that no backward of the segment where it is made reads rests with the chunk that receives
+    it."""
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        for value in node.operands:
+            if graph[value.node].op == SAVED_ACTIVATION:
+                found[value.node] = max(found.get(value.node, 0), _segment(node.name, segment_of))
+    return found
 
 
 def _segment(name: str, segment_of: Mapping[str, int]) -> int:

@@ -48,19 +48,6 @@ def prices_on_blocks(solutions: Sequence[MeshSolution]) -> tuple[Prices, ...]:
     return tuple(solved.prices.on_block(block) for block, solved in enumerate(solutions))
 
 
-def least_share(solutions: Sequence[MeshSolution], cluster: Cluster) -> float:
-    """A lower bound of the seconds that the slowest stage takes. Were the whole step on block b to take u[b] seconds at
-    least, and b to have the share f[b] of the step, the slowest would take max f[b] u[b]; that is least if all take the
-    same, 1 / sum of 1 / u[b]."""
-    on_blocks = zip(solutions, breakdowns_on_blocks(solutions, cluster), strict=True)
-    rates = [
-        solved.breakdown.seconds / on_block.seconds / solved.unlimited
-        for solved, on_block in on_blocks
-        if solved.unlimited > 0
-    ]
-    return 1.0 / sum(rates) if len(rates) == len(solutions) else 0.0
-
-
 def orders(
     kinds: Sequence[int], seconds: Sequence[float], limits: Sequence[float], pinned: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...]:

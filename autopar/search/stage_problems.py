@@ -18,7 +18,7 @@ from autopar.planner.row_shares import Division, bisected, divisions, divisions_
 from autopar.planner.solve_mesh import is_short_of_memory, solve_only
 from autopar.planner.timings import Timings
 
-from .stage_devices import kinds_of_blocks, least_share
+from .stage_devices import kinds_of_blocks
 from .stage_meshes import StageLayout
 
 # A stage may take less than its share of the program's bound, by up to this factor: the program overlaps messages with
@@ -30,21 +30,22 @@ SAFETY_FACTOR = 1.15
 class StagePrograms:
     """The placement programs for ``request`` (for the mesh inside a stage of ``layout``). A pipeline is searched again
     with less memory only while it could be quicker than ``best`` seconds, and at all only while it could be worth its
-    while (``request.worth``)."""
+    while (``request.worth``). Only the first search asks that: with less memory, quicker stages may be missing."""
 
     request: PlanRequest
     layout: StageLayout
     best: float
     timings: Timings
     _least: float = field(default=0.0, init=False)
+    _is_first: bool = field(default=True, init=False)
 
     def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> tuple[MeshSolution, ...]:
         """The best solution for each stage within ``limit`` bytes, summed over the devices of all stages, and ``host``
         bytes of their hosts.
 
-        All stages share the work of a step, so at least one of them takes its share of the seconds without a memory
-        limit (a quicker one, a larger share); a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if
-        nothing fits, or if an earlier solution shows that no pipeline can beat ``best``."""
+        All stages share the work of a step, so at least one of equal stages takes its share of the seconds without a
+        memory limit; a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if an
+        earlier solution shows that no pipeline can beat ``best``."""
         if self._least > SAFETY_FACTOR * self.best:
             raise InfeasibleError(
                 f"{self.layout.described} take at least {self._least:.3g} s: not searched with less memory"
@@ -58,52 +59,58 @@ class StagePrograms:
             limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
             bounds[kind] = self._in_divisions(inside, replace(limited, worth=self._worth), graph)
             solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
-        self._least = self._bound(kinds, bounds)
+        self._is_first = False
+        self._least = self._share([solution for each in bounds.values() for solution in each])
         return tuple(solved[kind] for kind in kinds)
 
     @property
     def _worth(self) -> float:
-        """Seconds of the program for all stages together with which one of them takes too long."""
-        return math.inf if self.layout.is_unequal else SAFETY_FACTOR * self.request.worth * self.layout.stages
+        """Seconds of the program for all stages together with which one of them probably takes too long."""
+        if not (self._is_first and self._is_alike):
+            return math.inf
+        return SAFETY_FACTOR * self.request.worth * self.layout.stages
 
     def _solved(self, request: PlanRequest, graph: Graph) -> MeshSolution:
         try:
             return solve_only(request, graph, self.timings)
         except TooSlowError as error:
             share = error.seconds / self.layout.stages / SAFETY_FACTOR
-            raise TooSlowError(self.layout.described, share) from None
+            raise TooSlowError(self.layout.described, share, is_proven=False) from None
 
     def _in_divisions(self, inside: PlanRequest, limited: PlanRequest, graph: Graph) -> list[MeshSolution]:
         """The solutions in every division of the rows that is worth trying. Raises :class:`InfeasibleError` if there
         is none."""
         tried = self._divisions(inside, limited.repeats)
-        found, failure = self._divided(limited, graph, tried)
+        found, failures = self._divided(limited, graph, tried)
         quickest = min(found, key=lambda solution: solution.breakdown.seconds, default=None)
         differ = bool(limited.cluster.groups) and not self.layout.is_unequal
-        if differ and (quickest is None or is_short_of_memory(limited, quickest)):
+        if differ and (_is_any_full(failures) if quickest is None else is_short_of_memory(limited, quickest)):
             rows = max(1, inside.batch // limited.repeats.microbatches)
             for ordered in divisions_by_memory(inside, rows, tried):
                 solve = partial(self._in_division, limited, graph)
                 found += bisected(ordered, solve, lambda solution: solution.saves_memory)
-        if not found and failure is not None:
-            raise failure
+        if not found and failures:
+            raise failures[0]
         return found
 
     def _divided(
         self, limited: PlanRequest, graph: Graph, tried: Sequence[Division]
-    ) -> tuple[list[MeshSolution], InfeasibleError | None]:
-        """The solutions in each of some divisions, and why the first that has none has none."""
-        found: list[MeshSolution] = []
-        failure: InfeasibleError | None = None
+    ) -> tuple[list[MeshSolution], list[InfeasibleError]]:
+        """The solutions in each of some divisions, and why others have none."""
+        found, failures = list[MeshSolution](), list[InfeasibleError]()
         for division in tried:
             try:
                 found.append(self._solved(on_mesh(limited, division), graph))
             except InfeasibleError as error:
-                failure = failure or error
-        return found, failure
+                failures.append(error)
+        return found, failures
 
     def _in_division(self, limited: PlanRequest, graph: Graph, division: Division) -> MeshSolution | None:
-        found, _ = self._divided(limited, graph, [division])
+        """The solution in one division; None: nothing fits. Raises :class:`TooSlowError`."""
+        found, failures = self._divided(limited, graph, [division])
+        for failure in failures:
+            if isinstance(failure, TooSlowError):
+                raise failure
         return found[0] if found else None
 
     def _inside(self, kind: int) -> PlanRequest:
@@ -120,10 +127,17 @@ class StagePrograms:
         axes = max(len(mesh) for size in self.layout.counts for mesh in mesh_candidates(replace(inside, mesh=(size,))))
         return tuple(((1,) * (axes - len(mesh)) + mesh, ()) for mesh in mesh_candidates(inside))
 
-    def _bound(self, kinds: tuple[int, ...], bounds: dict[int, list[MeshSolution]]) -> float:
-        """The least that any choice of solutions says of the slowest stage."""
-        cluster = self.request.cluster
-        if not self.layout.is_unequal:
-            return min(least_share((solution,) * len(kinds), cluster) for solution in bounds[0])
-        least = {kind: min(each, key=lambda solution: solution.unlimited) for kind, each in bounds.items()}
-        return least_share([least[kind] for kind in kinds], cluster)
+    def _share(self, solutions: Sequence[MeshSolution]) -> float:
+        """The seconds that the slowest stage takes at least, whichever of ``solutions`` the stages have. Where stages
+        differ, nothing is known: each operation may lie where it takes least."""
+        return min(solution.unlimited for solution in solutions) / self.layout.stages if self._is_alike else 0.0
+
+    @property
+    def _is_alike(self) -> bool:
+        """Whether all stages have as many devices of the same kind."""
+        return len(set(kinds_of_blocks(self.request.cluster, self.layout.blocks))) == 1
+
+
+def _is_any_full(failures: Sequence[InfeasibleError]) -> bool:
+    """Whether memory is what any of these lack."""
+    return any(not isinstance(failure, TooSlowError) for failure in failures)

@@ -3,8 +3,10 @@ these."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,15 +14,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
+from autopar.ir.microbatching import ONCE
 from autopar.ir.node import TensorType
 from autopar.ir.placements import REPLICATE, Placements, UnequalShard
 from autopar.optimizers import optimizer_bytes
 from autopar.placement.rooms import Room, counted_bytes, rooms_of
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.prepare import prepare
 from autopar.planner.row_shares import bisected, divided
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.rehearse.rehearsal import rehearse
+from autopar.search import best_plan, stage_problems
 from autopar.search.reprice import reprice
+from autopar.search.stage_meshes import StageLayout
+from tests.helpers.planning import requested
 from tests.helpers.unequal_devices import ROWS, Wide, batch_of, bench, bytes_of, hardware, planned, with_memory
 from tests.planner.test_row_shares import _all_divisions, _line
 
@@ -200,3 +209,48 @@ def test_bisection_finds_the_first_that_has_enough() -> None:
         found = bisected(range(8), solve, lambda division: division < enough)  # type: ignore[arg-type]  # noqa: B023
         assert len(tried) <= 4
         assert enough == 8 or enough in found
+
+
+def test_bisection_goes_towards_the_quickest_from_what_is_too_slow() -> None:
+    for enough in range(8):
+        for slow in range(enough + 1, 9):
+            tried: list[int] = []
+
+            def solve(division: Any, tried: list[int] = tried) -> int:
+                tried.append(division)
+                if division >= slow:  # noqa: B023
+                    raise TooSlowError("plans", 1.0)
+                return division
+
+            found = bisected(range(8), solve, lambda division: division < enough)  # type: ignore[arg-type]  # noqa: B023
+            assert len(tried) <= 4
+            assert enough in found
+
+
+@pytest.mark.parametrize("too_slow", [True, False])
+def test_rows_are_divided_by_memory_only_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, too_slow: bool) -> None:
+    error = TooSlowError("plans", 1.0) if too_slow else InfeasibleError("nothing fits")
+    sought: list[bool] = []
+
+    def by_memory(*_: object) -> tuple[()]:
+        sought.append(True)
+        return ()
+
+    asked = requested("plain", (2,), hardware("S", "F"))
+    for module, solve in ((best_plan, "solve_mesh"), (stage_problems, "solve_only")):
+        monkeypatch.setattr(module, "divisions_by_memory", by_memory)
+        monkeypatch.setattr(module, solve, Mock(side_effect=error))
+    assert not best_plan._without_stages(asked, Timings()).candidates
+    programs = stage_problems.StagePrograms(asked, StageLayout(1, (2,), (0,)), math.inf, Timings())
+    with pytest.raises(InfeasibleError):
+        programs.solve(asked.graph, ONCE, 1.0, 1.0)
+    assert len(sought) == (0 if too_slow else 2)
+    step, division = step_graph(asked.graph, asked.loss, asked.batch), ((2,), ())
+    if too_slow:
+        with pytest.raises(TooSlowError):
+            best_plan._in_division(asked, step, Timings(), division)
+        with pytest.raises(TooSlowError):
+            programs._in_division(asked, step, division)
+    else:
+        assert best_plan._in_division(asked, step, Timings(), division) is None
+        assert programs._in_division(asked, step, division) is None

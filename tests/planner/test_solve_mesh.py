@@ -21,7 +21,7 @@ from autopar.ir.placements import parse_placements, short
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
-from autopar.placement.formulation import build_instance
+from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
 from autopar.planner import solve_mesh as planner
 from autopar.planner.memory_limit import TooSlowError
@@ -178,6 +178,21 @@ def test_what_is_not_worth_while_is_not_searched_further(limited: bool) -> None:
         solve_mesh(replace(asked, worth=short), graph, Timings())
     assert short <= caught.value.seconds <= best.solution.objective
     assert priced_baselines(replace(asked, worth=short), graph, Timings()) == priced
+
+
+def test_a_program_with_less_memory_than_allowed_proves_nothing() -> None:
+    request = replace(requested(wide, (4,)), worth=1e-12)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    _, program = planner._formulate(request, graph, Timings())
+    allowed, solve = float(memory_limit_of(request)), planner._solver(request, Timings())
+
+    def within(limit: float) -> Instance:
+        return replace(program, problem=replace(program.problem, memory_limit=limit))
+
+    for limit in (allowed, math.inf):
+        with pytest.raises(TooSlowError, match="take at least"):
+            solve(within(limit), ())
+    assert solve(within(allowed - 1.0), ()).status != "infeasible"
 
 
 def smallest_limit(request: PlanRequest) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +19,15 @@ from autopar.cluster.description import Cluster
 from autopar.cost.pipeline.prices import SharedProcessors
 from autopar.errors import InfeasibleError
 from autopar.ir.microbatching import Repeats
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.timings import Timings
 from autopar.schedule.check import check
 from autopar.schedule.named import SCHEDULES
 from autopar.search import best_plan as search
 from autopar.search import stage_problems as stage_programs
-from autopar.search.candidate import Candidate
+from autopar.search.candidate import RULE, Candidate, Excluded, Failure, Tried, why_excluded
 from autopar.search.pipeline_breakdown import shared_processors
-from autopar.search.stage_meshes import StageLayout, layout_for, layouts, microbatch_counts
+from autopar.search.stage_meshes import StageLayout, layout_for, layout_of, layouts, microbatch_counts
 from tests.helpers.models import Case
 from tests.helpers.planning import CLUSTER, planned, requested
 
@@ -340,6 +342,56 @@ def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pyt
     else:
         assert programs.solve(request.graph, repeats, 180.0, 20.0) == (solution, solution)
         assert [call.args[0].memory_limit for call in solve_only.call_args_list] == [100.0, 90.0]
+
+
+def test_only_the_first_search_asks_whether_stages_are_worth_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less memory, quicker stages may be missing; and what one of them takes is an estimate."""
+    solution = Mock(**{"unlimited": 4.0, "breakdown.seconds": 5.0})
+    solve_only = Mock(side_effect=[solution, solution, TooSlowError("plans", 4.6)])
+    monkeypatch.setattr(stage_programs, "solve_only", solve_only)
+    request, layout = replace(requested("plain", (2,)), worth=1.0), StageLayout(2, (2,), (0,))
+    programs = stage_programs.StagePrograms(request, layout, math.inf, Timings())
+    repeats = Repeats(2, 1, accumulates=True, stages=2)
+    for limit in (200.0, 180.0):
+        programs.solve(request.graph, repeats, limit, 20.0)
+    assert [call.args[0].worth for call in solve_only.call_args_list] == [pytest.approx(2.3), math.inf]
+    with pytest.raises(TooSlowError, match="2 stages take about 2") as caught:
+        stage_programs.StagePrograms(request, layout, math.inf, Timings()).solve(request.graph, repeats, 200.0, 20.0)
+    assert caught.value.seconds == pytest.approx(2.0) and not caught.value.is_proven
+    assert why_excluded(Tried(excluded=(Excluded(RULE, caught.value),)), 1)[RULE].startswith("about 2")
+
+
+def test_stages_of_unequal_devices_are_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation may lie where it takes least, so what the whole step takes on each stage bounds nothing."""
+    solution = Mock(**{"unlimited": 4.0, "breakdown.seconds": 5.0})
+    solve_only = Mock(return_value=solution)
+    monkeypatch.setattr(stage_programs, "solve_only", solve_only)
+    request = replace(requested("plain", (3,)), worth=1e-9)
+    programs = stage_programs.StagePrograms(request, layout_of((3,), (2, 1)), 1e-9, Timings())
+    repeats = Repeats(2, 1, accumulates=True, stages=2)
+    for limit in (200.0, 180.0):
+        assert programs.solve(request.graph, repeats, limit, 20.0) == (solution, solution)
+    assert {call.args[0].worth for call in solve_only.call_args_list} == {math.inf}
+
+
+def test_only_the_error_that_would_be_shown_keeps_what_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explains an error, and its traceback, hold the program of a mesh."""
+    request, raised = requested("plain", (4,), mesh_search=True), list[InfeasibleError]()
+
+    def solve(*_: object) -> None:
+        raised.append(InfeasibleError("does not fit").needing(100 - len(raised)))
+        raised[-1].explain = Mock()
+        raise raised[-1]
+
+    monkeypatch.setattr(search, "solve_mesh", solve)
+    arranged = [request, replace(request, mesh=(2, 2)), replace(request, mesh=(4, 1))]
+    asked = [replace(own, options=replace(own.options, stages=1, microbatches=1)) for own in arranged]
+    assert not search._of_arrangements(asked, {}, Timings()).candidates
+    assert len(raised) == 3
+    assert [error.explain is None for error in raised] == [True, True, False]
+    assert [error.__traceback__ is None for error in raised] == [True, True, False]
+    search.keep_shown(Tried((Mock(),), failures=(Failure(raised[-1]),)))
+    assert raised[-1].explain is None
 
 
 def test_stages_need_a_loss() -> None:

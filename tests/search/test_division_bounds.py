@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
-from autopar.search import attempts, best_plan
+from autopar.search import attempts, best_plan, division_bounds
 from autopar.search.candidate import Candidate, Tried
 from autopar.search.division_bounds import Bounds, Division, all_divisions, bounds_of, covered, divides, searched
 from autopar.search.pipelines import whole_step
@@ -115,6 +117,47 @@ def test_equal_blocks_are_bounded_as_equal_divisions() -> None:
         blocks = [range(stage * inside, (stage + 1) * inside) for stage in range(stages)]
         expected = limits.seconds(Division(stages, 1, inside, count, 1))
         assert limits.seconds_of_blocks(blocks, count) == pytest.approx(expected)
+
+
+Taken = dict[str, tuple[float, float]]
+
+
+def two_kinds(monkeypatch: pytest.MonkeyPatch, slow: Taken, fast: Taken) -> Bounds:
+    """The bounds of two devices that take so many seconds to compute and to launch each operation."""
+    takes = {SLOW.name: slow, FAST.name: fast}
+    monkeypatch.setattr(
+        division_bounds,
+        "_operations",
+        lambda kind, *_: {name: division_bounds._Seconds(*own) for name, own in takes[kind.device.name].items()},
+    )
+    return bounds("stack", mixed(Group(1, SLOW), Group(1, FAST)), 2)
+
+
+def test_equal_stages_of_unequal_devices_are_bounded_as_unequal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow device may have all launches, and the quick one all else: each then takes 0.1 s."""
+    limits = two_kinds(monkeypatch, {"a": (1.0, 0.1)}, {"a": (0.1, 0.1)})
+    least = limits.seconds(Division(2, 1, 1, 1, 1))
+    assert least == pytest.approx(0.1) == limits.seconds_of_blocks([range(1), range(1, 2)], 1)
+
+
+def test_each_kind_may_do_what_it_is_best_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device of either kind the step takes 11 s, on two of them with an operation each one second."""
+    limits = two_kinds(monkeypatch, {"a": (1.0, 0.0), "b": (10.0, 0.0)}, {"a": (10.0, 0.0), "b": (1.0, 0.0)})
+    assert limits.seconds(Division(2, 1, 1, 1, 1)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_division_of_the_operations_among_kinds_is_under_the_bound(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    computing, launches = draw.uniform(0.1, 3.0, (2, 5)) ** 3, draw.uniform(0.0, 1.0, 5)
+    kinds = [{str(o): (float(row[o]), float(launches[o])) for o in range(5)} for row in computing]
+    least = two_kinds(monkeypatch, *kinds).seconds(Division(2, 1, 1, 1, 1))
+    assert least > 0.0
+    for first in itertools.product((0.0, 0.5, 1.0), repeat=5):
+        parts = np.array([first, 1.0 - np.array(first)])
+        assert least <= max((parts * (computing + launches)).sum(axis=1)) * (1 + 1e-9)
 
 
 def test_where_computing_is_all_that_counts_a_bound_is_near() -> None:

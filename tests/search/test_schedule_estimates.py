@@ -9,22 +9,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from autopar.cluster.description import Cluster
 from autopar.cost.pipeline.simulate import simulate
+from autopar.placement.memory_bound import held_bytes, saved_bytes
 from autopar.planner.timings import Timings
 from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
 from autopar.search import pipeline
 from autopar.search.best_plan import best_plan
-from autopar.search.pipeline import schedule_choices
+from autopar.search.pipeline import cut_and_price, schedule_choices
 from autopar.search.pipeline_breakdown import _counts_at_peak
+from autopar.search.pipeline_predicted import rank_steps
 from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
+from autopar.search.segments import price_segments
 from tests.helpers.marks import slow_rows_but
-from tests.helpers.planning import requested
+from tests.helpers.models import Case
+from tests.helpers.planning import Source, requested
 
 Found = list[tuple[Arranged, tuple[str, ...]]]
 
@@ -148,3 +155,65 @@ def test_no_pipeline_holds_less_than_its_estimate(
     monkeypatch.setattr(pipeline, "PRICED", 9)
     best_plan(requested(name, (2,), stages=2, microbatches=4, recompute=recompute), Timings())
     assert len(peaks) > 2 and all(0 < least <= peak for least, peak in zip(estimated, peaks, strict=True))
+
+
+_LOCAL = Cluster.get("local")
+WITH_HOST = replace(_LOCAL, device=replace(_LOCAL.device, host_bandwidth=4e9, host_memory_bytes=1 << 34))
+
+
+class Frozen(nn.Module):
+    """Layers of which the first has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def frozen() -> Case:
+    return Frozen(), (torch.ones(8, 24),)
+
+
+@pytest.mark.parametrize(
+    ("source", "offload"),
+    slow_rows_but([0, 1, 2], [("stack", None), (frozen, None), (frozen, "weights"), ("llama", None)]),
+)
+def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, source: Source, offload: Any) -> None:
+    """Of parameters, and of what a microbatch saves, wherever the graph is cut."""
+    priced, on_blocks, price = list[tuple[Segments, pipeline.PipelineSolution]](), list[Segments](), price_segments
+
+    def segments(*arguments: Any) -> Segments:
+        on_blocks[:] = [price(*arguments)]
+        return on_blocks[0]
+
+    def every(own: Estimates, found: Found) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
+        kind = found[0][0]
+        assert kind.kind == ("gpipe", 1)
+        return ((kind, (name,)) for name in own.on_blocks[0].starts)
+
+    def priced_at(*arguments: Any) -> pipeline.PipelineSolution:
+        priced.append((on_blocks[0], cut_and_price(*arguments)))
+        return priced[-1][1]
+
+    monkeypatch.setattr(pipeline, "price_segments", segments)
+    monkeypatch.setattr(Estimates, "in_order", every)
+    monkeypatch.setattr(pipeline, "cut_and_price", priced_at)
+    monkeypatch.setattr(pipeline, "PRICED", 99)
+    options = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "recompute": "none", "offload": offload}
+    best_plan(requested(source, (2,), WITH_HOST, **options), Timings())
+    assert len(priced) > 2
+    for own, solution in priced:
+        at = own.starts.index(solution.pipeline.cuts[0]) + 1
+        if not any(node.phase == "backward" for node in solution.breakdown.chunks[0].graph.nodes):
+            continue  # The gradient of its table belongs to the other chunk.
+        for rank, (first, end) in enumerate(((0, at), (at, own.count))):
+            (step,) = rank_steps(solution, rank, solution.prices[rank])
+            parameters = step.graph.placeholders("param")
+            assert own.static[first:end].sum() <= sum(sum(held_bytes(step, node)) for node in parameters)
+            assert 0 <= own.saved[first:end].sum() <= saved_bytes(step)
+    assert own.saved.sum() > 0.0
