@@ -25,7 +25,7 @@ from autopar.schedule.check import check
 from autopar.schedule.named import SCHEDULES
 from autopar.search import best_plan as search
 from autopar.search import stage_problems as stage_programs
-from autopar.search.candidate import RULE, Candidate, Excluded, Failure, Tried, why_excluded
+from autopar.search.candidate import RULE, Candidate, Excluded, Tried, why_excluded
 from autopar.search.pipeline_breakdown import shared_processors
 from autopar.search.stage_meshes import StageLayout, layout_for, layout_of, layouts, microbatch_counts
 from tests.helpers.models import Case
@@ -372,26 +372,6 @@ def test_stages_of_unequal_devices_are_sought_with_less_memory(monkeypatch: pyte
     for limit in (200.0, 180.0):
         assert programs.solve(request.graph, repeats, limit, 20.0) == (solution, solution)
     assert {call.args[0].worth for call in solve_only.call_args_list} == {math.inf}
-
-
-def test_only_the_error_that_would_be_shown_keeps_what_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What explains an error, and its traceback, hold the program of a mesh."""
-    request, raised = requested("plain", (4,), mesh_search=True), list[InfeasibleError]()
-
-    def solve(*_: object) -> None:
-        raised.append(InfeasibleError("does not fit").needing(100 - len(raised)))
-        raised[-1].explain = Mock()
-        raise raised[-1]
-
-    monkeypatch.setattr(search, "solve_mesh", solve)
-    arranged = [request, replace(request, mesh=(2, 2)), replace(request, mesh=(4, 1))]
-    asked = [replace(own, options=replace(own.options, stages=1, microbatches=1)) for own in arranged]
-    assert not search._of_arrangements(asked, {}, Timings()).candidates
-    assert len(raised) == 3
-    assert [error.explain is None for error in raised] == [True, True, False]
-    assert [error.__traceback__ is None for error in raised] == [True, True, False]
-    search.keep_shown(Tried((Mock(),), failures=(Failure(raised[-1]),)))
-    assert raised[-1].explain is None
 
 
 def test_stages_need_a_loss() -> None:

@@ -1,10 +1,16 @@
-"""What is listed beside the plan that a search chose."""
+"""What is kept of what a search tried: listed beside the plan, or shown as an error."""
 
+from dataclasses import replace
 from unittest.mock import Mock
+
+import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.ir.plan_record import Predicted
-from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Tried, also_priced
+from autopar.planner.timings import Timings
+from autopar.search import best_plan as search
+from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, also_priced
+from tests.helpers.planning import requested
 
 
 def step_of(seconds: float) -> Predicted:
@@ -16,3 +22,23 @@ def test_of_the_baselines_of_excluded_meshes_the_quickest_is_listed() -> None:
     excluded = tuple(Excluded(NO_STAGES, InfeasibleError("too full"), baselines) for baselines in priced)
     best = Candidate(1.0, None, Mock(), Mock())
     assert also_priced(Tried((best,), excluded), best) == {"FSDP": step_of(1.0), "DDP": None}
+
+
+def test_only_the_error_that_would_be_shown_keeps_what_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explains an error, and its traceback, hold the program of a mesh."""
+    request, raised = requested("plain", (4,), mesh_search=True), list[InfeasibleError]()
+
+    def solve(*_: object) -> None:
+        raised.append(InfeasibleError("does not fit").needing(100 - len(raised)))
+        raised[-1].explain = Mock()
+        raise raised[-1]
+
+    monkeypatch.setattr(search, "solve_mesh", solve)
+    arranged = [request, replace(request, mesh=(2, 2)), replace(request, mesh=(4, 1))]
+    asked = [replace(own, options=replace(own.options, stages=1, microbatches=1)) for own in arranged]
+    assert not search._of_arrangements(asked, {}, Timings()).candidates
+    assert len(raised) == 3
+    assert [error.explain is None for error in raised] == [True, True, False]
+    assert [error.__traceback__ is None for error in raised] == [True, True, False]
+    search.keep_shown(Tried((Mock(),), failures=(Failure(raised[-1]),)))
+    assert raised[-1].explain is None
