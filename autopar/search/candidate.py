@@ -109,8 +109,9 @@ def also_priced(tried: Tried, best: Candidate) -> dict[str, Predicted | None]:
     for candidate in sorted(tried.candidates, key=lambda candidate: candidate.seconds):
         quickest.setdefault(candidate.layout, candidate)
     listed: dict[str, Predicted | None] = {}
-    for name, priced in ((name, priced) for excluded in tried.excluded for name, priced in excluded.baselines.items()):
-        listed[name] = _quicker(listed.get(name), priced)
+    for excluded in tried.excluded:
+        for name, priced in excluded.baselines.items():
+            listed[name] = _quicker(listed.get(name), priced)
     listed |= {name: priced for candidate in quickest.values() for name, priced in candidate.baselines.items()}
     others = [candidate for candidate in quickest.values() if candidate.layout != best.layout]
     listed.update(candidate.figures() for candidate in others if candidate is not tried.rule)
