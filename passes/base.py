@@ -13,7 +13,7 @@ import torch
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Output, Phase, Value
-from autopar.torch_internals.operators import OpOverload, is_mutable
+from autopar.torch_internals.operators import is_mutable, operation_called
 
 # Operations whose results depend on strides, which a graph does not show and dropping a copy may change.
 LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))
@@ -86,11 +86,8 @@ def _renamed(output: Output, renamed: dict[Value, Value]) -> Output:
 def is_pure(op: str) -> bool:
     """Whether an operation gives equal results for equal operands and has no side effects: operations of ATen or
     autopar that neither write nor draw from a generator. Unknown operations count as impure."""
-    namespace, _, rest = op.partition(".")
-    name, _, overload = rest.rpartition(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace in ("aten", "autopar") and name else None
-    operation = getattr(packet, overload, None)
-    if not isinstance(operation, OpOverload):
+    operation = operation_called(op) if op.startswith(("aten.", "autopar.")) else None
+    if operation is None:
         return False
     return not is_mutable(operation) and torch.Tag.nondeterministic_seeded not in operation.tags
 

@@ -50,6 +50,7 @@ def _device(devices: Sequence[DeviceSamples], times: Summary) -> DeviceSamples:
         function=times([d.function for d in devices]),
         update=times([d.update for d in devices]),
         share=times([d.share for d in devices]),
+        host=times([d.host for d in devices]),
     )
 
 

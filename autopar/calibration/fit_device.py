@@ -14,7 +14,7 @@ from autopar.cost.compute.matmul_efficiency import attention_seconds, product_se
 from autopar.ir.node import SHORT_DTYPES
 from autopar.solver.problem import Floats
 
-from .measure_device import FUNCTION_ELEMENTS, HEADS, UPDATED, AttentionSample, DeviceSamples, MatrixSample
+from .measure_device import FUNCTION_ELEMENTS, UPDATED, AttentionSample, DeviceSamples, MatrixSample
 from .relative_least_squares import least_error, nonnegative_fit
 
 # Bytes that AdamW at least reads (value, gradient and two states) and writes (value and two states).
@@ -78,8 +78,8 @@ def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> floa
 def fit_attention(samples: Sequence[AttentionSample], device: Device) -> tuple[float, float, float]:
     """Fits ``attention_efficiency`` and ``attention_width``. Returns them and the remaining relative error."""
     seconds = np.array([s.seconds for s in samples])
-    flops = [HEADS * s.length**2 * s.width * (5 if s.backward else 2) for s in samples]  # Causal: half the FLOPs.
-    rate = device.peak_flops["f32"]
+    flops = [s.heads * s.length**2 * s.width * (5 if s.backward else 2) for s in samples]  # Causal: half the FLOPs.
+    rate = device.peak_flops[samples[0].dtype]
 
     def model(parameters: Floats) -> Floats:
         efficiency, width = map(float, parameters)
@@ -104,11 +104,15 @@ def fit_gpu(samples: DeviceSamples, name: str, memory_bytes: int, processors: in
         memory_bytes=memory_bytes,
         memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
         view_seconds=samples.view,
+        host_seconds=samples.host,
         # Our estimate (docs/cost-model.md, "Where the numbers come from").
         reserve_bytes=3 << 29,
         reserve_fraction=0.1,
     )
-    return device, error
+    if not samples.attention:
+        return device, error
+    efficiency, width, _ = fit_attention(samples.attention, device)
+    return replace(device, attention_efficiency=efficiency, attention_width=width), error
 
 
 def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[Device, dict[str, float]]:

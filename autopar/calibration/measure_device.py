@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autopar.ops.attention_kernels import FLASH, PROCESSOR, kernel_for
+
+from .replayed import launching_seconds, replayed_seconds
+
 # (m, n, k): square products, and skinny ones like the products of a layer after sharding and microbatching.
 CPU_MATRICES = (
     (64, 64, 64),
@@ -43,6 +47,8 @@ POOL_BYTES = 128 << 20
 # (length, width) of causal attention with HEADS heads.
 # Chosen: short and long rows, narrow and wide heads, small enough for a core.
 CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
+# The same of GPUs. Chosen: rows as models have them, which occupy all of a GPU.
+GPU_ATTENTION, GPU_HEADS = ((1024, 64), (4096, 64), (1024, 128), (4096, 128)), 64
 # Chosen: 256 KiB of float32, which take much longer than a launch and stay in a cache near the core.
 FUNCTION_ELEMENTS = 1 << 16
 # Parameters of layers, so many that they, their gradients and their state are larger than caches, as a model's are.
@@ -66,12 +72,14 @@ class MatrixSample:
 
 @dataclass(frozen=True)
 class AttentionSample:
-    """Causal attention of :data:`HEADS` heads, or its backward, took ``seconds``."""
+    """Causal attention of so many ``heads``, or its backward, took ``seconds``."""
 
     length: int
     width: int
     backward: bool
     seconds: float
+    heads: int = HEADS
+    dtype: str = "f32"
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class DeviceSamples:
     """Seconds of one small operation, one view, matrix products, and elementwise operations with their bytes; if
     measured, also of causal attention, of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements (their average),
     and of an AdamW update of :data:`UPDATED`. ``share``: wall-clock seconds per second of processor time while all
-    processes are at work."""
+    processes are at work. ``host``: of a GPU, seconds in which the processor launches an operation."""
 
     launch: float
     view: float
@@ -89,6 +97,7 @@ class DeviceSamples:
     function: float = 0.0
     update: float = 0.0
     share: float = 1.0
+    host: float = 0.0
 
 
 def mean_seconds(function: Job, device: torch.device, budget: float) -> tuple[float, float]:
@@ -134,9 +143,16 @@ def _each(jobs: Sequence[Job], device: torch.device, seconds: float, meet: Job) 
     times = []
     for job in jobs:
         meet()
-        times.append(mean_seconds(job, device, seconds / len(jobs)))
+        times.append(_seconds_of(job, device, seconds / len(jobs)))
     share = lower_quartile([wall / worked for wall, worked in times])
     return [worked * share for _, worked in times], share
+
+
+def _seconds_of(job: Job, device: torch.device, budget: float) -> tuple[float, float]:
+    if device.type != "cuda":
+        return mean_seconds(job, device, budget)
+    seconds = replayed_seconds(job, device, budget)
+    return seconds, seconds
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -173,13 +189,24 @@ class Pool:
 
 
 def _attention_jobs(pool: Pool, length: int, width: int) -> list[Job]:
-    """Jobs for causal attention and its backward."""
-    shape, kind = (1, HEADS, length, width), torch.float32
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    """Jobs for causal attention and its backward, on processors in float32 and on GPUs in bfloat16."""
+    on_gpu = pool.ones.device.type == "cuda"
+    kernel, kind = (FLASH, torch.bfloat16) if on_gpu else (PROCESSOR, torch.float32)
+    shape, scale = (1, GPU_HEADS if on_gpu else HEADS, length, width), width**-0.5
     inputs, backward_inputs = pool.turns(kind, *(3 * [shape])), pool.turns(kind, *(4 * [shape]))
-    saved = forward(*next(inputs), 0.0, True)
-    return [lambda: forward(*next(inputs), 0.0, True), lambda: backward(*next(backward_inputs), *saved, 0.0, True)]
+    saved = kernel.forward(*next(inputs), None, True, scale)
+    return [
+        lambda: kernel.forward(*next(inputs), None, True, scale),
+        lambda: kernel.backward(*next(backward_inputs), *saved, None, True, scale),
+    ]
+
+
+def _attention_of_gpu(pool: Pool) -> list[Job]:
+    """None for GPUs that have no such kernel."""
+    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=pool.ones.device)
+    if kernel_for(query, query, query, None, True) is not FLASH:
+        return []
+    return [job for length, width in GPU_ATTENTION for job in _attention_jobs(pool, length, width)]
 
 
 def _updating() -> Job:
@@ -199,10 +226,17 @@ def _processor_jobs(pool: Pool) -> list[Job]:
 
 def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSamples:
     """``samples`` with the ``times`` of :func:`_processor_jobs`."""
-    kinds = [(length, width, backward) for length, width in CPU_ATTENTION for backward in (False, True)]
-    attention = (AttentionSample(*kind, taken) for kind, taken in zip(kinds, times, strict=False))
+    attention = _attention_samples(CPU_ATTENTION, HEADS, "f32", times)
     *_, tanh, exp, update = times
-    return replace(samples, attention=tuple(attention), function=(tanh + exp) / 2, update=update)
+    return replace(samples, attention=attention, function=(tanh + exp) / 2, update=update)
+
+
+def _attention_samples(
+    sizes: Sequence[tuple[int, int]], heads: int, dtype: str, times: Sequence[float]
+) -> tuple[AttentionSample, ...]:
+    """The first of ``times``, which are those of forward and backward in turn."""
+    kinds = [(length, width, backward) for length, width in sizes for backward in (False, True)]
+    return tuple(AttentionSample(*kind, taken, heads, dtype) for kind, taken in zip(kinds, times, strict=False))
 
 
 def measure_device(device: torch.device, seconds: float, meet: Job = lambda: None) -> DeviceSamples:
@@ -216,11 +250,12 @@ def measure_device(device: torch.device, seconds: float, meet: Job = lambda: Non
     pool, small = Pool(device), torch.ones(8, device=device)
     # Called as a step calls them.
     add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
-    jobs: list[Job] = [lambda: add(small, small), lambda: view(small, [2, 4])]
+    jobs: list[Job] = [lambda: add(small, small)]
+    jobs += [lambda: add(small, small) if on_gpu else view(small, [2, 4])]
     jobs += [pool.job(torch.mm, dtype, (m, k), (k, n)) for (m, n, k), dtype in products]
     jobs += [pool.job(add, torch.float32, (count,), (count,)) for count in elements]
-    processor_jobs = [] if on_gpu else _processor_jobs(pool)
-    (launch, viewing, *times), share = _each([*jobs, *processor_jobs], device, seconds, meet)
+    others = _attention_of_gpu(pool) if on_gpu else _processor_jobs(pool)
+    (launch, viewing, *times), share = _each([*jobs, *others], device, seconds, meet)
     multiplied, added = times[: len(products)], times[len(products) : len(products) + len(elements)]
     samples = DeviceSamples(
         launch,
@@ -229,4 +264,8 @@ def measure_device(device: torch.device, seconds: float, meet: Job = lambda: Non
         tuple(zip((12 * count for count in elements), added, strict=True)),
         share=share,
     )
-    return samples if on_gpu else _with_processor(samples, times[len(products) + len(elements) :])
+    later = times[len(products) + len(elements) :]
+    if not on_gpu:
+        return _with_processor(samples, later)
+    attention = _attention_samples(GPU_ATTENTION, GPU_HEADS, "bf16", later)
+    return replace(samples, view=0.0, attention=attention, host=launching_seconds(jobs[0], device))

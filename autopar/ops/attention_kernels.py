@@ -114,8 +114,9 @@ def _flash_takes(query: Tensor, capability: tuple[int, int]) -> bool:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; where there is no GPU, as in a rehearsal, that of a current one."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else _FLASH_CAPABILITY
+    """The compute capability; of what is no GPU that is here, as in a rehearsal or a plan, that of a current one."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if here else _FLASH_CAPABILITY
 
 
 def _processor(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from textwrap import shorten
 
 from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import ResidentTensor
@@ -23,6 +24,8 @@ from autopar.runtime.rehearse.rehearsal import Footprint, rehearse
 # An optimizer that is not fused allocates this many tensors of the parameter's size while it updates a parameter.
 # By reading torch's single-tensor updates.
 UPDATE_COPIES = 2
+# Characters of an error in a warning. Chosen: what was wrong, and where; not all operands.
+_LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def exact_memory(step: PlacedStep, holdings: tuple[ResidentTensor, ...]) -> Exac
 
 def reason_of(error: Exception) -> str:
     """Why a rehearsal failed, on one line."""
-    return str(error).splitlines()[-1] if str(error) else type(error).__name__
+    return shorten(" ".join([f"{type(error).__name__}:", *str(error).split()]), _LONGEST, placeholder=" ...")
 
 
 def of_step(

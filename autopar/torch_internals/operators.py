@@ -23,12 +23,22 @@ __all__ = [
     "cpu_attention",
     "get_decompositions",
     "is_mutable",
+    "operation_called",
     "overload_name",
     "registered_names",
     "safe_softmax",
     "schema_of",
     "set_autograd_kernel",
 ]
+
+
+def operation_called(op: str) -> OpOverload | None:
+    """The operation with a name such as ``aten.mm.default``, None if there is none."""
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.rpartition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
+    operation = getattr(packet, overload, None)
+    return operation if isinstance(operation, OpOverload) else None
 
 
 def schema_of(operation: OpOverload) -> torch._C.FunctionSchema:

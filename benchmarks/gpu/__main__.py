@@ -5,6 +5,7 @@ The parts, each in processes of its own, so that none ends with another:
 - ``calibrate``: the rates of the devices, beside their preset's (:mod:`benchmarks.gpu.calibrate`);
 - ``messages``: each collective through NCCL (:mod:`benchmarks.gpu.messages`);
 - ``programs``: programs of all ranks of multi-rank plans on one GPU, against eager (:mod:`benchmarks.gpu.programs`);
+- ``features``: what the runtime does beside a plain step, against torch's own (:mod:`benchmarks.gpu.features`);
 - ``train``: two models of 350 million parameters beside eager, torch.compile and FSDP2, and on several GPUs DDP, FSDP2
   and TP (:mod:`benchmarks.gpu.train`);
 - ``ops``: predicted against measured seconds by kind of operation (:mod:`benchmarks.gpu.operations`).
@@ -37,21 +38,23 @@ from .worker import module_of
 
 # The parts, and their shares of the time; what one leaves is for those after it.
 # Chosen: training compiles, and most else is planned on processors.
-SHARES = {"calibrate": 0.10, "messages": 0.05, "programs": 0.25, "train": 0.48, "ops": 0.12}
+SHARES = {"calibrate": 0.08, "messages": 0.04, "programs": 0.24, "features": 0.14, "train": 0.40, "ops": 0.10}
 # Seconds for all parts: eight minutes, less the start and the time by which workers may be late.
 SECONDS = 450.0
 # Parts that run on all devices; the others on one.
 ON_ALL = ("calibrate", "messages", "train")
+# Parts that measure no time: their cases are done several at once.
+AT_ONCE = ("programs", "features")
 # Columns of the tables, also where the output is a file. Chosen: the widest table.
 _WIDTH = 130
 # Processes that plan and run programs at once, on one device.
 # Chosen: most of their time is planning, on one core each.
-_WORKERS = 4
+_WORKERS = 8
 
 
 def workers_for(part: str, setting: Setting) -> int:
     """Processes that share the cases of a part."""
-    at_once = part == "programs" and setting.kind == "cuda"
+    at_once = part in AT_ONCE and setting.kind == "cuda"
     return max(1, min(_WORKERS, (os.cpu_count() or 1) // 2)) if at_once else 1
 
 

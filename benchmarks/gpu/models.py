@@ -39,10 +39,11 @@ def size_of(setting: Setting) -> Size:
 
 
 def make_model(name: str, setting: Setting) -> nn.Module:
-    """The model in float32 on the processor, with the same weights every time, and without dropout."""
+    """The model in float32, made on the device, with the same weights every time, and without dropout."""
     torch.manual_seed(0)
     size = size_of(setting)
-    return _llama(size) if name == "llama" else _gpt2(size, setting.tiny)
+    with setting.device:
+        return _llama(size) if name == "llama" else _gpt2(size, setting.tiny)
 
 
 def _llama(size: Size) -> nn.Module:

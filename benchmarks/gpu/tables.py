@@ -74,6 +74,11 @@ def _program(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def _feature(row: Row) -> list[str]:
+    found = [f"{row[key]:.1e}" if key in row else "" for key in ("error_found", "allowed")]
+    return ["equal" if row["equal"] else "DIFFERS", *found, str(row.get("at", ""))[:60]]
+
+
 def _trained(row: Row) -> list[str]:
     predicted = row.get("predicted_seconds"), row.get("predicted_bytes")
     return [
@@ -98,6 +103,7 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], Callable[[Row], list[str]], str]] =
     "calibrate": (("TFLOP/s", "GB/s", "launch us"), _calibrated, "as fitted to what was measured"),
     "messages": (("calls", ""), _message, "collectives against the same done by hand"),
     "programs": (("", "error", "allowed", "at"), _program, "all ranks of a plan on (2, 2) in one process, and eager"),
+    "features": (("", "error", "allowed", "at"), _feature, "what the runtime does beside a plain step, and torch"),
     "train": (
         ("ms", "of eager", "predicted", "tokens/s", "MFU", "GiB", "predicted", "loss error", "ready s"),
         _trained,

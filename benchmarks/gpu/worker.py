@@ -29,7 +29,7 @@ from .programs import poisoned
 from .setting import Row, Setting, leave
 
 # Parts that need torch.distributed, also for one process.
-JOINED = ("messages", "train", "ops")
+JOINED = ("messages", "features", "train", "ops")
 # The exit status of a process that cannot go on to the next case.
 STOPPED = 3
 

@@ -11,6 +11,7 @@ from .drop_noops import DropNoops
 from .eliminate_common import MergeCommon
 from .eliminate_dead import RemoveDead
 from .gather_rows import GatherRows
+from .known_masks import KnownMasks
 from .sink_views import SinkViews
 from .write_caches import WriteCaches
 
@@ -21,6 +22,7 @@ STANDARD: tuple[Pass, ...] = (
     DropNoops(),
     GatherRows(),
     MergeCommon(),
+    KnownMasks(),
     RemoveDead(),
     SinkViews(),
     RemoveDead(),

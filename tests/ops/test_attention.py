@@ -138,7 +138,11 @@ def test_which_kernel_runs_elsewhere() -> None:
     assert kernel_for(meta, meta, meta, None, True) is SHAPES
 
 
-def test_meta_tensors_are_taken_for_those_of_the_device_that_is_meant() -> None:
+@pytest.mark.parametrize("gpu", [False, True], ids=["no GPU here", "a GPU here"])
+def test_meta_tensors_are_taken_for_those_of_the_device_that_is_meant(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     x, narrow = torch.empty(1, 1, 2, 8, device="meta"), torch.empty(1, 1, 2, 4, device="meta")
     with kernels_of("cuda"):
         assert kernel_for(x, x, x, None, True) is EFFICIENT

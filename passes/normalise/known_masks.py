@@ -1,0 +1,195 @@
+"""Attention under a mask that no input decides: a causal one becomes ``is_causal``, one that hides nothing is dropped.
+
+Models compute masks from positions, and leave them out where they see that attention is causal; while they are traced
+they cannot see, and add a mask of zeros and minus infinity. With it attention takes twice the products, and no kernel
+that is built for causal attention runs::
+
+    %mask: f32[b, 1, 9, 9] = aten.where.self(%later, %hidden, %zero)
+    %y: f32[b, 2, 9, 4], %y.1: f32[b, 2, 9] = autopar.attention.default(%q, %k, %v, %mask, False, scale=0.5)
+
+becomes, where the values of ``%mask`` are those of causal attention::
+
+    %y: f32[b, 2, 9, 4], %y.1: f32[b, 2, 9] = autopar.attention.default(%q, %k, %v, None, True, scale=0.5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import Graph
+from autopar.ir.node import Arg, Node, Value, map_arg
+from autopar.passes.base import Pass, is_pure
+from autopar.torch_internals.operators import operation_called
+
+Known = Literal["causal", "nothing"]
+# Where the mask and `is_causal` are among the arguments.
+_MASK = {"autopar.attention.default": 3, "autopar.attention_backward.default": 6}
+# Elements up to which a value is computed whole; larger ones are computed in rows. Chosen: some megabytes.
+_WHOLE = 1 << 20
+# Elements of a mask beyond which it is left as it is. Chosen: 32 thousand positions, which take some seconds.
+_MOST = 1 << 30
+# Operations besides torch's pointwise ones that give the same rows of their result for rows of their operand.
+_IN_ROWS = frozenset(
+    f"aten.{name}.default" for name in ("_to_copy", "clone", "full_like", "zeros_like", "ones_like", "empty_like")
+)
+_FILLED = frozenset(("aten.full.default", "aten.zeros.default", "aten.ones.default"))
+_TRIANGLES = frozenset(("aten.triu.default", "aten.tril.default"))
+
+
+class _Unknown(Exception):
+    """What a value is cannot be said without running a step."""
+
+
+@dataclass(frozen=True)
+class KnownMasks(Pass):
+    """See the module. A mask counts as known if it is computed from positions and constants alone, with the same values
+    for two sizes of the batch; what hides a position is minus infinity or the least number of its dtype."""
+
+    name: ClassVar[str] = "known-masks"
+
+    def apply(self, graph: Graph) -> Graph:
+        return known_masks(graph)
+
+
+def known_masks(graph: Graph) -> Graph:
+    """See :class:`KnownMasks`."""
+    users = [node for node in graph.nodes if node.op in _MASK and _mask_of(node) is not None]
+    found = {mask: _kind(graph, mask) for mask in {_mask_of(node) for node in users} if mask is not None}
+    nodes = tuple(_without(node, found) if node.op in _MASK else node for node in graph.nodes)
+    return replace(graph, nodes=nodes) if any(found.values()) else graph
+
+
+def _mask_of(node: Node) -> Value | None:
+    """The mask of an attention that is not causal besides."""
+    place = _MASK[node.op]
+    mask = node.args[place] if len(node.args) > place else dict(node.kwargs).get("mask")
+    causal = node.args[place + 1] if len(node.args) > place + 1 else dict(node.kwargs).get("is_causal", False)
+    return mask if isinstance(mask, Value) and not causal else None
+
+
+def _without(node: Node, found: dict[Value, Known | None]) -> Node:
+    mask = _mask_of(node)
+    kind = None if mask is None else found[mask]
+    if kind is None:
+        return node
+    kwargs = tuple((key, arg) for key, arg in node.kwargs if key not in ("mask", "is_causal"))
+    return replace(node, args=(*node.args[: _MASK[node.op]], None, kind == "causal"), kwargs=kwargs)
+
+
+def _kind(graph: Graph, mask: Value) -> Known | None:
+    """What ``mask`` does for every size of the batch; None if that is neither, or not known."""
+    needed = graph.needed_for([mask])
+    cone = replace(graph, nodes=tuple(node for node in graph.nodes if node.name in needed), outputs=())
+    shape = graph.type_of(mask).shape
+    decided = all(node.op == "constant" if node.is_placeholder else is_pure(node.op) for node in cone.nodes)
+    if not decided or len(shape) < 2 or not all(isinstance(size, int) for size in shape[-2:]):
+        return None
+    # One symbol is the batch. Its least size is 2 (autopar/trace/lengths.py).
+    kinds = {_kind_at(cone.at(**{name: size for name, _ in graph.symbols}), mask) for size in (2, 3)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _kind_at(graph: Graph, mask: Value) -> Known | None:
+    if int(graph.type_of(mask).numel) > _MOST:
+        return None
+    kinds: set[Known | None] = {"causal", "nothing"}
+    try:
+        for first, rows in _Rows(graph).blocks(mask):
+            kinds &= _kinds(rows, first)
+            if not kinds:
+                return None
+    except _Unknown:
+        return None
+    # Of one position, both.
+    return "nothing" if "nothing" in kinds else "causal"
+
+
+def _kinds(rows: Tensor, first: int) -> set[Known | None]:
+    """What the rows of a mask from ``first`` on may be rows of."""
+    hides = (rows == -torch.inf) | (rows == torch.finfo(rows.dtype).min)
+    if not bool((hides | (rows == 0)).all()):
+        return set()
+    later = torch.ones(rows.shape[-2:], dtype=torch.bool).triu(first + 1)
+    found: set[Known | None] = {"nothing"} if not bool(hides.any()) else set()
+    return found | {"causal"} if bool((hides == later).all()) else found
+
+
+class _Rows:
+    """The values of a concrete ``graph`` without inputs, computed for some rows (dim -2) at a time where they are
+    large."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[Value, Tensor] = {}
+
+    def blocks(self, value: Value) -> Iterator[tuple[int, Tensor]]:
+        """The first row of a block, and the block, which may lack dims that are expanded."""
+        *outer, rows, columns = map(int, self.graph.type_of(value).shape)
+        step = max(1, _WHOLE // max(1, columns * int(torch.Size(outer).numel())))
+        for first in range(0, rows, step):
+            stop = min(first + step, rows)
+            yield first, self._some(value, first, stop).expand(*outer, stop - first, columns)
+
+    def _some(self, value: Value, first: int, stop: int) -> Tensor:
+        """Rows of ``value``, or what broadcasts to them."""
+        node, kind = self.graph[value.node], self.graph.type_of(value)
+        if int(kind.numel) <= _WHOLE:
+            whole = self._whole(value)
+            in_rows = kind.rank >= 2 and int(kind.shape[-2]) > 1
+            return whole.narrow(-2, first, stop - first) if in_rows else whole
+        block = (*kind.shape[:-2], stop - first, kind.shape[-1])
+        if node.op in _FILLED:
+            return self._run(replace(node, args=(block, *node.args[1:])), self._small)
+        if node.op in _TRIANGLES:
+            diagonal = (node.args[1] if len(node.args) > 1 else 0) + first
+            rows = self._some(node.operands[0], first, stop).expand(block)
+            return rows.triu(diagonal) if node.op == "aten.triu.default" else rows.tril(diagonal)
+        if node.op == "aten.expand.default":
+            return self._some(node.operands[0], first, stop).expand(block)
+        if node.op == "aten.reshape.default" and self.graph.type_of(node.operands[0]).shape[-2:] == kind.shape[-2:]:
+            rows = self._some(node.operands[0], first, stop)
+            return rows.expand(*self.graph.type_of(node.operands[0]).shape[:-2], *block[-2:]).reshape(block)
+        if not _is_in_rows(node):
+            raise _Unknown
+        return self._run(node, lambda operand: self._some(operand, first, stop))
+
+    def _whole(self, value: Value) -> Tensor:
+        if value not in self.known:
+            node = self.graph[value.node]
+            if node.op == "constant":
+                self.known[value] = self.graph.constants[node.name]
+            else:
+                results = self._run(node, self._small)
+                several = results if isinstance(results, (tuple, list)) else (results,)
+                self.known |= {Value(node.name, index): result for index, result in enumerate(several)}
+        return self.known[value]
+
+    def _small(self, value: Value) -> Tensor:
+        if int(self.graph.type_of(value).numel) > _WHOLE:
+            raise _Unknown
+        return self._whole(value)
+
+    def _run(self, node: Node, read: Any) -> Any:
+        def leaf(arg: Arg) -> Any:
+            if isinstance(arg, Value):
+                return read(arg)
+            return torch.device("cpu") if isinstance(arg, torch.device) else arg
+
+        operation = operation_called(node.op)
+        if operation is None:
+            raise _Unknown
+        kwargs = {key: map_arg(arg, leaf) for key, arg in node.kwargs}
+        try:
+            return operation(*map_arg(node.args, leaf), **kwargs)
+        except (RuntimeError, TypeError) as error:
+            raise _Unknown from error
+
+
+def _is_in_rows(node: Node) -> bool:
+    operation = operation_called(node.op)
+    return node.op in _IN_ROWS or (operation is not None and torch.Tag.pointwise in operation.tags)

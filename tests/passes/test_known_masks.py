@@ -1,0 +1,176 @@
+"""Attention under masks that no input decides: which are recognised, in which spellings, and that nothing changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.ir.graph import Graph
+from autopar.passes.normalise import known_masks
+from autopar.passes.normalise.known_masks import KnownMasks
+from autopar.planner.prepare import prepare
+from tests.helpers.interpret import interpret
+from tests.helpers.pass_text import check
+
+BEFORE = """graph(b=4)
+    %q: f32[b, 2, 9, 4] = input("q")
+    %k: f32[b, 2, {keys}, 4] = input("k")
+    backward %dy: f32[b, 2, 9, 4] = tangent("0")
+    %positions: i64[9] = aten.arange.default(9)
+    %columns: i64[1, 9] = aten.reshape.default(%positions, [1, 9])
+    %rows: i64[9, 1] = aten.reshape.default(%positions, [9, 1])
+    %seen: b8[9, 9] = aten.{compare}.Tensor(%columns, %rows)
+    %zero: f32[] = aten.full.default([], 0.0, dtype=torch.float32)
+    %hidden: f32[] = aten.full.default([], {least}, dtype=torch.float32)
+    %flat: f32[9, 9] = aten.where.self(%seen, %zero, %hidden)
+    %mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])
+    %y: f32[b, 2, 9, 4], %y.1: f32[b, 2, 9] = autopar.attention.default(%q, %k, %k, {mask}, scale=0.5)
+    backward %d: f32[b, 2, 9, 4], %d.1: f32[b, 2, 9, 4], %d.2: f32[b, 2, 9, 4] = autopar.attention_backward.default(
+        %dy, %q, %k, %k, %y, %y.1, {mask}, scale=0.5)
+    return output "0" = %y
+    return input_gradient "q" = %d
+"""
+
+
+def text(mask: str = "%mask, False", *, compare: str = "le", least: str = "float('-inf')") -> str:
+    one_line = BEFORE.replace("default(\n        %dy", "default(%dy")
+    return one_line.format(keys=9, mask=mask, compare=compare, least=least)
+
+
+@pytest.mark.parametrize("least", ["float('-inf')", "-3.4028234663852886e+38"])
+def test_a_causal_mask_becomes_an_argument(least: str) -> None:
+    check(KnownMasks(), text(least=least), text("None, True", least=least))
+
+
+def test_a_mask_that_hides_nothing_is_dropped() -> None:
+    check(KnownMasks(), text(least="0.0"), text("None, False", least="0.0"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compare": "lt"},  # The first position sees nothing.
+        {"compare": "ge"},
+        {"least": "-1.0"},
+        {"mask": "%mask, True"},
+    ],
+)
+def test_other_masks_stay(change: dict[str, str]) -> None:
+    check(KnownMasks(), text(**change), text(**change))
+
+
+def test_masks_that_inputs_decide_stay() -> None:
+    given = text().replace("%positions: i64[9] = aten.arange.default(9)", '%positions: i64[9] = input("positions")')
+    check(KnownMasks(), given, given)
+
+
+def test_symbolic_lengths_stay() -> None:
+    """A mask may have a window that is shorter than a longer sequence."""
+    given = text().replace("9", "l0").replace("graph(b=4)", "graph(b=4, l0=9)")
+    check(KnownMasks(), given, given)
+
+
+def test_masks_that_differ_between_samples_stay() -> None:
+    """For a batch of two rows this one would be causal."""
+    given = text().replace(
+        "%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])",
+        """%count: i64[b] = aten.arange.default(b)
+        %third: b8[b] = aten.ge.Scalar(%count, 2)
+        %third_1: b8[b, 1, 1, 1] = aten.reshape.default(%third, [b, 1, 1, 1])
+        %mask: f32[b, 1, 9, 9] = aten.where.self(%third_1, %zero, %flat)""",
+    )
+    check(KnownMasks(), given, given)
+
+
+# --- spellings of models ---
+
+
+def triangle(length: int) -> Tensor:
+    return torch.full((length, length), -math.inf).triu(1)
+
+
+def lower(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def filled(length: int) -> Tensor:
+    seen = torch.ones(length, length).tril().view(1, 1, length, length)
+    return torch.zeros(1, 1, length, length).masked_fill(seen == 0, torch.finfo(torch.float32).min)
+
+
+def of_products(length: int) -> Tensor:
+    return (1.0 - torch.tril(torch.ones(1, 1, length, length))) * torch.finfo(torch.float32).min
+
+
+def by_positions(length: int) -> Tensor:
+    count = torch.arange(length)
+    return count[None, :] <= count[:, None]
+
+
+def window(length: int) -> Tensor:
+    count = torch.arange(length)
+    return by_positions(length) & (count[:, None] - count[None, :] < length - 1)
+
+
+class Attends(nn.Module):
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.mask = nn.Linear(8, 24), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask(x.shape[1])).square().mean()
+
+
+def graph_of(mask: Callable[[int], Tensor], length: int = 7) -> Graph:
+    torch.manual_seed(0)
+    batch = (torch.randn(3, length, 8),)
+    return prepare(Attends(mask), batch, {}, device="cpu", loss_fn=None, training=True, precision=None).graph
+
+
+def is_causal(graph: Graph) -> bool:
+    found = {node.args[node.args.index(None) :] for node in graph.nodes if "attention" in node.op and None in node.args}
+    assert found <= {(None, True)}
+    return bool(found)
+
+
+SPELLINGS = [triangle, lower, filled, of_products, by_positions]
+
+
+@pytest.mark.parametrize("mask", SPELLINGS)
+def test_causal_masks_of_models(mask: Callable[[int], Tensor]) -> None:
+    assert is_causal(graph_of(mask))
+
+
+@pytest.mark.parametrize("mask", SPELLINGS)
+def test_large_masks_are_read_in_rows(mask: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_masks, "_WHOLE", 20)
+    assert is_causal(graph_of(mask))
+
+
+@pytest.mark.parametrize("whole", [20, 1 << 20])
+def test_windows_are_not_causal(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_masks, "_WHOLE", whole)
+    assert not is_causal(graph_of(window))
+
+
+@pytest.mark.parametrize("mask", [*SPELLINGS, window])
+def test_loss_and_gradients_are_the_models(mask: Callable[[int], Tensor]) -> None:
+    graph = graph_of(mask).at(b=3)
+    model, x = Attends(mask), torch.randn(3, 7, 8)
+    loss = model(x)
+    loss.backward()
+    found = interpret(graph, {**dict(model.named_parameters()), "0": x})
+    torch.testing.assert_close(found["output", "0"], loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found["gradient", name], parameter.grad)
+
+
+def test_one_position_has_nothing_to_hide() -> None:
+    graph = graph_of(lower, length=1)
+    assert all(None in node.args and True not in node.args for node in graph.nodes if "attention" in node.op)
