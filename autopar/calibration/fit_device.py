@@ -44,29 +44,6 @@ def fit_matrices(samples: Sequence[MatrixSample], launch: float, bandwidth: floa
     return device(parameters), error
 
 
-def fit_tiles(samples: Sequence[MatrixSample], processors: int, launch: float) -> tuple[Device, float]:
-    """Fits the rate (as ``peak_flops``), ``tile_depth`` and ``tile_border`` of a device whose ``processors`` share the
-    tiles of a product (:mod:`autopar.cost.compute.matmul_efficiency`). Returns them and the remaining relative error.
-    ``samples`` have one dtype."""
-    seconds = np.array([s.seconds for s in samples])
-    name, size = samples[0].dtype, SHORT_DTYPES[samples[0].dtype].itemsize
-    fastest = max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)
-
-    def device(parameters: Floats) -> Device:
-        # Numbers of Python's own: a cluster's TOML has no form for those of numpy.
-        peak, depth, border = map(float, parameters)
-        return Device("", {name: peak}, 1, 1.0, launch, processors=processors, tile_depth=depth, tile_border=border)
-
-    def model(parameters: Floats) -> Floats:
-        tiled = device(parameters)
-        work = [product_seconds(tiled, float(parameters[0]), 1.0, (s.m, s.n, s.k), size) for s in samples]
-        return launch + np.array(work)
-
-    # Chosen: the start of the fit, near an H100's values (autopar/cluster/preset_devices.py).
-    parameters, error = least_error(model, seconds, (1.1 * fastest, 300.0, 12.0), 60)
-    return device(parameters), error
-
-
 def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> float:
     """Fits the bytes per second of elementwise operations."""
     nbytes, seconds = np.array(pointwise, dtype=np.float64).T
@@ -90,29 +67,6 @@ def fit_attention(samples: Sequence[AttentionSample], device: Device) -> tuple[f
     # Chosen: the start of the fit.
     parameters, error = least_error(model, seconds, (0.5, 30.0))
     return min(1.0, float(parameters[0])), float(parameters[1]), error
-
-
-def fit_gpu(samples: DeviceSamples, name: str, memory_bytes: int, processors: int) -> tuple[Device, float]:
-    """Fits a GPU with ``processors`` multiprocessors. Returns it and the relative error of its products in bf16."""
-    by_dtype = {s.dtype: [sample for sample in samples.matrices if sample.dtype == s.dtype] for s in samples.matrices}
-    fits = {dtype: fit_tiles(matrices, processors, samples.launch) for dtype, matrices in by_dtype.items()}
-    main, error = fits["bf16"]
-    device = replace(
-        main,
-        name=name,
-        peak_flops={dtype: fitted.peak_flops[dtype] for dtype, (fitted, _) in fits.items()},
-        memory_bytes=memory_bytes,
-        memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
-        view_seconds=samples.view,
-        host_seconds=samples.host,
-        # Our estimate (docs/cost-model.md, "Where the numbers come from").
-        reserve_bytes=3 << 29,
-        reserve_fraction=0.1,
-    )
-    if not samples.attention:
-        return device, error
-    efficiency, width, _ = fit_attention(samples.attention, device)
-    return replace(device, attention_efficiency=efficiency, attention_width=width), error
 
 
 def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[Device, dict[str, float]]:

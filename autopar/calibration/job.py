@@ -27,12 +27,14 @@ from autopar.runtime.comm.groups import mesh_groups
 
 from .combine_samples import mean, mean_device
 from .default_cluster import CALIBRATIONS
-from .fit_device import fit_gpu
+from .fit_gpu import fit_gpu
 from .fit_job import FittedLinks, fit_links
 from .fit_processes import NO_LINK, as_facts, available_cores, error_text, fit_processes
+from .known_gpus import preset_of
 from .machine import write_cluster
 from .measure_device import measure_device
 from .measure_host import with_host
+from .measure_kernels import measure_kernels
 from .measure_links import JobShape, measure_links
 from .measure_process import agree, measure_alone, measure_step, measure_synchronisation
 from .samples import Samples
@@ -129,8 +131,10 @@ def _gathered(value: _Value) -> list[_Value]:
 def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Cluster:
     """Measures the GPUs of all processes at once. Their times are averaged."""
     gpu = torch.cuda.get_device_properties(device)
-    samples = mean_device(_gathered(measure_device(device, 0.3 * seconds, lambda: agree(0.0))))
-    fitted, error = fit_gpu(samples, gpu.name, int(gpu.total_memory), int(gpu.multi_processor_count))
+    samples = mean_device(_gathered(measure_kernels(device, 0.3 * seconds, lambda: agree(0.0))))
+    preset = preset_of(gpu.name, int(gpu.total_memory))
+    known = None if preset is None else preset.device
+    fitted, error = fit_gpu(samples, gpu.name, int(gpu.total_memory), int(gpu.multi_processor_count), known)
     described = with_host(fitted, device, shape.per_host, 0.05 * seconds)
     source = f"GPUs {gpu.name}; fit error matmul {error:.0%}"
     return Cluster(

@@ -23,10 +23,11 @@ from autopar.cluster.description import Cluster, Link, local_file
 from autopar.errors import OptionsError, WorkerError
 from autopar.files import FileName, local_path, sibling, write_text
 
-from .fit_device import fit_gpu
+from .fit_gpu import fit_gpu
 from .fit_processes import available_cores, fit_cluster
-from .measure_device import measure_device
+from .known_gpus import preset_of
 from .measure_host import with_host
+from .measure_kernels import measure_kernels
 from .samples import Samples
 
 # The part of the requested seconds in which processes start and join the group. Chosen, not measured.
@@ -139,8 +140,10 @@ def measure_gpu(seconds: float = 10.0) -> Cluster:
     """One GPU of this machine as a cluster of one device called ``local-gpu``."""
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = torch.cuda.get_device_properties(device)
-    samples = measure_device(device, seconds)
-    fitted, error = fit_gpu(samples, gpu.name, int(gpu.total_memory), int(gpu.multi_processor_count))
+    samples = measure_kernels(device, seconds)
+    preset = preset_of(gpu.name, int(gpu.total_memory))
+    known = None if preset is None else preset.device
+    fitted, error = fit_gpu(samples, gpu.name, int(gpu.total_memory), int(gpu.multi_processor_count), known)
     fitted = with_host(fitted, device, 1, 1.0)
     when = time.strftime("%Y-%m-%d %H:%M")
     source = f"measured on this machine {when}: one {gpu.name}; fit error matmul {error:.0%}"

@@ -1,4 +1,4 @@
-"""Measures the device of one process."""
+"""Measures the processor of one process (GPUs: :mod:`.measure_kernels`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.ops.attention_kernels import FLASH, PROCESSOR, kernel_for
-
-from .replayed import launching_seconds, replayed_seconds
+from autopar.ops.attention_kernels import PROCESSOR, Kernel
 
 # (m, n, k): square products, and skinny ones like the products of a layer after sharding and microbatching.
 CPU_MATRICES = (
@@ -27,16 +25,8 @@ CPU_MATRICES = (
     (256, 1024, 256),
     (512, 64, 512),
 )
-# Few and many tiles, short and long inner dims.
-GPU_MATRICES = (
-    *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
-    *((2048, 2048, k) for k in (256, 1024, 8192)),
-    *((8192, n, 4096) for n in (256, 1024, 1536)),
-)
 # Chosen: 64 KiB, 512 KiB and 4 MiB of float32, so that a launch weighs differently in each.
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
-# Chosen: 4, 64 and 512 MiB of float32, so that a launch weighs differently in each.
-GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
 # The low-precision rate of a processor without matrix units is far lower, so one product is enough.
 # Chosen: one of CPU_MATRICES, for comparison.
 CPU_LOW_PRECISION = (256, 256, 256)
@@ -47,8 +37,6 @@ POOL_BYTES = 128 << 20
 # (length, width) of causal attention with HEADS heads.
 # Chosen: short and long rows, narrow and wide heads, small enough for a core.
 CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
-# The same of GPUs. Chosen: rows as models have them, which occupy all of a GPU.
-GPU_ATTENTION, GPU_HEADS = ((1024, 64), (4096, 64), (1024, 128), (4096, 128)), 64
 # Chosen: 256 KiB of float32, which take much longer than a launch and stay in a cache near the core.
 FUNCTION_ELEMENTS = 1 << 16
 # Parameters of layers, so many that they, their gradients and their state are larger than caches, as a model's are.
@@ -57,6 +45,7 @@ UPDATED = 32 * ((256, 1024), (1024,))
 
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 Job = Callable[[], object]
+Matrix = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -143,16 +132,9 @@ def _each(jobs: Sequence[Job], device: torch.device, seconds: float, meet: Job) 
     times = []
     for job in jobs:
         meet()
-        times.append(_seconds_of(job, device, seconds / len(jobs)))
+        times.append(mean_seconds(job, device, seconds / len(jobs)))
     share = lower_quartile([wall / worked for wall, worked in times])
     return [worked * share for _, worked in times], share
-
-
-def _seconds_of(job: Job, device: torch.device, budget: float) -> tuple[float, float]:
-    if device.type != "cuda":
-        return mean_seconds(job, device, budget)
-    seconds = replayed_seconds(job, device, budget)
-    return seconds, seconds
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -166,21 +148,30 @@ def lower_quartile(values: Sequence[float]) -> float:
 
 class Pool:
     """Memory that is larger than the caches, from which operations take different operands each time. The same happens
-    in a step, which touches much memory between two uses of a tensor."""
+    in a step, which touches much memory between two uses of a tensor. The numbers are random: with others a processor
+    draws less power, and runs faster than in a step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.ones = torch.ones(POOL_BYTES // 4, device=device)
+        self.numbers = torch.rand(POOL_BYTES // 4, device=device)
+        self._as: dict[torch.dtype, torch.Tensor] = {}
 
     def turns(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
         """Yields tensors of ``shapes`` endlessly. Memory is reused only after the whole pool has been used."""
-        sizes, flat = [math.prod(shape) for shape in shapes], self.ones.view(dtype)
+        sizes, flat = [math.prod(shape) for shape in shapes], self._in(dtype)
         need = sum(sizes)
         if need > len(flat):
-            flat = torch.ones(need, dtype=dtype, device=flat.device)
+            flat = flat.repeat(math.ceil(need / len(flat)))
         places = [flat.narrow(0, turn * need, need).split(sizes) for turn in range(len(flat) // need)]
         return itertools.cycle(
             [[piece.view(shape) for piece, shape in zip(place, shapes, strict=True)] for place in places]
         )
+
+    def _in(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers as ``dtype``, as many bytes."""
+        if dtype not in self._as:
+            count = self.numbers.element_size() // dtype.itemsize
+            self._as[dtype] = self.numbers.to(dtype).repeat(count)
+        return self._as[dtype]
 
     def job(self, operation: Callable[..., torch.Tensor], dtype: torch.dtype, *shapes: tuple[int, ...]) -> Job:
         """A job that runs ``operation`` on operands of ``shapes``."""
@@ -188,25 +179,21 @@ class Pool:
         return lambda: operation(*next(turns))
 
 
-def _attention_jobs(pool: Pool, length: int, width: int) -> list[Job]:
-    """Jobs for causal attention and its backward, on processors in float32 and on GPUs in bfloat16."""
-    on_gpu = pool.ones.device.type == "cuda"
-    kernel, kind = (FLASH, torch.bfloat16) if on_gpu else (PROCESSOR, torch.float32)
-    shape, scale = (1, GPU_HEADS if on_gpu else HEADS, length, width), width**-0.5
-    inputs, backward_inputs = pool.turns(kind, *(3 * [shape])), pool.turns(kind, *(4 * [shape]))
-    saved = kernel.forward(*next(inputs), None, True, scale)
-    return [
-        lambda: kernel.forward(*next(inputs), None, True, scale),
-        lambda: kernel.backward(*next(backward_inputs), *saved, None, True, scale),
-    ]
+def attention_jobs(pool: Pool, kernel: Kernel, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Job]:
+    """Jobs for causal attention of ``shape`` [B, H, L, D] by ``kernel``, and its backward."""
+    inputs, more, scale = pool.turns(dtype, *(3 * [shape])), pool.turns(dtype, *(4 * [shape])), shape[-1] ** -0.5
+    saved = kernel.forward(*_three(inputs), None, True, scale)
+
+    def backward() -> object:
+        grad, query, key, value = next(more)
+        return kernel.backward(grad, query, key, value, *saved, None, True, scale)
+
+    return [lambda: kernel.forward(*_three(inputs), None, True, scale), backward]
 
 
-def _attention_of_gpu(pool: Pool) -> list[Job]:
-    """None for GPUs that have no such kernel."""
-    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=pool.ones.device)
-    if kernel_for(query, query, query, None, True) is not FLASH:
-        return []
-    return [job for length, width in GPU_ATTENTION for job in _attention_jobs(pool, length, width)]
+def _three(turns: Iterator[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first, second, third = next(turns)
+    return first, second, third
 
 
 def _updating() -> Job:
@@ -219,19 +206,20 @@ def _updating() -> Job:
 
 def _processor_jobs(pool: Pool) -> list[Job]:
     """The jobs that are only measured on processors: attention, functions and updates."""
-    jobs = [job for length, width in CPU_ATTENTION for job in _attention_jobs(pool, length, width)]
+    shapes = [(1, HEADS, length, width) for length, width in CPU_ATTENTION]
+    jobs = [job for shape in shapes for job in attention_jobs(pool, PROCESSOR, torch.float32, shape)]
     jobs += [pool.job(function, torch.float32, (FUNCTION_ELEMENTS,)) for function in (torch.tanh, torch.exp)]
     return [*jobs, _updating()]
 
 
 def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSamples:
     """``samples`` with the ``times`` of :func:`_processor_jobs`."""
-    attention = _attention_samples(CPU_ATTENTION, HEADS, "f32", times)
+    attention = attention_samples(CPU_ATTENTION, HEADS, "f32", times)
     *_, tanh, exp, update = times
     return replace(samples, attention=attention, function=(tanh + exp) / 2, update=update)
 
 
-def _attention_samples(
+def attention_samples(
     sizes: Sequence[tuple[int, int]], heads: int, dtype: str, times: Sequence[float]
 ) -> tuple[AttentionSample, ...]:
     """The first of ``times``, which are those of forward and backward in turn."""
@@ -240,32 +228,29 @@ def _attention_samples(
 
 
 def measure_device(device: torch.device, seconds: float, meet: Job = lambda: None) -> DeviceSamples:
-    """Measures one device for about ``seconds``. ``meet`` is called before each figure, so that all processes are at
+    """Measures a processor for about ``seconds``. ``meet`` is called before each figure, so that all processes are at
     work."""
-    on_gpu = device.type == "cuda"
-    shapes, elements = (GPU_MATRICES, GPU_ELEMENTS) if on_gpu else (CPU_MATRICES, CPU_ELEMENTS)
-    products = [(shape, torch.float32) for shape in shapes]
-    for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,):
-        products += [(shape, dtype) for shape in (shapes if on_gpu else (CPU_LOW_PRECISION,))]
+    products = [(shape, torch.float32) for shape in CPU_MATRICES] + [(CPU_LOW_PRECISION, torch.bfloat16)]
     pool, small = Pool(device), torch.ones(8, device=device)
     # Called as a step calls them.
     add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
-    jobs: list[Job] = [lambda: add(small, small)]
-    jobs += [lambda: add(small, small) if on_gpu else view(small, [2, 4])]
-    jobs += [pool.job(torch.mm, dtype, (m, k), (k, n)) for (m, n, k), dtype in products]
-    jobs += [pool.job(add, torch.float32, (count,), (count,)) for count in elements]
-    others = _attention_of_gpu(pool) if on_gpu else _processor_jobs(pool)
-    (launch, viewing, *times), share = _each([*jobs, *others], device, seconds, meet)
-    multiplied, added = times[: len(products)], times[len(products) : len(products) + len(elements)]
-    samples = DeviceSamples(
-        launch,
-        viewing,
-        tuple(MatrixSample(_SHORT[dtype], *shape, t) for (shape, dtype), t in zip(products, multiplied, strict=True)),
-        tuple(zip((12 * count for count in elements), added, strict=True)),
-        share=share,
-    )
-    later = times[len(products) + len(elements) :]
-    if not on_gpu:
-        return _with_processor(samples, later)
-    attention = _attention_samples(GPU_ATTENTION, GPU_HEADS, "bf16", later)
-    return replace(samples, view=0.0, attention=attention, host=launching_seconds(jobs[0], device))
+    jobs: list[Job] = [lambda: add(small, small), lambda: view(small, [2, 4])]
+    jobs += product_jobs(pool, products)
+    jobs += [pool.job(add, torch.float32, (count,), (count,)) for count in CPU_ELEMENTS]
+    (launch, viewing, *times), share = _each([*jobs, *_processor_jobs(pool)], device, seconds, meet)
+    others = times[len(products) + len(CPU_ELEMENTS) :]
+    plain = plain_samples(launch, products, CPU_ELEMENTS, times)
+    return _with_processor(replace(plain, view=viewing, share=share), others)
+
+
+def product_jobs(pool: Pool, products: Sequence[tuple[Matrix, torch.dtype]]) -> list[Job]:
+    return [pool.job(torch.mm, dtype, (m, k), (k, n)) for (m, n, k), dtype in products]
+
+
+def plain_samples(
+    launch: float, products: Sequence[tuple[Matrix, torch.dtype]], elements: Sequence[int], times: Sequence[float]
+) -> DeviceSamples:
+    """The first of ``times``: those of ``products``, then of additions of so many ``elements``."""
+    matrices = (MatrixSample(_SHORT[dtype], *shape, t) for (shape, dtype), t in zip(products, times, strict=False))
+    added = zip(elements, times[len(products) :], strict=False)
+    return DeviceSamples(launch, 0.0, tuple(matrices), tuple((12 * count, taken) for count, taken in added))

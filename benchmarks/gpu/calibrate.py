@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.calibration.default_cluster import preset_of
+from autopar.calibration.known_gpus import preset_of
 from autopar.calibration.machine import calibrate, measure_gpu, run_job, write_cluster
 from autopar.cluster.description import Cluster, local_file
 

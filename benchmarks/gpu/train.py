@@ -51,8 +51,8 @@ class Running:
 
 
 def cases(setting: Setting) -> list[str]:
-    """Eager is first: its losses are what the others must have. What compiles longest is last."""
-    beside = ("FSDP2", "torch.compile") if setting.world == 1 else ("DDP", "FSDP2", "TP")
+    """Eager is first: its losses are what the others must have."""
+    beside = ("torch.compile", "FSDP2") if setting.world == 1 else ("DDP", "FSDP2", "TP")
     variants = ("eager", "autopar", "autopar compiled", *beside)
     return [f"{m} {v}" for m in TRAINED for v in variants if (m, v) != ("gpt2", "TP")]
 

@@ -144,7 +144,8 @@ class _Rows:
             return whole.narrow(-2, first, stop - first) if in_rows else whole
         block = (*kind.shape[:-2], stop - first, kind.shape[-1])
         if node.op in _FILLED:
-            return self._run(replace(node, args=(block, *node.args[1:])), self._small)
+            filled: Tensor = self._run(replace(node, args=(block, *node.args[1:])), self._small)
+            return filled
         if node.op in _TRIANGLES:
             diagonal = (node.args[1] if len(node.args) > 1 else 0) + first
             rows = self._some(node.operands[0], first, stop).expand(block)
@@ -156,7 +157,8 @@ class _Rows:
             return rows.expand(*self.graph.type_of(node.operands[0]).shape[:-2], *block[-2:]).reshape(block)
         if not _is_in_rows(node):
             raise _Unknown
-        return self._run(node, lambda operand: self._some(operand, first, stop))
+        some: Tensor = self._run(node, lambda operand: self._some(operand, first, stop))
+        return some
 
     def _whole(self, value: Value) -> Tensor:
         if value not in self.known:

@@ -17,9 +17,10 @@ import torch
 
 from autopar.calibration import default_cluster as defaults
 from autopar.calibration import job as calibrate_job_module
-from autopar.calibration.default_cluster import default_cluster, preset_of
+from autopar.calibration.default_cluster import default_cluster
 from autopar.calibration.fit_job import fit_links, shared_adapters
 from autopar.calibration.job import calibrate_job
+from autopar.calibration.known_gpus import preset_of
 from autopar.calibration.machine import run_job
 from autopar.calibration.measure_links import GPU_MESSAGE_BYTES, JobShape, LinkSample
 from autopar.cluster.description import Cluster, Device, Link, local_file

@@ -15,7 +15,7 @@ import torch
 from autopar.calibration import fit_processes as fitting
 from autopar.calibration import machine as calibration
 from autopar.calibration.combine_samples import undisturbed
-from autopar.calibration.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices, fit_tiles
+from autopar.calibration.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices
 from autopar.calibration.fit_links import fit_rates
 from autopar.calibration.fit_processes import exchanging_in_step, fit_cluster, in_step
 from autopar.calibration.machine import calibrate
@@ -23,7 +23,6 @@ from autopar.calibration.measure_device import (
     CPU_ATTENTION,
     CPU_MATRICES,
     FUNCTION_ELEMENTS,
-    GPU_MATRICES,
     HEADS,
     AttentionSample,
     DeviceSamples,
@@ -35,28 +34,12 @@ from autopar.calibration.measure_step import exchange_seconds, step_like_seconds
 from autopar.calibration.samples import CollectiveSample, Samples
 from autopar.cluster.description import Cluster, Device, Link, Rate
 from autopar.cost import collective_seconds, node_seconds
-from autopar.cost.compute.matmul_efficiency import attention_seconds, product_seconds
+from autopar.cost.compute.matmul_efficiency import attention_seconds
 from autopar.errors import OptionsError, WorkerError
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.program import COLLECTIVES
 
 DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
-
-
-def test_tiles_of_a_gpu_are_found_again() -> None:
-    truth = Device("", {"bf16": 8e14}, 1, 1.0, 5e-6, processors=132, tile_depth=400.0, tile_border=11.0)
-    made = []
-    for position, (m, n, k) in enumerate(GPU_MATRICES):
-        seconds = 5e-6 + product_seconds(truth, 8e14, 1.0, (m, n, k))
-        made.append(MatrixSample("bf16", m, n, k, seconds * (1.02 if position % 2 else 1.0)))
-    found, error = fit_tiles(made, 132, 5e-6)
-    assert error < 0.02
-    assert found.peak_flops["bf16"] == pytest.approx(8e14, rel=0.05)
-    for m, n, k in ((4096, 11008, 4096), (1024, 3072, 768), (16384, 4096, 8192)):
-        priced, true = (product_seconds(d, d.peak_flops["bf16"], 1.0, (m, n, k)) for d in (found, truth))
-        assert priced == pytest.approx(true, rel=0.04)
-    cluster = Cluster("a GPU", "", replace(found, name="gpu"), (Link("none", 1, 1.0, 0.0),))
-    assert Cluster.from_toml(cluster.to_toml()) == cluster
 
 
 def machine(*rates: Rate) -> Cluster:

@@ -1,0 +1,52 @@
+"""Measures the kernels of one GPU, and how fast the processor launches them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autopar.ops.attention_kernels import FLASH, kernel_for
+
+from .measure_device import DeviceSamples, Job, Pool, attention_jobs, attention_samples, plain_samples, product_jobs
+from .replayed import launching_seconds, replayed_seconds
+
+# Few and many tiles, short and long inner dims.
+GPU_MATRICES = (
+    *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
+    *((2048, 2048, k) for k in (256, 1024, 8192)),
+    *((8192, n, 4096) for n in (256, 1024, 1536)),
+)
+# Chosen: 4, 64 and 512 MiB of float32, so that what a kernel takes to begin weighs differently in each.
+GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
+# (length, width) of causal attention in bfloat16.
+# Chosen: rows as models have them, and as many heads as occupy all of a GPU.
+GPU_ATTENTION, GPU_HEADS = ((1024, 64), (4096, 64), (1024, 128), (4096, 128)), 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def measure_kernels(device: torch.device, seconds: float, meet: Job = lambda: None) -> DeviceSamples:
+    """Measures one GPU for about ``seconds``. ``meet`` is called before each figure, so that all GPUs are at work.
+    ``launch`` is what the smallest kernel takes on the GPU, ``host`` what the processor takes to launch it."""
+    products = [(shape, dtype) for dtype in _DTYPES for shape in GPU_MATRICES]
+    pool, small, add = Pool(device), torch.ones(8, device=device), torch.ops.aten.add.Tensor
+    jobs: list[Job] = [lambda: add(small, small), *product_jobs(pool, products)]
+    jobs += [pool.job(add, torch.float32, (count,), (count,)) for count in GPU_ELEMENTS]
+    jobs += _attention(pool, device)
+    times = []
+    for job in jobs:
+        meet()
+        times.append(replayed_seconds(job, device, seconds / len(jobs)))
+    launch, *others = times
+    attention = attention_samples(GPU_ATTENTION, GPU_HEADS, "bf16", others[len(products) + len(GPU_ELEMENTS) :])
+    samples = plain_samples(launch, products, GPU_ELEMENTS, others)
+    return replace(samples, attention=attention, host=launching_seconds(jobs[0], device))
+
+
+def _attention(pool: Pool, device: torch.device) -> list[Job]:
+    """None for GPUs that have no such kernel."""
+    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
+    if kernel_for(query, query, query, None, True) is not FLASH:
+        return []
+    shapes = [(1, GPU_HEADS, length, width) for length, width in GPU_ATTENTION]
+    return [job for shape in shapes for job in attention_jobs(pool, FLASH, torch.bfloat16, shape)]
