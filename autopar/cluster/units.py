@@ -62,6 +62,8 @@ def _amounts(cluster: Described) -> Iterator[tuple[str, float, float, str]]:
         for dtype, rate in device.peak_flops.items():
             yield f"{key}: peak_flops.{dtype}", rate, LEAST_RATE, "FLOP per second"
     for link in cluster.links:
+        if link.size == 1:
+            continue  # It joins nothing: a single device's (autopar/calibration/machine.py).
         for name in ("bandwidth", "pair_bandwidth"):
             yield f"link {link.name!r}: {name}", getattr(link, name), LEAST_BANDWIDTH, "bytes per second"
         for kind, lines in link.rates.items():

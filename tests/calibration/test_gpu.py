@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from autopar.calibration import machine
 from autopar.calibration.fit_gpu import fit_gpu, fit_tiles
 from autopar.calibration.known_gpus import preset_of
 from autopar.calibration.measure_device import AttentionSample, DeviceSamples, MatrixSample
@@ -69,7 +71,17 @@ def test_a_real_gpu(known: bool) -> None:
             shapes = ((sample.m, sample.k), (sample.k, sample.n), (sample.m, sample.n))
             found = priced(device, "aten.mm.default", *shapes, dtype=dtype)
             assert found == pytest.approx(sample.seconds, rel=0.3), sample
-    assert Cluster.from_toml(as_cluster(device).to_toml()).device == device
+
+
+def test_what_is_written_of_one_gpu_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name=NAME, total_memory=MEMORY, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(machine, "measure_kernels", lambda *_: measured())
+    monkeypatch.setattr(machine, "with_host", lambda fitted, *_: fitted)
+    found = machine.measure_gpu()
+    machine.write_cluster(str(tmp_path / "local-gpu.toml"), found)
+    assert Cluster.get(str(tmp_path / "local-gpu.toml")) == found
 
 
 def as_cluster(device: Device) -> Cluster:
