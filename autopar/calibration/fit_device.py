@@ -52,21 +52,28 @@ def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> floa
     return float(1.0 / slope[0])
 
 
-def fit_attention(samples: Sequence[AttentionSample], device: Device) -> tuple[float, float, float]:
-    """Fits ``attention_efficiency`` and ``attention_width``. Returns them and the remaining relative error."""
+def fit_attention(samples: Sequence[AttentionSample], device: Device) -> tuple[Device, float]:
+    """Fits ``attention_efficiency``, ``attention_width`` and ``attention_length``. Returns ``device`` with them, and
+    the remaining relative error."""
     seconds = np.array([s.seconds for s in samples])
     flops = [s.heads * s.length**2 * s.width * (5 if s.backward else 2) for s in samples]  # Causal: half the FLOPs.
     rate = device.peak_flops[samples[0].dtype]
 
+    def fitted(parameters: Floats) -> Device:
+        efficiency, width, length = map(float, parameters)
+        best = min(1.0, efficiency)
+        return replace(device, attention_efficiency=best, attention_width=width, attention_length=length)
+
     def model(parameters: Floats) -> Floats:
-        efficiency, width = map(float, parameters)
-        fitted = replace(device, attention_efficiency=min(1.0, efficiency), attention_width=width)
-        work = [attention_seconds(fitted, rate, f, s.width) for f, s in zip(flops, samples, strict=True)]
-        return device.launch_seconds + np.array(work)
+        known = fitted(parameters)
+        pairs = zip(flops, samples, strict=True)
+        return device.launch_seconds + np.array(
+            [attention_seconds(known, rate, f, s.width, s.length) for f, s in pairs]
+        )
 
     # Chosen: the start of the fit.
-    parameters, error = least_error(model, seconds, (0.5, 30.0))
-    return min(1.0, float(parameters[0])), float(parameters[1]), error
+    parameters, error = least_error(model, seconds, (0.5, 30.0, 30.0))
+    return fitted(parameters), error
 
 
 def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[Device, dict[str, float]]:
@@ -92,6 +99,5 @@ def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[De
     )
     if not samples.attention:
         return device, {"matmul": error}
-    efficiency, width, attention_error = fit_attention(samples.attention, device)
-    with_attention = replace(device, attention_efficiency=efficiency, attention_width=width)
+    with_attention, attention_error = fit_attention(samples.attention, device)
     return with_attention, {"matmul": error, "attention": attention_error}

@@ -51,8 +51,7 @@ def fit_gpu(
     )
     if not samples.attention:
         return described, error
-    efficiency, width, _ = fit_attention(samples.attention, described)
-    return replace(described, attention_efficiency=efficiency, attention_width=width), error
+    return fit_attention(samples.attention, described)[0], error
 
 
 def fit_tiles(

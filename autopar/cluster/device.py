@@ -41,6 +41,7 @@ class Device:
             operands.
         attention_efficiency: share of the peak that fused attention reaches with wide heads; heads of
             ``attention_width`` reach half of it. 0: attention is priced like a product.
+        attention_length: with so many keys attention takes twice the time per FLOP that it takes with very many.
         function_seconds: seconds of one transcendental function (tanh, exp, ...) of one element; 0: negligible.
         update_bandwidth: bytes per second of an optimizer, counted as if it read and wrote each tensor once; less than
             ``memory_bandwidth`` if it passes over tensors several times, operation by operation; 0: the same.
@@ -71,6 +72,7 @@ class Device:
     tile_border: float = 0.0
     attention_efficiency: float = 0.0
     attention_width: float = 0.0
+    attention_length: float = 0.0
     sustained: float = 1.0
     memory_stalls: float = 0.0
     function_seconds: float = 0.0
@@ -174,6 +176,7 @@ _NOT_NEGATIVE = (
     "tile_border",
     "attention_efficiency",
     "attention_width",
+    "attention_length",
     "function_seconds",
     "update_bandwidth",
     "host_seconds",

@@ -38,7 +38,9 @@ def product_seconds(
     return best * 2.0 * (k + device.tile_depth / itemsize) * processors / rate
 
 
-def attention_seconds(device: Device, rate: float, flops: float, width: float) -> float:
-    """Seconds of fused attention of ``flops`` with heads of ``width``. Narrow heads use less of a device's matrix
-    units, which wait for softmax between two products."""
-    return flops * (1.0 + device.attention_width / width) / (rate * device.attention_efficiency)
+def attention_seconds(device: Device, rate: float, flops: float, width: float, keys: float) -> float:
+    """Seconds of fused attention of ``flops`` with heads of ``width``, whose queries see up to ``keys`` keys. Narrow
+    heads use less of a device's matrix units, which wait for softmax between two products; short rows too, since blocks
+    of queries begin and end, and those on the diagonal of a causal mask are computed whole."""
+    slower = (1.0 + device.attention_width / width) * (1.0 + device.attention_length / keys)
+    return flops * slower / (rate * device.attention_efficiency)

@@ -63,7 +63,7 @@ def compute_seconds(
     if matrix is None or not flops:
         work = flops / device.flops(dtype) + functions * device.function_seconds
     elif attention and device.attention_efficiency:
-        work = attention_seconds(device, device.flops(dtype) * device.sustained, flops, matrix[2])
+        work = attention_seconds(device, device.flops(dtype) * device.sustained, flops, matrix[2], matrix[1])
     else:
         batch = flops / (2.0 * math.prod(matrix))
         work = product_seconds(device, device.matmul_rate(dtype), batch, matrix, dtype.itemsize)

@@ -143,16 +143,20 @@ def test_operands_that_are_waited_for_are_found() -> None:
 
 
 def test_attention_functions_and_updates_are_recovered() -> None:
-    truth = replace(DEVICE, attention_efficiency=0.4, attention_width=50.0)
+    truth = replace(DEVICE, attention_efficiency=0.4, attention_width=50.0, attention_length=20.0)
     attention = tuple(
         AttentionSample(
-            length, width, back, 5e-6 + attention_seconds(truth, 4e10, HEADS * length**2 * width * x, width)
+            length, width, back, 5e-6 + attention_seconds(truth, 4e10, HEADS * length**2 * width * x, width, length)
         )
         for length, width in CPU_ATTENTION
         for back, x in ((False, 2), (True, 5))
     )
-    efficiency, width, error = fit_attention(attention, DEVICE)
-    assert (efficiency, width) == (pytest.approx(0.4, rel=0.02), pytest.approx(50.0, rel=0.05))
+    like, error = fit_attention(attention, DEVICE)
+    assert (like.attention_efficiency, like.attention_width) == (
+        pytest.approx(0.4, rel=0.02),
+        pytest.approx(50, rel=0.05),
+    )
+    assert like.attention_length == pytest.approx(20, rel=0.05)
     assert error < 0.01
     measured = replace(
         samples(machine(Rate(1e-4, 1e9))).device, attention=attention, function=5e-6 + 1e-3, update=UPDATED_BYTES / 4e9

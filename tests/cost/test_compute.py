@@ -311,8 +311,10 @@ def test_no_product_is_quicker_than_the_peak_or_than_a_part_of_it(
 
 def test_wide_heads_use_more_of_the_peak() -> None:
     device = replace(TOY.device, attention_efficiency=0.8, attention_width=30)
-    assert attention_seconds(device, 1e9, 1e6, 30) == pytest.approx(2e6 / 0.8e9)
-    assert attention_seconds(device, 1e9, 1e6, 1e9) == pytest.approx(1e6 / 0.8e9)
+    assert attention_seconds(device, 1e9, 1e6, 30, 9) == pytest.approx(2e6 / 0.8e9)
+    assert attention_seconds(device, 1e9, 1e6, 1e9, 9) == pytest.approx(1e6 / 0.8e9)
+    short = replace(device, attention_length=100)
+    assert attention_seconds(short, 1e9, 1e6, 1e9, 100) == pytest.approx(2e6 / 0.8e9)
 
 
 def test_the_last_shard_of_causal_queries_is_priced_not_the_average() -> None:
