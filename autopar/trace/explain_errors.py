@@ -42,7 +42,7 @@ _SELECT = (
     "each token's weight for it, zero where it was not chosen; blocks behind transformers' experts interface need no "
     "change"
 )
-_COUNT = "for counts among n, add up ones: torch.zeros(n).index_add(0, x, torch.ones(len(x)))"
+_COUNT = "for counts among n, say so: torch.bincount(x, minlength=n), or torch.histc(x, bins=n, min=0, max=n - 1)"
 _OUTSIDE = "take an operation whose result has a size known beforehand, or compute this outside the model"
 _PADDED = (
     "packed sequences have one: run the layer over the padded batch (batch_first=True), take the output at each "

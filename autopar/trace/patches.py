@@ -19,6 +19,8 @@
   In evaluation its encoder uses nested tensors and fused layers; here it runs the layers that it trains with;
 - ``cov`` and ``corrcoef`` warn if a value is too small; here they do not (:mod:`.covariance`);
 - devices: a model is traced on the CPU, so where it names the device it is written for, the CPU is meant;
+- ``bincount`` with a least length gives so many counts: a larger value is an error, not a longer result, whose shape no
+  graph would know;
 - ``len(tensor)`` must be a plain number, which would fix the batch size; here it is the size of dim 0, symbolic or not;
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise depending on values; a graph cannot raise.
@@ -110,7 +112,7 @@ def _stays(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _TraceableFunctions(TorchFunctionMode):
-    """Replaces dropout, attention with dropout, sparse embeddings, covariances and a loss, wherever they are
+    """Replaces dropout, attention with dropout, sparse embeddings, covariances, counts and a loss, wherever they are
     imported."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,6 +121,8 @@ class _TraceableFunctions(TorchFunctionMode):
             return covariance(*args, **kwargs)
         if func in CORRELATIONS:
             return correlation(*args, **kwargs)
+        if func in (torch.bincount, Tensor.bincount):
+            return _counts(func, *args, **kwargs)
         if func is torch.dropout:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):
@@ -129,6 +133,14 @@ class _TraceableFunctions(TorchFunctionMode):
             with patch.object(torch, "any", lambda _negative: False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _counts(func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if not minlength or (weights is not None and not weights.is_floating_point()):
+        counts: Tensor = func(input, weights, minlength)
+        return counts
+    added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
+    return added.new_zeros(minlength).scatter_add(0, input.long(), added)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

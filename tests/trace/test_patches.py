@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from autopar.errors import TraceError
 from autopar.trace.patches import patched
 from autopar.trace.tracer import trace
+from tests.helpers.interpret import interpret
 
 
 class Remembers(nn.Module):
@@ -78,3 +80,34 @@ def test_sparse_gradients_are_dense() -> None:
     model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 1))
     text = trace(model, (torch.randint(0, 7, (6, 5)),), device="cpu", loss_fn=_mean).graph.to_text()
     assert "embedding_dense_backward" in text and "sparse_coo" not in text
+
+
+class Balances(nn.Module):
+    """Weighs scores by how often each is the largest."""
+
+    def __init__(self, **counting: Any) -> None:
+        super().__init__()
+        self.gate, self.counting = nn.Linear(4, 5), counting
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        counts = torch.bincount(scores.argmax(-1).int(), minlength=5) + scores.argmin(-1).bincount(**self.counting)
+        return (scores.mean(0) * counts).sum()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_counts_of_a_least_length_have_it(weighted: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    model = Balances(minlength=5, **({"weights": torch.rand(6)} if weighted else {}))
+    loss = model(x)
+    loss.backward()
+    graph = trace(model, (x,), device="cpu", loss_fn=None).graph.at(b=6)
+    found = interpret(graph, {**dict(model.named_parameters()), "0": x})
+    torch.testing.assert_close(found["output", "0"], loss.detach())
+    torch.testing.assert_close(found["gradient", "gate.weight"], model.gate.weight.grad)
+
+
+def test_counts_of_any_length_are_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(TraceError, match=r"torch\.bincount\(x, minlength=n\)"):
+        trace(Balances(), (torch.randn(6, 4),), device="cpu", loss_fn=None)
