@@ -51,6 +51,7 @@ def _device(devices: Sequence[DeviceSamples], times: Summary) -> DeviceSamples:
         update=times([d.update for d in devices]),
         share=times([d.share for d in devices]),
         host=times([d.host for d in devices]),
+        masked=times([d.masked for d in devices]),
     )
 
 

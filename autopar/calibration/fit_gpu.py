@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.cluster.device import Device
-from autopar.cost.compute.matmul_efficiency import product_seconds
+from autopar.cost.compute.matmul_efficiency import attention_seconds, product_seconds
 from autopar.ir.node import SHORT_DTYPES
 from autopar.solver.problem import Floats
 
@@ -51,7 +51,16 @@ def fit_gpu(
     )
     if not samples.attention:
         return described, error
-    return fit_attention(samples.attention, described)[0], error
+    attending = fit_attention(samples.attention, described)[0]
+    return replace(attending, masked_attention=fit_masked(samples, attending)), error
+
+
+def fit_masked(samples: DeviceSamples, device: Device) -> float:
+    """The rate of attention under a mask relative to that without, at most 1; 1 if it was not measured."""
+    like = samples.attention[0]
+    flops = 4.0 * like.heads * like.length**2 * like.width
+    without = attention_seconds(device, device.peak_flops[like.dtype], flops, like.width, like.length)
+    return min(1.0, without / max(samples.masked - samples.launch, without)) if samples.masked else 1.0
 
 
 def fit_tiles(

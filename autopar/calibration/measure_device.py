@@ -76,7 +76,8 @@ class DeviceSamples:
     """Seconds of one small operation, one view, matrix products, and elementwise operations with their bytes; if
     measured, also of causal attention, of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements (their average),
     and of an AdamW update of :data:`UPDATED`. ``share``: wall-clock seconds per second of processor time while all
-    processes are at work. ``host``: of a GPU, seconds in which the processor launches an operation."""
+    processes are at work. ``host``: of a GPU, seconds in which the processor launches an operation; ``masked``: of the
+    first forward in ``attention`` under a mask, without being causal."""
 
     launch: float
     view: float
@@ -87,6 +88,7 @@ class DeviceSamples:
     update: float = 0.0
     share: float = 1.0
     host: float = 0.0
+    masked: float = 0.0
 
 
 def mean_seconds(function: Job, device: torch.device, budget: float) -> tuple[float, float]:

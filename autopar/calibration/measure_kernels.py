@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.ops.attention_kernels import FLASH, kernel_for
+from autopar.ops.attention_kernels import EFFICIENT, FLASH, kernel_for
 
 from .measure_device import DeviceSamples, Job, Pool, attention_jobs, attention_samples, plain_samples, product_jobs
 from .replayed import launching_seconds, replayed_seconds
@@ -38,15 +38,31 @@ def measure_kernels(device: torch.device, seconds: float, meet: Job = lambda: No
         meet()
         times.append(replayed_seconds(job, device, seconds / len(jobs)))
     launch, *others = times
-    attention = attention_samples(GPU_ATTENTION, GPU_HEADS, "bf16", others[len(products) + len(GPU_ELEMENTS) :])
-    samples = plain_samples(launch, products, GPU_ELEMENTS, others)
-    return replace(samples, attention=attention, host=launching_seconds(jobs[0], device))
+    attended = others[len(products) + len(GPU_ELEMENTS) :]
+    return replace(
+        plain_samples(launch, products, GPU_ELEMENTS, others),
+        attention=attention_samples(GPU_ATTENTION, GPU_HEADS, "bf16", attended[:-1]),
+        masked=attended[-1] if attended else 0.0,
+        host=launching_seconds(jobs[0], device),
+    )
 
 
 def _attention(pool: Pool, device: torch.device) -> list[Job]:
-    """None for GPUs that have no such kernel."""
+    """Causal attention, then the first under a mask; nothing for GPUs that have no such kernel."""
     query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
     if kernel_for(query, query, query, None, True) is not FLASH:
         return []
     shapes = [(1, GPU_HEADS, length, width) for length, width in GPU_ATTENTION]
-    return [job for shape in shapes for job in attention_jobs(pool, FLASH, torch.bfloat16, shape)]
+    causal = [job for shape in shapes for job in attention_jobs(pool, FLASH, torch.bfloat16, shape)]
+    return [*causal, _masked(pool, shapes[0])]
+
+
+def _masked(pool: Pool, shape: tuple[int, int, int, int]) -> Job:
+    turns, scale = pool.turns(torch.bfloat16, *(3 * [shape])), shape[-1] ** -0.5
+    mask = torch.zeros(1, 1, shape[2], shape[2], dtype=torch.bfloat16, device=pool.numbers.device)
+
+    def forward() -> object:
+        query, key, value = next(turns)
+        return EFFICIENT.forward(query, key, value, mask, False, scale)
+
+    return forward

@@ -53,6 +53,8 @@ class Device:
             local disk while all devices of the host use theirs; 0: the host has none.
         nvme_latency: seconds of one read or write in addition.
         nvme_bytes: free bytes of that share of the disk.
+        masked_attention: rate of fused attention under a mask that is added to its scores, relative to that without
+            one, for which there are other kernels.
         sustained: clock of a long run relative to that of the short runs in which the rates were measured: chips that
             reach their power limit slow down.
     """
@@ -73,6 +75,7 @@ class Device:
     attention_efficiency: float = 0.0
     attention_width: float = 0.0
     attention_length: float = 0.0
+    masked_attention: float = 1.0
     sustained: float = 1.0
     memory_stalls: float = 0.0
     function_seconds: float = 0.0
@@ -108,7 +111,7 @@ class Device:
             all(disk) or not any(disk),
             f"{where}: nvme_read_bandwidth, nvme_write_bandwidth and nvme_bytes go together; give all three or none",
         )
-        for name in ("matmul_efficiency", "sustained"):
+        for name in ("matmul_efficiency", "sustained", "masked_attention"):
             require(0 < getattr(self, name) <= 1, f"{where}: {name} is not in (0, 1]")
         for name in ("attention_efficiency", "memory_stalls"):
             require(getattr(self, name) <= 1, f"{where}: {name} is not in [0, 1]")
@@ -177,6 +180,7 @@ _NOT_NEGATIVE = (
     "attention_efficiency",
     "attention_width",
     "attention_length",
+    "masked_attention",
     "function_seconds",
     "update_bandwidth",
     "host_seconds",

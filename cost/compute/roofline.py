@@ -19,7 +19,7 @@ from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.node import Dim, Node
 
-from .flops_and_bytes import Inputs, Operation, Outputs
+from .flops_and_bytes import Inputs, Operation, Outputs, argument
 from .matmul_efficiency import attention_seconds, product_seconds
 from .op_families import Family, family_of
 
@@ -89,7 +89,14 @@ def node_seconds(
     work, nbytes = family.flops(node, inputs, results), family.bytes(node, inputs, results) + added
     matrix = family.matrix(inputs, results) if family.matrix is not None else None
     functions = work if family.is_function else 0.0
+    if family.is_attention and is_masked(node):
+        work /= cluster.device.masked_attention
     return compute_seconds(cluster, work, nbytes, dtype_of(inputs, results), matrix, family.is_attention, functions)
+
+
+def is_masked(node: Operation) -> bool:
+    """Whether attention adds a mask to its scores."""
+    return any(argument(node, name) is not None for name in ("mask", "attn_mask", "attn_bias"))
 
 
 def accumulating_seconds(

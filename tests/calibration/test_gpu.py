@@ -101,6 +101,18 @@ def test_attention_of_a_real_gpu_is_priced() -> None:
             assert found == pytest.approx(sample.seconds, rel=0.15), sample
 
 
+def test_masks_slow_attention_as_measured() -> None:
+    samples = replace(measured(), masked=2e-4)
+    device, _ = fit_gpu(samples, NAME, MEMORY, 132)
+    like = samples.attention[0]
+    kinds = 3 * (TensorType((1, like.heads, like.length, like.width), torch.bfloat16),)
+    mask = TensorType((1, 1, like.length, like.length), torch.bfloat16)
+    sums = TensorType((1, like.heads, like.length), torch.float32)
+    node = Node("y", "autopar.attention.default", tuple(map(Value, "qkvm")), types=(kinds[0], sums))
+    assert node_seconds(as_cluster(device), node, (*kinds, mask), (kinds[0], sums)) == pytest.approx(2e-4)
+    assert fit_gpu(measured(), NAME, MEMORY, 132)[0].masked_attention == 1.0
+
+
 def test_a_gpu_without_such_kernels_keeps_products_prices() -> None:
     device, _ = fit_gpu(replace(measured(), attention=()), "an old GPU", MEMORY, 80)
     assert (device.attention_efficiency, device.name) == (0.0, "an old GPU")
