@@ -27,7 +27,8 @@ from autopar.passes.base import Pass, is_pure
 from autopar.torch_internals.operators import operation_called
 
 Known = Literal["causal", "nothing"]
-# Where the mask and `is_causal` are among the arguments.
+# Where the query, which the key follows, and the mask, which `is_causal` follows, are among the arguments.
+_QUERY = {"autopar.attention.default": 0, "autopar.attention_backward.default": 1}
 _MASK = {"autopar.attention.default": 3, "autopar.attention_backward.default": 6}
 # Elements up to which a value is computed whole; larger ones are computed in rows. Chosen: some megabytes.
 _WHOLE = 1 << 20
@@ -58,10 +59,12 @@ class KnownMasks(Pass):
 
 def known_masks(graph: Graph) -> Graph:
     """See :class:`KnownMasks`."""
-    users = [node for node in graph.nodes if node.op in _MASK and _mask_of(node) is not None]
-    found = {mask: _kind(graph, mask) for mask in {_mask_of(node) for node in users} if mask is not None}
-    nodes = tuple(_without(node, found) if node.op in _MASK else node for node in graph.nodes)
-    return replace(graph, nodes=nodes) if any(found.values()) else graph
+    users = {node.name: _mask_of(node) for node in graph.nodes if node.op in _MASK}
+    kinds = {mask: _kind(graph, mask) for mask in set(users.values()) if mask is not None}
+    found = {name: kinds[mask] for name, mask in users.items() if mask is not None}
+    wide = {name: kind for name, kind in found.items() if kind == "nothing" or _has_all_scores(graph, graph[name])}
+    nodes = tuple(_without(node, wide.get(node.name)) for node in graph.nodes)
+    return replace(graph, nodes=nodes) if any(wide.values()) else graph
 
 
 def _mask_of(node: Node) -> Value | None:
@@ -72,9 +75,15 @@ def _mask_of(node: Node) -> Value | None:
     return mask if isinstance(mask, Value) and not causal else None
 
 
-def _without(node: Node, found: dict[Value, Known | None]) -> Node:
+def _has_all_scores(graph: Graph, node: Node) -> bool:
+    """Whether the mask has a row for each query and a column for each key, and does not repeat one for all."""
+    first = _QUERY[node.op]
+    lengths = tuple(graph.type_of(operand).shape[-2] for operand in node.args[first : first + 2])
     mask = _mask_of(node)
-    kind = None if mask is None else found[mask]
+    return mask is not None and graph.type_of(mask).shape[-2:] == lengths
+
+
+def _without(node: Node, kind: Known | None) -> Node:
     if kind is None:
         return node
     kwargs = tuple((key, arg) for key, arg in node.kwargs if key not in ("mask", "is_causal"))

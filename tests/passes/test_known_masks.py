@@ -87,6 +87,18 @@ def test_masks_that_differ_between_samples_stay() -> None:
     check(KnownMasks(), given, given)
 
 
+def test_one_row_for_all_queries_is_not_causal() -> None:
+    """It shows the first key to every query; causal attention does so to the first."""
+    given = text().replace("%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])", ONE_ROW)
+    given = given.replace("i64[9, 1]", "i64[1, 1]").replace("(%positions, [9, 1])", "(%zeroth, [1, 1])")
+    given = given.replace("%columns:", "%zeroth: i64[] = aten.full.default([], 0, dtype=torch.int64)\n    %columns:")
+    given = given.replace("b8[9, 9]", "b8[1, 9]").replace("f32[9, 9]", "f32[1, 9]")
+    check(KnownMasks(), given, given)
+
+
+ONE_ROW = "%mask: f32[b, 1, 1, 9] = aten.expand.default(%flat, [b, 1, 1, 9])"
+
+
 # --- spellings of models ---
 
 
