@@ -24,7 +24,10 @@ from torch import Tensor
 from autopar.ir.graph import Graph
 from autopar.ir.node import Arg, Node, Value, map_arg
 from autopar.passes.base import Pass, is_pure
+from autopar.torch_internals.modes import without_dispatch_modes
 from autopar.torch_internals.operators import operation_called
+
+from .same_for_all_samples import same_for_all_samples
 
 Known = Literal["causal", "nothing"]
 # Where the query, which the key follows, and the mask, which `is_causal` follows, are among the arguments.
@@ -48,8 +51,9 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class KnownMasks(Pass):
-    """See the module. A mask counts as known if it is computed from positions and constants alone, with the same values
-    for two sizes of the batch; what hides a position is minus infinity or the least number of its dtype."""
+    """See the module. A mask counts as known if it is computed from positions and constants alone, and is the same for
+    all samples (:mod:`.same_for_all_samples`); what hides a position is minus infinity or the least number of its
+    dtype."""
 
     name: ClassVar[str] = "known-masks"
 
@@ -98,13 +102,15 @@ def _kind(graph: Graph, mask: Value) -> Known | None:
     decided = all(node.op == "constant" if node.is_placeholder else is_pure(node.op) for node in cone.nodes)
     if not decided or len(shape) < 2 or not all(isinstance(size, int) for size in shape[-2:]):
         return None
-    # One symbol is the batch. Its least size is 2 (autopar/trace/lengths.py).
-    kinds = {_kind_at(cone.at(**{name: size for name, _ in graph.symbols}), mask) for size in (2, 3)}
-    return kinds.pop() if len(kinds) == 1 else None
+    if len(graph.symbols) > 1 or not same_for_all_samples(cone, mask):
+        return None
+    with without_dispatch_modes():  # Whoever plans may imagine all tensors.
+        return _kind_at(cone.at(**{name: 1 for name, _ in graph.symbols}), mask)
 
 
 def _kind_at(graph: Graph, mask: Value) -> Known | None:
-    if int(graph.type_of(mask).numel) > _MOST:
+    kind = graph.type_of(mask)
+    if not kind.dtype.is_floating_point or not 0 < int(kind.numel) <= _MOST:
         return None
     kinds: set[Known | None] = {"causal", "nothing"}
     try:
@@ -112,7 +118,7 @@ def _kind_at(graph: Graph, mask: Value) -> Known | None:
             kinds &= _kinds(rows, first)
             if not kinds:
                 return None
-    except _Unknown:
+    except (_Unknown, RuntimeError, TypeError, IndexError, ValueError):
         return None
     # Of one position, both.
     return "nothing" if "nothing" in kinds else "causal"
@@ -123,7 +129,7 @@ def _kinds(rows: Tensor, first: int) -> set[Known | None]:
     hides = (rows == -torch.inf) | (rows == torch.finfo(rows.dtype).min)
     if not bool((hides | (rows == 0)).all()):
         return set()
-    later = torch.ones(rows.shape[-2:], dtype=torch.bool).triu(first + 1)
+    later = torch.ones(rows.shape[-2:], dtype=torch.bool, device=rows.device).triu(first + 1)
     found: set[Known | None] = {"nothing"} if not bool(hides.any()) else set()
     return found | {"causal"} if bool((hides == later).all()) else found
 
@@ -173,7 +179,7 @@ class _Rows:
         if value not in self.known:
             node = self.graph[value.node]
             if node.op == "constant":
-                self.known[value] = self.graph.constants[node.name]
+                self.known[value] = _on_processor(self.graph.constants[node.name])
             else:
                 results = self._run(node, self._small)
                 several = results if isinstance(results, (tuple, list)) else (results,)
@@ -195,10 +201,14 @@ class _Rows:
         if operation is None:
             raise _Unknown
         kwargs = {key: map_arg(arg, leaf) for key, arg in node.kwargs}
-        try:
-            return operation(*map_arg(node.args, leaf), **kwargs)
-        except (RuntimeError, TypeError) as error:
-            raise _Unknown from error
+        return operation(*map_arg(node.args, leaf), **kwargs)
+
+
+def _on_processor(constant: Tensor) -> Tensor:
+    """The values of a constant, which is where its model is. Raises :class:`_Unknown` if it has none."""
+    if constant.is_meta or type(constant) not in (Tensor, torch.nn.Parameter):
+        raise _Unknown
+    return constant.detach().cpu()
 
 
 def _is_in_rows(node: Node) -> bool:

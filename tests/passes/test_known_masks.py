@@ -14,6 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.passes.normalise import known_masks
 from autopar.passes.normalise.known_masks import KnownMasks
 from autopar.planner.prepare import prepare
+from autopar.torch_internals.fake_tensors import FakeTensorMode
 from tests.helpers.interpret import interpret
 from tests.helpers.pass_text import check
 
@@ -75,14 +76,19 @@ def test_symbolic_lengths_stay() -> None:
     check(KnownMasks(), given, given)
 
 
-def test_masks_that_differ_between_samples_stay() -> None:
-    """For a batch of two rows this one would be causal."""
-    given = text().replace(
-        "%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])",
-        """%count: i64[b] = aten.arange.default(b)
-        %third: b8[b] = aten.ge.Scalar(%count, 2)
+@pytest.mark.parametrize("from_", [0, 2, 3, 50])
+def test_masks_that_differ_between_samples_stay(from_: int) -> None:
+    """For smaller batches this one would be causal."""
+    given = (
+        text()
+        .replace(
+            "%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])",
+            """%count: i64[b] = aten.arange.default(b)
+        %third: b8[b] = aten.ge.Scalar(%count, FROM)
         %third_1: b8[b, 1, 1, 1] = aten.reshape.default(%third, [b, 1, 1, 1])
         %mask: f32[b, 1, 9, 9] = aten.where.self(%third_1, %zero, %flat)""",
+        )
+        .replace("FROM", str(from_))
     )
     check(KnownMasks(), given, given)
 
@@ -97,6 +103,16 @@ def test_one_row_for_all_queries_is_not_causal() -> None:
 
 
 ONE_ROW = "%mask: f32[b, 1, 1, 9] = aten.expand.default(%flat, [b, 1, 1, 9])"
+
+
+PARTS = """%mask: f32[floor(b/4), 1, 9, 9] = aten.expand.default(%flat, [floor(b/4), 1, 9, 9])"""
+
+
+def test_masks_of_a_part_of_the_batch_stay() -> None:
+    """Of two samples and of three it has no element."""
+    given = text().replace("%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])", PARTS)
+    given = given.replace("[b, 2, ", "[floor(b/4), 2, ").replace("graph(b=4)", "graph(b=8)")
+    check(KnownMasks(), given, given)
 
 
 # --- spellings of models ---
@@ -141,8 +157,7 @@ class Attends(nn.Module):
 
 def graph_of(mask: Callable[[int], Tensor], length: int = 7) -> Graph:
     torch.manual_seed(0)
-    batch = (torch.randn(3, length, 8),)
-    return prepare(Attends(mask), batch, {}, device="cpu", loss_fn=None, training=True, precision=None).graph
+    return prepared(Attends(mask), length=length)
 
 
 def is_causal(graph: Graph) -> bool:
@@ -181,6 +196,40 @@ def test_loss_and_gradients_are_the_models(mask: Callable[[int], Tensor]) -> Non
     torch.testing.assert_close(found["output", "0"], loss.detach())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found["gradient", name], parameter.grad)
+
+
+class Looks(Attends):
+    """Takes the mask of each sample from a table, which is no buffer."""
+
+    def __init__(self, odd: int, device: str = "cpu") -> None:
+        super().__init__(triangle)
+        self.table = triangle(7).expand(64, 1, 7, 7).clone().to(device)
+        self.table[odd] = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mask = self.table[: x.shape[0]]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).square().mean()
+
+
+def prepared(model: nn.Module, rows: int = 3) -> Graph:
+    return prepare(
+        model, (torch.randn(rows, 7, 8),), {}, device="cpu", loss_fn=None, training=True, precision=None
+    ).graph
+
+
+@pytest.mark.parametrize("odd", [0, 5, 63])
+def test_tables_with_a_row_for_each_sample_stay(odd: int) -> None:
+    graph = prepared(Looks(odd))
+    assert not any(None in node.args for node in graph.nodes if "attention" in node.op)
+
+
+def test_whoever_imagines_tensors_gets_a_graph() -> None:
+    with FakeTensorMode():
+        assert is_causal(prepared(Attends(triangle)))
+    with torch.device("meta"):
+        model = Attends(triangle)
+    assert is_causal(prepared(model))
 
 
 def test_one_position_has_nothing_to_hide() -> None:
