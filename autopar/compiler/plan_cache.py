@@ -59,7 +59,7 @@ def cached_plan(request: PlanRequest, timings: Timings) -> Plan:
     if cached is not None:
         return replace(cached, timings=dict(lookup.seconds))
     plan = best_plan(request, timings)
-    if _is_cacheable(request, plan) and not timings.is_spent(request.options.time_limit):
+    if _is_cacheable(request, plan, timings):
         _remember(key, plan)
         write(KIND, key, plan.to_json())
     return plan
@@ -93,10 +93,12 @@ def _remember(key: str, plan: Plan) -> None:
         _plans.popitem(last=False)
 
 
-def _is_cacheable(request: PlanRequest, plan: Plan) -> bool:
-    """False if the time limit stopped the search: the next one may do better. False if rules were found for a
-    microbatch, whose sizes are not part of the key."""
-    if plan.status != "optimal" and plan.gap > request.options.gap:
+def _is_cacheable(request: PlanRequest, plan: Plan, timings: Timings) -> bool:
+    """False if the time limit stopped the search: the next one may do better. (A gap that is wide for lack of memory,
+    not of time, stays.) False if rules were found for a microbatch, whose sizes are not part of the key."""
+    if timings.is_spent(request.options.time_limit):
+        return False
+    if plan.status != "optimal" and plan.gap > request.options.gap and timings.cut_off:
         return False
     return plan.pipeline is None or not needs_finding(request.graph)
 

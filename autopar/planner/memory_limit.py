@@ -4,6 +4,11 @@ Both cost time and save only memory. So the program without them is solved first
 solution fits, it is the best one. Otherwise the larger program is solved, in which every saved value is kept or
 recomputed and both activations and optimizer states rest on the device or in another tier
 (:mod:`autopar.placement.formulation`). The limit of host memory is another row of that program.
+
+The program counts bytes from above: all gradients beside all activations, and the largest operation on top. A step of
+one pass needs less, as its rehearsal tells (:mod:`autopar.planner.rehearsed_memory`), and how much less depends on the
+choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as high as the solutions
+that it leads to fit.
 """
 
 from __future__ import annotations
@@ -28,14 +33,17 @@ from autopar.placement.constraints import with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.parameter_choices import with_weight_in_host
 from autopar.plans.views.quantities import duration
-from autopar.solver.problem import Ints, Solution, evaluate, is_within, memory_of
+from autopar.solver.problem import Ints, Solution, memory_of
 
 Solve = Callable[[Instance, Sequence[Ints]], Solution]
 # The backends of devices whose weights can rest in host memory. A GPU's optimizer would have to visit it for updates,
 # and gradients to go there, which is not written.
 HOST_WEIGHTS = ("gloo",)
-# How often a program is solved again with less memory. Chosen: each round costs a solve.
+# How often a program is solved with less and less memory until its solution fits. Chosen: each round costs a solve.
 ROUNDS = 4
+# How often it is then solved with more memory, and the share of the limit that is not worth another solve. Chosen, as
+# above.
+MORE_ROUNDS, SPARE = 2, 0.005
 
 
 class TooSlowError(InfeasibleError):
@@ -48,47 +56,80 @@ class TooSlowError(InfeasibleError):
         self.is_proven = is_proven
 
 
-def fits(instance: Instance, solution: Solution) -> bool:
-    """Whether a solution of a restricted instance is one of ``instance``."""
-    return (
-        solution.status != "infeasible"
-        and is_within(instance.problem, solution.choices)
-        and math.isfinite(evaluate(instance.problem, solution.choices))
-    )
-
-
 def without_limit(instance: Instance) -> Instance:
-    return replace(instance, problem=replace(instance.problem, memory_limit=math.inf))
+    return with_limit(instance, math.inf)
+
+
+def with_limit(instance: Instance, limit: float) -> Instance:
+    """The instance with another limit of the device's memory, as the program counts it."""
+    return replace(instance, problem=replace(instance.problem, memory_limit=limit))
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
-    """A solution, and the instance that had to be solved for it. ``unlimited``: a lower bound in seconds for any memory
-    limit, if one is known."""
+class Unlimited:
+    """The ``solution`` of an ``instance`` without a memory limit."""
 
     instance: Instance
     solution: Solution
-    unlimited: float = -math.inf
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound for any memory limit, if one is known."""
+        return self.solution.bound if self.solution.status != "infeasible" else -math.inf
 
 
-def solve_within(
+def solve_unlimited(
     options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
-) -> Solved:
-    """Solves ``plain`` if that suffices, otherwise the instance that ``widen`` returns. ``incumbents`` are choices of
-    ``plain``; they mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where it is
-    impossible."""
+) -> Unlimited:
+    """Solves ``plain`` without a memory limit; if the options require recomputation or offload, the instance that
+    ``widen`` returns. ``incumbents`` are choices of ``plain``; they mean the same in both. Raises
+    :class:`OptionsError` if ``options`` ask for offload where it is impossible."""
     check_offload(options, plain.prices.cluster)
-    if not may_widen(options, plain):
-        return Solved(plain, solve(plain, [c for c in incumbents if _within(plain, c)]))
-    unlimited = -math.inf
     if options.recompute in (None, "none") and not required(options.offload):
-        free = solve(without_limit(plain), incumbents)
-        if fits(plain, free):
-            return Solved(plain, free, free.bound)
-        unlimited = free.bound
-        incumbents = [free.choices, *incumbents] if free.status != "infeasible" else incumbents
+        return Unlimited(plain, solve(without_limit(plain), incumbents))
     wide = widen()
-    return Solved(wide, solve_wide(wide, solve, incumbents), unlimited)
+    return Unlimited(wide, solve_wide(without_limit(wide), solve, incumbents))
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The bytes of a solution: as the program counts them, and at the ``peak`` of its rehearsed step."""
+
+    counted: float
+    peak: float
+
+
+def first_limit(allowed: float, free: Needed | None) -> float:
+    """The first limit to give the program, so that the step of its solution needs at most ``allowed`` bytes. ``free``:
+    what the solution without a limit needs, which is more.
+
+    >>> first_limit(100, Needed(150, 120))
+    130
+    """
+    return allowed if free is None else max(allowed, allowed + free.counted - free.peak)
+
+
+def next_limit(allowed: float, beyond: Needed | None, within: Needed | None) -> float:
+    """The limit to give the program next, so that the step of its solution needs at most ``allowed`` bytes and not much
+    less. ``beyond``: a solution that needs more; ``within``: one that does not. What the program counts in excess
+    changes little from one to the next: of one solution it is taken as it is, of two in proportion to their peaks.
+
+    >>> next_limit(100, Needed(150, 120), None)
+    129.6
+    >>> next_limit(100, Needed(150, 120), Needed(120, 95))
+    126.0
+    >>> next_limit(100, None, Needed(120, 95))
+    125
+    """
+    if beyond is None:
+        return allowed if within is None else within.counted + (allowed - within.peak)
+    if within is None:
+        # 2% more than what is too much: chosen, so that few rounds are needed.
+        guess = beyond.counted - 1.02 * (beyond.peak - allowed)
+    else:
+        share = (allowed - within.peak) / (beyond.peak - within.peak)
+        guess = within.counted + share * (beyond.counted - within.counted)
+    return min(guess, beyond.counted - 1.0)  # Excludes what is known not to fit.
 
 
 def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
@@ -98,10 +139,6 @@ def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solu
     if not wide.offload:
         return solve(wide, starts)
     return solve(wide, [*starts, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])])
-
-
-def _within(instance: Instance, choices: Ints) -> bool:
-    return is_within(instance.problem, choices)
 
 
 def may_widen(options: Options, plain: Instance) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,21 @@ from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import formulate, untie_layers, with_memory_savers
 from .infeasible import does_not_fit
-from .memory_limit import ROUNDS, Solve, Solved, TooSlowError, fits, solve_wide, solve_within, tightened, without_limit
+from .memory_limit import (
+    MORE_ROUNDS,
+    ROUNDS,
+    SPARE,
+    Needed,
+    Solve,
+    TooSlowError,
+    Unlimited,
+    first_limit,
+    next_limit,
+    solve_unlimited,
+    solve_wide,
+    with_limit,
+    without_limit,
+)
 from .mesh_solution import MeshSolution, peak_bytes, placed_step
 from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
@@ -42,8 +56,6 @@ PROGRAMS = 2
 # planning (GPT of 128 layers).
 UNTIED_NODES = 10_000
 
-SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
-
 
 def solve_mesh(
     request: PlanRequest, graph: Graph, timings: Timings
@@ -55,10 +67,8 @@ def solve_mesh(
     with timings.phase("solve"):
         compared = _solve_baselines(request, program, timings)
         feasible = [solution for _, solution in compared if _is_feasible(solution)]
-        solved = _solve_within_memory(request, program, timings, [solution.choices for solution in feasible])
-        if _is_feasible(solved.solution):
-            solved = _take_cheapest(solved, [solution for solution in feasible if fits(solved.instance, solution)])
-    best = _enforce_memory_limit(request, annotated, solved, timings)
+        free = _solve_unlimited(request, program, timings, [solution.choices for solution in feasible])
+    best = _enforce_memory_limit(request, annotated, free, timings, feasible)
     return best, priced_baselines(request, graph, timings)
 
 
@@ -75,8 +85,8 @@ def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolu
     """The best solution on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
     annotated, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
-        solved = _solve_within_memory(request, program, timings)
-    return _enforce_memory_limit(request, annotated, solved, timings)
+        free = _solve_unlimited(request, program, timings)
+    return _enforce_memory_limit(request, annotated, free, timings)
 
 
 def is_short_of_memory(request: PlanRequest, solved: MeshSolution) -> bool:
@@ -154,90 +164,147 @@ def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) 
     return solution
 
 
-def _solve_within_memory(
+def _solve_unlimited(
     request: PlanRequest, program: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
-) -> Solved:
-    """Solves without recomputation, and with it only if memory requires it. Returns the instance solved last."""
-    plain = replace(program, problem=replace(program.problem, memory_limit=float(memory_limit_of(request))))
+) -> Unlimited:
+    """Solves without a memory limit; with recomputation and offload only if these are required."""
+    plain = with_limit(program, float(memory_limit_of(request)))
 
     def run(instance: Instance, starts: Sequence[Ints]) -> Solution:
         make = partial(_solver(request, timings), instance, starts)
-        if instance.is_wide or math.isfinite(instance.problem.memory_limit):
+        if instance.is_wide:
             return make()
         # One of all requests that differ in the limit alone.
         options, known = request.options, tuple(choices.tobytes() for choices in starts)
         settings = options.gap, options.solver_seed, options.time_limit, timings.counted, known, request.worth
         return request.shared.once("unlimited", (program,), *settings, make=make, kept=PROGRAMS)
 
-    return solve_within(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
+    return solve_unlimited(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
 
 
-def _take_cheapest(solved: Solved, others: list[Solution]) -> Solved:
-    """Takes the cheapest solution. A baseline that beats the solver's solution replaces it and retains the solver's
-    bound."""
-    solution = solved.solution
-    cheapest = min([solution, *others], key=lambda s: s.objective)
-    if cheapest is solution:
-        return solved
-    cheapest = replace(cheapest, bound=solution.bound, status="feasible", seconds=solution.seconds)
-    return replace(solved, solution=cheapest)
+def _take_cheapest(request: PlanRequest, best: MeshSolution, others: Sequence[Solution]) -> MeshSolution:
+    """Takes the cheapest solution. A baseline that fits and beats the solver's solution replaces it and retains the
+    solver's bound."""
+    for other in sorted(others, key=lambda solution: solution.objective):
+        if other.objective >= best.solution.objective:
+            break
+        # What a baseline does may be impossible in the program that was solved.
+        if math.isfinite(evaluate(best.instance.problem, other.choices)):
+            same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
+            cheaper = MeshSolution.of(best.instance, same)
+            if _fits(request, cheaper):
+                return cheaper
+    return best
 
 
-def _enforce_memory_limit(request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings) -> MeshSolution:
-    """Solves again until the rehearsed step fits into memory. If none does, takes the solution of least memory. Raises
-    :class:`InfeasibleError` if that does not fit either."""
-    best, instance = _solve_until_fits(request, annotated, solved, timings)
-    if best is None:
-        with timings.phase("solve"):
-            best = _minimize_memory_within(instance, float(memory_limit_of(request)))
-    elif _memory_binds(request, best, solved.unlimited):
+def _enforce_memory_limit(
+    request: PlanRequest, annotated: Graph, free: Unlimited, timings: Timings, others: Sequence[Solution] = ()
+) -> MeshSolution:
+    """The solution without a limit, if its rehearsed step fits into memory. Otherwise solves with limits until one
+    does. ``others``: solutions of the program without recomputation and offload. Raises :class:`InfeasibleError` if
+    nothing fits."""
+    with timings.phase("solve"):
+        quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
+        if quickest is not None and _fits(request, quickest):
+            return replace(_take_cheapest(request, quickest, others), unlimited=free.seconds)
+        beyond = None if quickest is None else _needed(quickest)
+        best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
+        best = _take_cheapest(request, best, others)
+    if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings)
-    return replace(best, unlimited=solved.unlimited)
+    return _with_bound(request, best, free.seconds)
+
+
+def _with_bound(request: PlanRequest, best: MeshSolution, unlimited: float) -> MeshSolution:
+    """A solution under a limit with a bound of all that fits. The program with a limit proves nothing of what it counts
+    as too large and would fit, which there may be where steps are rehearsed. Then the bound is that without a limit."""
+    solution = best.solution
+    is_counted = best.step.memory.memory is None or not math.isfinite(unlimited)
+    bound = min(max(solution.bound, unlimited) if is_counted else unlimited, solution.objective)
+    proven = replace(solution, bound=bound)
+    status = "optimal" if proven.gap <= request.options.gap else "feasible"
+    return replace(best, solution=replace(proven, status=status), unlimited=unlimited)
+
+
+def _solve_limited(
+    request: PlanRequest,
+    annotated: Graph,
+    free: Unlimited,
+    beyond: Needed | None,
+    timings: Timings,
+    starts: Sequence[Ints],
+) -> MeshSolution:
+    """The best solution found that fits. If the host's memory is short as well, and none is found, layers are untied.
+    If none is found still, starts from the solution of least memory. ``beyond``: what the solution without a limit
+    needs, if there is one; ``starts``: choices of the program without recomputation and offload. Raises
+    :class:`InfeasibleError` if nothing fits."""
+    run, instance = _solver(request, timings), with_memory_savers(request, free.instance)
+    if beyond is not None and not free.instance.is_wide:
+        starts = [free.solution.choices, *starts]
+    best, beyond = _solve_until_fits(request, instance, beyond, run, starts)
+    if best is None and host_binds(instance.problem):
+        instance = untie_layers(request, annotated, instance)
+        best, beyond = _solve_until_fits(request, instance, None, run, ())
+    if best is None:
+        best = _minimize_memory_within(instance, float(memory_limit_of(request)))
+    return _solve_with_more(request, best, beyond, run, free.seconds)
 
 
 def _solve_until_fits(
-    request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings
-) -> tuple[MeshSolution | None, Instance]:
-    """Returns a solution that fits, or None with the largest instance that was tried. Solves again with less memory,
-    and with untied layers if the host's memory is short as well."""
-    limit, run, instance = float(memory_limit_of(request)), _solver(request, timings), solved.instance
-    solve_again = _tightened_solver(request, run)
-    with timings.phase("solve"):
-        fitting = _tighten_until_fits(instance, solved.solution, limit, solve_again)
-        instance = instance if fitting is not None else with_memory_savers(request, instance)
-    if fitting is None and host_binds(instance.problem):
-        with timings.phase("price"):
-            instance = untie_layers(request, annotated, instance)
-        with timings.phase("solve"):
-            fitting = _tighten_until_fits(instance, solve_wide(instance, run, ()), limit, solve_again)
-    return fitting, instance
-
-
-def _tightened_solver(request: PlanRequest, run: Solve) -> SolveAgain:
-    """Returns a function that solves an instance with a lower limit, starting from the last solution. It adds
-    recomputation and offload if the instance lacks them."""
-
-    def solve_again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
-        wide = with_memory_savers(request, less)
-        return wide, run(less, ()) if wide is less else solve_wide(wide, run, [before.choices])
-
-    return solve_again
-
-
-def _tighten_until_fits(
-    instance: Instance, solution: Solution, limit: float, solve_again: SolveAgain
-) -> MeshSolution | None:
-    """Returns a solution whose step needs at most ``limit`` bytes: ``solution`` itself, or one that ``solve_again``
-    finds with less and less memory. None if there is none."""
-    for _ in range(ROUNDS):
+    request: PlanRequest, instance: Instance, beyond: Needed | None, run: Solve, starts: Sequence[Ints]
+) -> tuple[MeshSolution | None, Needed | None]:
+    """Solves ``instance`` with less and less memory until the step fits. Returns the solution that does, and what the
+    last that does not needs, if there are any. ``beyond``, ``starts``: as for :func:`_solve_limited`."""
+    allowed = float(memory_limit_of(request))
+    limited = with_limit(instance, first_limit(allowed, beyond))
+    solution = solve_wide(limited, run, starts)
+    for rounds_left in reversed(range(ROUNDS)):
         if not _is_feasible(solution):
-            return None
-        mesh_solution = MeshSolution.of(instance, solution)
-        tighter = tightened(instance, solution.choices, peak_bytes(mesh_solution), limit)
-        if tighter is None:
-            return mesh_solution
-        instance, solution = solve_again(tighter, solution)
-    return None
+            break
+        found = MeshSolution.of(limited, solution)
+        if _fits(request, found):
+            return found, beyond
+        beyond = _needed(found)
+        if rounds_left:
+            limited = with_limit(instance, next_limit(allowed, beyond, None))
+            solution = run(limited, ())
+    return None, beyond
+
+
+def _solve_with_more(
+    request: PlanRequest, best: MeshSolution, beyond: Needed | None, run: Solve, unlimited: float
+) -> MeshSolution:
+    """Solves with more memory than ``best`` needs, as long as the limit costs time and memory is left. ``beyond``: what
+    a solution needs that does not fit. If steps are not rehearsed, nothing is left that the program does not count."""
+    if best.step.memory.memory is None:
+        return best
+    allowed, within = float(memory_limit_of(request)), _needed(best)
+    if math.isfinite(best.instance.problem.memory_limit):  # Nothing that the program counts within that is quicker.
+        within = replace(within, counted=max(within.counted, best.instance.problem.memory_limit))
+    for _ in range(MORE_ROUNDS):
+        limit = next_limit(allowed, beyond, within)
+        costs = best.solution.objective - unlimited > request.options.gap * best.solution.objective
+        if not costs or limit - within.counted < SPARE * allowed:
+            break
+        limited = with_limit(best.instance, limit)
+        solution = run(limited, [best.solution.choices])
+        if not _is_feasible(solution):
+            break
+        found = MeshSolution.of(limited, solution)
+        if _fits(request, found):
+            within = Needed(limit, peak_bytes(found))
+            best = min(found, best, key=lambda own: own.solution.objective)
+        else:
+            beyond = _needed(found)
+    return best
+
+
+def _fits(request: PlanRequest, solved: MeshSolution) -> bool:
+    return peak_bytes(solved) <= memory_limit_of(request)
+
+
+def _needed(solved: MeshSolution) -> Needed:
+    return Needed(memory_of(solved.instance.problem, solved.solution.choices), peak_bytes(solved))
 
 
 def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
@@ -260,10 +327,11 @@ def _minimize_memory(instance: Instance) -> MeshSolution | None:
     choices = smallest_choices(problem)
     if choices is None:
         return None
-    tight = replace(problem, memory_limit=memory_of(problem, choices), windows=())
+    least = memory_of(problem, choices)
+    tight = replace(problem, memory_limit=least, windows=())
     cheapest = solve(tight, time_limit=SMALLEST_SECONDS, gap=BASELINE_GAP, incumbents=[choices], counted=True)
     candidates = [
-        MeshSolution.of(instance, Solution(c, evaluate(problem, c), 0.0, "feasible", 0.0))
+        MeshSolution.of(with_limit(instance, least), Solution(c, evaluate(problem, c), 0.0, "feasible", 0.0))
         for c in (cheapest.choices, choices)
     ]
     return min(candidates, key=peak_bytes)
@@ -278,22 +346,21 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
     folded = len(instance.names) < len(instance.graph.nodes) <= UNTIED_NODES
     limit_costs = solution.objective - unlimited > request.options.gap * solution.objective
     # A limit that is far away is not what costs. Chosen, not measured.
-    return (
-        folded and limit_costs and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
-    )
+    return folded and limit_costs and peak_bytes(best) > 0.8 * memory_limit_of(request)
 
 
 def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
     """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
-        instance = untie_layers(request, annotated, best.instance)
+        limit = next_limit(float(memory_limit_of(request)), None, _needed(best))
+        instance = with_limit(untie_layers(request, annotated, best.instance), limit)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)
         solution = solve_in_time(instance.problem, request.options, timings, [incumbent])
     if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
     refined = MeshSolution.of(instance, solution)
-    return refined if peak_bytes(refined) <= memory_limit_of(request) else best
+    return refined if _fits(request, refined) else best
 
 
 def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:

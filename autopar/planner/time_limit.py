@@ -34,4 +34,5 @@ def solve_in_time(
         worth=worth,
     )
     timings.solving += solution.seconds
+    timings.cut_off |= solution.status == "feasible"
     return solution

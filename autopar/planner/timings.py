@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 @dataclass
 class Timings:
     """CPU seconds by phase, and the seconds of ``Options.time_limit`` that solvers used: CPU time or, if ``counted``,
-    counted work (:mod:`autopar.solver.budget`)."""
+    counted work (:mod:`autopar.solver.budget`). ``cut_off``: whether a search for placements ended before it had proven
+    its gap."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
     counted: bool = False
+    cut_off: bool = False
 
     def left(self, time_limit: float) -> float:
         return max(time_limit - self.solving, 0.0)

@@ -195,12 +195,17 @@ def test_planning_twice_searches_once(searches: list[PlanRequest]) -> None:
     assert len(searches) == 1
 
 
+@pytest.mark.parametrize("is_cut_off", [True, False])
 def test_a_plan_that_the_time_limit_cut_off_is_not_kept(
-    plan_request: PlanRequest, folder: Path, monkeypatch: pytest.MonkeyPatch
+    plan_request: PlanRequest, folder: Path, monkeypatch: pytest.MonkeyPatch, is_cut_off: bool
 ) -> None:
-    def cut_off(plan_request: PlanRequest, timings: Timings) -> Plan:
-        return replace(best_plan(plan_request, timings), status="feasible", gap=0.5)
+    """Nor is the gap that lack of memory leaves a reason to plan again."""
 
-    monkeypatch.setattr(plan_cache, "best_plan", cut_off)
+    def unproven(plan_request: PlanRequest, timings: Timings) -> Plan:
+        plan = best_plan(plan_request, timings)
+        timings.cut_off = is_cut_off
+        return replace(plan, status="feasible", gap=0.5)
+
+    monkeypatch.setattr(plan_cache, "best_plan", unproven)
     cached_plan(plan_request, Timings())
-    assert not folder.exists()
+    assert folder.exists() != is_cut_off
