@@ -212,10 +212,9 @@ class Looks(Attends):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).square().mean()
 
 
-def prepared(model: nn.Module, rows: int = 3) -> Graph:
-    return prepare(
-        model, (torch.randn(rows, 7, 8),), {}, device="cpu", loss_fn=None, training=True, precision=None
-    ).graph
+def prepared(model: nn.Module, length: int = 7) -> Graph:
+    batch = (torch.randn(3, length, 8),)
+    return prepare(model, batch, {}, device="cpu", loss_fn=None, training=True, precision=None).graph
 
 
 @pytest.mark.parametrize("odd", [0, 5, 63])
