@@ -38,6 +38,7 @@ def combined(samples: Sequence[Samples], times: Summary, figures: Summary) -> Sa
 
 
 def _device(devices: Sequence[DeviceSamples], times: Summary) -> DeviceSamples:
+    attended = [d.attention for d in devices] if all(d.attention for d in devices) else []
     return DeviceSamples(
         launch=times([d.launch for d in devices]),
         view=times([d.view for d in devices]),
@@ -46,7 +47,7 @@ def _device(devices: Sequence[DeviceSamples], times: Summary) -> DeviceSamples:
             (same[0][0], times([seconds for _, seconds in same]))
             for same in zip(*(d.pointwise for d in devices), strict=True)
         ),
-        attention=tuple(_combined(same, times) for same in zip(*(d.attention for d in devices), strict=True)),
+        attention=tuple(_combined(same, times) for same in zip(*attended, strict=True)),
         function=times([d.function for d in devices]),
         update=times([d.update for d in devices]),
         share=times([d.share for d in devices]),

@@ -30,21 +30,23 @@ _START, _STEPS = (300.0, 12.0), 60
 def fit_gpu(
     samples: DeviceSamples, name: str, memory_bytes: int, processors: int, known: Device | None = None
 ) -> tuple[Device, float]:
-    """A GPU with ``processors`` multiprocessors, and the relative error of its products in bf16. ``known``: the preset
-    of its name."""
+    """A GPU with ``processors`` multiprocessors, and the relative error of its products in bf16 (f16 where it has no
+    bf16). ``known``: the preset of its name."""
     by_dtype = {s.dtype: [sample for sample in samples.matrices if sample.dtype == s.dtype] for s in samples.matrices}
     nominal = {} if known is None else dict(known.peak_flops)
-    main, error = fit_tiles(by_dtype["bf16"], processors, samples.launch, nominal.get("bf16"))
-    rates = {dtype: fit_rate(matrices, main) for dtype, matrices in by_dtype.items() if dtype != "bf16"}
+    native = "bf16" if not nominal or "bf16" in nominal else "f16"
+    main, error = fit_tiles(by_dtype[native], processors, samples.launch, nominal.get(native))
+    rates = {dtype: fit_rate(matrices, main) for dtype, matrices in by_dtype.items() if dtype != native}
     shares = {dtype: rate / nominal[dtype] for dtype, rate in rates.items() if dtype in nominal}
     described = replace(
         main,
         name=name,
-        peak_flops=nominal or {**main.peak_flops, **rates},
+        peak_flops={**main.peak_flops, **rates, **nominal},
         dtype_efficiency={**({} if known is None else known.dtype_efficiency), **shares},
         memory_bytes=memory_bytes,
         memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
-        host_seconds=samples.host,
+        # That of a preset is of a program with all that it does besides.
+        host_seconds=max(samples.host, 0.0 if known is None else known.host_seconds),
         # Our estimate (docs/cost-model.md, "Where the numbers come from").
         reserve_bytes=3 << 29,
         reserve_fraction=0.1,

@@ -25,7 +25,7 @@ def preset_of(name: str, memory_bytes: int) -> Cluster | None:
     True
     """
     chip = _CHIP.search(name.replace("_", " "))
-    if chip is None or _PCIE.search(name):
+    if chip is None or _PCIE.search(name) or "MIG" in name:  # A slice of a GPU has a part of its rates.
         return None
     presets = (Cluster.get(preset) for preset in PRESETS if preset != "local")
     named = (cluster for cluster in presets if re.match(rf"{chip[1]}\b", cluster.device.name))

@@ -154,7 +154,8 @@ class Pool:
     draws less power, and runs faster than in a step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = torch.rand(POOL_BYTES // 4, device=device)
+        generator = torch.Generator(device).manual_seed(0)  # Not the user's.
+        self.numbers = torch.rand(POOL_BYTES // 4, device=device, generator=generator)
         self._as: dict[torch.dtype, torch.Tensor] = {}
 
     def turns(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
@@ -216,17 +217,19 @@ def _processor_jobs(pool: Pool) -> list[Job]:
 
 def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSamples:
     """``samples`` with the ``times`` of :func:`_processor_jobs`."""
-    attention = attention_samples(CPU_ATTENTION, HEADS, "f32", times)
+    attention = attention_samples(CPU_ATTENTION, lambda _: HEADS, "f32", times)
     *_, tanh, exp, update = times
     return replace(samples, attention=attention, function=(tanh + exp) / 2, update=update)
 
 
 def attention_samples(
-    sizes: Sequence[tuple[int, int]], heads: int, dtype: str, times: Sequence[float]
+    sizes: Sequence[tuple[int, int]], heads: Callable[[int], int], dtype: str, times: Sequence[float]
 ) -> tuple[AttentionSample, ...]:
     """The first of ``times``, which are those of forward and backward in turn."""
     kinds = [(length, width, backward) for length, width in sizes for backward in (False, True)]
-    return tuple(AttentionSample(*kind, taken, heads, dtype) for kind, taken in zip(kinds, times, strict=False))
+    return tuple(
+        AttentionSample(*kind, taken, heads(kind[0]), dtype) for kind, taken in zip(kinds, times, strict=False)
+    )
 
 
 def measure_device(device: torch.device, seconds: float, meet: Job = lambda: None) -> DeviceSamples:

@@ -21,13 +21,14 @@ _LAUNCHES = 200
 Job = Callable[[], object]
 
 
-def replayed_seconds(function: Job, device: torch.device, budget: float) -> float:
-    """Mean seconds of a call of ``function`` among others, by the GPU's clock, for ``budget`` seconds."""
-    with torch.cuda.device(device):
+def replayed_seconds(function: Job, stream: torch.cuda.Stream, budget: float) -> float:
+    """Mean seconds of a call of ``function`` among others, by the GPU's clock, for ``budget`` seconds. Calls are
+    captured on ``stream``: libraries keep memory for each that they have seen."""
+    with torch.cuda.device(stream.device):
         _on_clock(function, _FEW)
         each = _on_clock(function, _FEW)
         calls = max(1, min(_MOST, int(budget / 4 / each)))
-        graph = _captured(function, calls)
+        graph = _captured(function, calls, stream)
         graph.replay()
         rounds = max(1, int(budget / 2 / (each * calls)))
         return _on_clock(graph.replay, rounds) / calls
@@ -58,8 +59,8 @@ def _on_clock(function: Job, calls: int) -> float:
     return milliseconds / 1e3 / calls
 
 
-def _captured(function: Job, calls: int) -> torch.cuda.CUDAGraph:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+def _captured(function: Job, calls: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         function()  # Libraries allocate what they need, which they may not do within a capture.

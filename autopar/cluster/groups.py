@@ -19,6 +19,7 @@ _LESS_IS_WORSE = (
     "nvme_read_bandwidth",
     "nvme_write_bandwidth",
     "nvme_bytes",
+    "masked_attention",
 )
 _MORE_IS_WORSE = (
     "launch_seconds",
@@ -28,6 +29,7 @@ _MORE_IS_WORSE = (
     "function_seconds",
     "host_latency",
     "nvme_latency",
+    "attention_length",
 )
 
 

@@ -136,10 +136,13 @@ class _TraceableFunctions(TorchFunctionMode):
 
 
 def _counts(func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    if not minlength or (weights is not None and not weights.is_floating_point()):
+    if not minlength or input.is_floating_point():
         counts: Tensor = func(input, weights, minlength)
         return counts
-    added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
+    if weights is None:
+        added = torch.ones_like(input, dtype=torch.int64)
+    else:
+        added = weights if weights.dtype == torch.float32 else weights.double()
     return added.new_zeros(minlength).scatter_add(0, input.long(), added)
 
 

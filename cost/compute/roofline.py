@@ -89,7 +89,7 @@ def node_seconds(
     work, nbytes = family.flops(node, inputs, results), family.bytes(node, inputs, results) + added
     matrix = family.matrix(inputs, results) if family.matrix is not None else None
     functions = work if family.is_function else 0.0
-    if family.is_attention and is_masked(node):
+    if family.is_attention and inputs[0].dtype.itemsize == 2 and is_masked(node):  # Wider ones have one kernel.
         work /= cluster.device.masked_attention
     return compute_seconds(cluster, work, nbytes, dtype_of(inputs, results), matrix, family.is_attention, functions)
 

@@ -30,12 +30,14 @@ from autopar.torch_internals.operators import operation_called
 from .same_for_all_samples import same_for_all_samples
 
 Known = Literal["causal", "nothing"]
-# Where the query, which the key follows, and the mask, which `is_causal` follows, are among the arguments.
+# Where the query is among the arguments of attention; the key follows.
 _QUERY = {"autopar.attention.default": 0, "autopar.attention_backward.default": 1}
+# Where the mask is; `is_causal` follows.
 _MASK = {"autopar.attention.default": 3, "autopar.attention_backward.default": 6}
 # Elements up to which a value is computed whole; larger ones are computed in rows. Chosen: some megabytes.
 _WHOLE = 1 << 20
-# Elements of a mask beyond which it is left as it is. Chosen: 32 thousand positions, which take some seconds.
+# Elements of a mask of one sample beyond which it is left as it is.
+# Chosen: 32 thousand positions, which take half a minute.
 _MOST = 1 << 30
 # Operations besides torch's pointwise ones that give the same rows of their result for rows of their operand.
 _IN_ROWS = frozenset(
