@@ -63,7 +63,7 @@ def test_a_real_gpu(known: bool) -> None:
     device, error = fit_gpu(samples, NAME, MEMORY, 132, preset.device if known else None)
     assert error < 0.1
     assert device.memory_bandwidth == pytest.approx(4.3e12, rel=0.05)  # Of 4.8e12.
-    assert device.launch_seconds < 2e-6 < device.host_seconds < 2e-5
+    assert device.launch_seconds < 2e-6 < device.host_seconds < 5e-5
     assert device.peak_flops["bf16"] == (989e12 if known else pytest.approx(823e12 * 1.1, rel=0.01))
     for sample in samples.matrices:
         if sample.m * sample.n * sample.k >= 2048**3:
