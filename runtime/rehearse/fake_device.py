@@ -118,6 +118,8 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
             aten._log_softmax.default,
             aten._softmax_backward_data.default,
             aten._log_softmax_backward_data.default,
+            aten.im2col.default,
+            aten.col2im.default,
         )
     },
 }

@@ -66,6 +66,13 @@ def test_indexing_by_tensors_needs_no_device() -> None:
     assert (rows.shape, rows.device.type) == ((3, 5, 6), "cuda")
 
 
+def test_unfolding_needs_no_device() -> None:
+    with fake_device():
+        columns = torch.ops.aten.im2col.default(torch.empty(2, 3, 8, 1, device="cuda"), [3, 1], [1, 1], [1, 0], [1, 1])
+        image = torch.ops.aten.col2im.default(columns, [8, 1], [3, 1], [1, 1], [1, 0], [1, 1])
+    assert (columns.shape, image.shape, image.device.type) == ((2, 9, 8), (2, 3, 8, 1), "cuda")
+
+
 def test_reading_a_value_and_mixing_devices_are_errors() -> None:
     with fake_device():
         x = torch.empty(4, device="cuda")
