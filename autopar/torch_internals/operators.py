@@ -33,7 +33,8 @@ __all__ = [
 
 
 def operation_called(op: str) -> OpOverload | None:
-    """The operation with a name such as ``aten.mm.default``, None if there is none."""
+    """The operation with a name such as ``aten.mm.default``, None if there is none. Relies on namespaces of
+    ``torch.ops`` having packets, and these overloads, as attributes (2.11)."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
