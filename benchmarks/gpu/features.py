@@ -7,7 +7,6 @@ to the bit where the documents promise that, else within :data:`TOLERANCES`.
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 import traceback
@@ -23,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import checkpoint
 from autopar.arguments import split_batch
-from autopar.torch_internals.trees import tree_leaves, tree_map
+from autopar.torch_internals.trees import tree_map
 from tests.zoo.models import ZOO
 
+from .programs import eager, loss_of
 from .setting import Row, Setting
 from .small_model import SGD, Batch, a_batch, compared, losses_of, parallel, run_autopar, run_eager, small, trained
 
@@ -258,24 +258,14 @@ def compiled(name: str, setting: Setting) -> Row:
     model, batch = ZOO[name]()
     model = model.train()
     args, kwargs = split_batch(batch)
+    expected = eager(model, args, kwargs, "fp32", setting.device)
     args, kwargs = tree_map(lambda x: x.to(setting.device) if isinstance(x, Tensor) else x, (args, kwargs))
-    own = copy.deepcopy(model).to(setting.device)
-    loss = _loss(own(*args, **kwargs))
-    loss.backward()
     module = autopar.parallelize(model, init_device_mesh(setting.kind, (1,)), options=autopar.Options(compile=True))
-    made = _loss(module(*args, **kwargs))
-    made.backward()
-    found = {"loss": made.detach().cpu(), **gradients(module, module)}
-    expected = {"loss": loss.detach().cpu(), **gradients(own, module)}
+    loss = loss_of(module(*args, **kwargs))
+    loss.backward()
+    found = {"loss": loss.detach().cpu(), **gradients(module, module)}
     row = compared(found, expected, TOLERANCES["fp32"])
     return {"case": f"compiled {name}", **row, "warnings": [str(w) for w in module.plan.warnings]}
-
-
-def _loss(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
-    numbers = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad)
-    found: Tensor = next(numbers) if loss is None else loss
-    return found
 
 
 CASES: dict[str, Callable[[Setting], Found]] = {

@@ -123,12 +123,18 @@ def eager(model: nn.Module, args: Any, kwargs: Any, precision: Precision, device
     args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
     with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
         output = own(*args, **kwargs)
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        loss = next(x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad)
+    loss = loss_of(output)
     loss.backward()
     gradients = {n: p.grad.detach().cpu() for n, p in own.named_parameters() if p.grad is not None}
     return {"loss": loss.detach().cpu(), **gradients}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss that a model returns, under its name or as the only number with a gradient."""
+    loss = getattr(output, "loss", None)
+    numbers = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad)
+    found: Tensor = next(numbers) if loss is None else loss
+    return found
 
 
 def compare(found: Mapping[str, Tensor], expected: Values, exact: Values, tolerance: float) -> Row:
