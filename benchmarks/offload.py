@@ -59,13 +59,16 @@ COPIED_ELEMENTS, COPIED_TENSORS = 1 << 20, 32
 
 
 def copy_bandwidth(rank: int, world: int, rounds: int) -> float:
-    """Bytes per second at which a process copies to new memory and back, while all do."""
-    sources, seconds = [torch.ones(COPIED_ELEMENTS) for _ in range(COPIED_TENSORS)], list[float]()
+    """Bytes per second at which a process copies tensors to one place and back, in turns, while all do: as the runtime
+    moves state (:mod:`autopar.runtime.state.host_visits`), which is in no cache when its turn comes."""
+    resting, place = [torch.ones(COPIED_ELEMENTS) for _ in range(COPIED_TENSORS)], torch.empty(COPIED_ELEMENTS)
+    seconds = list[float]()
     for _ in range(rounds):
-        dist.barrier()
-        for source in sources:
+        for state in resting:
+            dist.barrier()
             begin = time.perf_counter()
-            source.copy_(source.clone())
+            place.copy_(state)
+            state.copy_(place)
             seconds.append(time.perf_counter() - begin)
     return 2 * 4 * COPIED_ELEMENTS / statistics.median(seconds)
 

@@ -94,9 +94,10 @@ def measured_clusters(rank: int) -> tuple[Cluster, Cluster]:
 def clusters(samples: Sequence[Samples]) -> tuple[Cluster, Cluster]:
     """From what each process measured: the cluster with a group for those of each share, and one whose devices are
     alike, each as slow as the mean."""
-    # Fast processes wait for slow ones when they meet, which is no price of messages.
+    # Fast processes wait for slow ones when they meet, which is no price of messages, and no slowness of theirs.
     least = min(each.synchronisation for each in samples)
-    fitted = fit_cluster([replace(each, synchronisation=least) for each in samples], 1)
+    samples = [replace(each, synchronisation=least, step=each.own_step, update=each.own_update) for each in samples]
+    fitted = fit_cluster(samples, 1)
     held = f"processes held to {', '.join(map(str, SHARES))} of a core"
     # With a quota of its own a process does not share its core.
     alike = replace(fitted, name="alike", sharing=1, cores=1.0, source=f"{held}; {fitted.source}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from .measure_device import AttentionSample, DeviceSamples, MatrixSample, lower_quartile
-from .samples import FIGURES, TIMES, CollectiveSample, Samples
+from .samples import FIGURES, STEPS, TIMES, CollectiveSample, Samples
 
 Summary = Callable[[Sequence[float]], float]
 _Sample = TypeVar("_Sample", MatrixSample, AttentionSample, CollectiveSample)
@@ -16,13 +16,14 @@ _Sample = TypeVar("_Sample", MatrixSample, AttentionSample, CollectiveSample)
 
 def undisturbed(rounds: Sequence[Samples]) -> Samples:
     """Combines the rounds of one process. Other load on the machine only adds to times, and affects some rounds and not
-    others, so the lower quartile of times counts; of differences and ratios, the median counts."""
-    return combined(rounds, lower_quartile, statistics.median)
+    others, so of times of single operations the lower quartile counts. Of work like a step the median counts, to which
+    the others are then fitted: steps take what they usually take. So it does of differences and ratios."""
+    return combined(rounds, lower_quartile, statistics.median, statistics.median)
 
 
 def mean(processes: Sequence[Samples]) -> Samples:
     """Averages what several processes measured at once."""
-    return combined(processes, statistics.fmean, statistics.median)
+    return combined(processes, statistics.fmean, statistics.fmean, statistics.median)
 
 
 def mean_device(devices: Sequence[DeviceSamples]) -> DeviceSamples:
@@ -30,9 +31,11 @@ def mean_device(devices: Sequence[DeviceSamples]) -> DeviceSamples:
     return _device(devices, statistics.fmean)
 
 
-def combined(samples: Sequence[Samples], times: Summary, figures: Summary) -> Samples:
-    """Combines each time in ``samples`` by ``times``, and each figure derived from times by ``figures``."""
+def combined(samples: Sequence[Samples], times: Summary, steps: Summary, figures: Summary) -> Samples:
+    """Combines each time in ``samples`` by ``times``, what was measured of work like a step by ``steps``, and each
+    figure derived from times by ``figures``."""
     summaries = {name: figures([getattr(s, name) for s in samples]) for name in FIGURES}
+    summaries |= {name: steps([getattr(s, name) for s in samples]) for name in STEPS}
     summaries |= {name: times([getattr(s, name) for s in samples]) for name in TIMES}
     return Samples(_device([s.device for s in samples], times), _collectives(samples, times), **summaries)
 
@@ -49,7 +52,6 @@ def _device(devices: Sequence[DeviceSamples], times: Summary) -> DeviceSamples:
         ),
         attention=tuple(_combined(same, times) for same in zip(*attended, strict=True)),
         function=times([d.function for d in devices]),
-        update=times([d.update for d in devices]),
         share=times([d.share for d in devices]),
         host=times([d.host for d in devices]),
         masked=times([d.masked for d in devices]),

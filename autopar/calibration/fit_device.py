@@ -14,11 +14,8 @@ from autopar.cost.compute.matmul_efficiency import attention_seconds, product_se
 from autopar.ir.node import SHORT_DTYPES
 from autopar.solver.problem import Floats
 
-from .measure_device import FUNCTION_ELEMENTS, UPDATED, AttentionSample, DeviceSamples, MatrixSample
+from .measure_device import FUNCTION_ELEMENTS, AttentionSample, DeviceSamples, MatrixSample
 from .relative_least_squares import least_error, nonnegative_fit
-
-# Bytes that AdamW at least reads (value, gradient and two states) and writes (value and two states).
-UPDATED_BYTES = 7 * sum(4 * math.prod(shape) for shape in UPDATED)
 
 
 def fit_matrices(samples: Sequence[MatrixSample], launch: float, bandwidth: float) -> tuple[Device, float]:
@@ -95,7 +92,6 @@ def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[De
         view_seconds=samples.view,
         reserve_fraction=0.1,
         function_seconds=max(0.0, samples.function - samples.launch) / FUNCTION_ELEMENTS,
-        update_bandwidth=UPDATED_BYTES / samples.update if samples.update else 0.0,
     )
     if not samples.attention:
         return device, {"matmul": error}

@@ -18,7 +18,7 @@ from autopar.ir.program import COLLECTIVES
 from .combine_samples import mean
 from .fit_device import fit_device
 from .fit_links import fit_rates
-from .measure_step import exchange_seconds, step_like_seconds
+from .measure_step import UPDATED_BYTES, exchange_seconds, step_like_seconds
 from .samples import Samples
 
 # Processes have processors of their own if they compute faster alone by less than this share.
@@ -72,8 +72,16 @@ def fit_processes(measured: Samples, per_host: int, threads: int, gain: float) -
         cores=sharing / gain if sharing > 1 else 1.0,
         backend="gloo",
     )
-    share = measured.device.share
-    return in_step(cluster, measured.step * share, measured.launch * share), errors
+    updating = updating_in_step(cluster, measured.update)
+    return in_step(updating, measured.step, measured.launch * measured.device.share), errors
+
+
+def updating_in_step(cluster: Cluster, seconds: float) -> Cluster:
+    """``cluster`` with the bandwidth at which the update of :mod:`.measure_step` takes ``seconds``; as it is if they
+    are 0."""
+    if not seconds:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, update_bandwidth=UPDATED_BYTES / seconds))
 
 
 def error_text(errors: Mapping[str, float]) -> str:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -157,8 +157,8 @@ def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
     device = measure_device(cpu, 0.2 * seconds, lambda: agree(0.0))
     waiting = measure_synchronisation(processes, 0.05 * seconds)
     alone = measure_alone(rank, processes, 0.05 * seconds)
-    step, launch, exchange = measure_step(processes, 0.1 * seconds)
-    everyone = _gathered(Samples(device, (), waiting, alone, step, launch, exchange))
+    step = measure_step(processes, 0.1 * seconds)
+    everyone = _gathered(Samples(device, (), waiting, alone, **asdict(step)))
     gain = min(float(shape.per_host), statistics.fmean(samples.alone for samples in everyone))
     return fit_processes(mean(everyone), shape.per_host, threads, gain)[0]
 

@@ -39,9 +39,6 @@ POOL_BYTES = 128 << 20
 CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
 # Chosen: 256 KiB of float32, which take much longer than a launch and stay in a cache near the core.
 FUNCTION_ELEMENTS = 1 << 16
-# Parameters of layers, so many that they, their gradients and their state are larger than caches, as a model's are.
-# Chosen: 32 MiB in all.
-UPDATED = 32 * ((256, 1024), (1024,))
 
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 Job = Callable[[], object]
@@ -74,10 +71,10 @@ class AttentionSample:
 @dataclass(frozen=True)
 class DeviceSamples:
     """Seconds of one small operation, one view, matrix products, and elementwise operations with their bytes; if
-    measured, also of causal attention, of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements (their average),
-    and of an AdamW update of :data:`UPDATED`. ``share``: wall-clock seconds per second of processor time while all
-    processes are at work. ``host``: of a GPU, seconds in which the processor launches an operation; ``masked``: of the
-    first forward in ``attention`` under a mask, without being causal."""
+    measured, also of causal attention, and of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements (their
+    average). ``share``: wall-clock seconds per second of processor time while all processes are at work. ``host``: of a
+    GPU, seconds in which the processor launches an operation; ``masked``: of the first forward in ``attention`` under a
+    mask, without being causal."""
 
     launch: float
     view: float
@@ -85,7 +82,6 @@ class DeviceSamples:
     pointwise: tuple[tuple[int, float], ...]
     attention: tuple[AttentionSample, ...] = ()
     function: float = 0.0
-    update: float = 0.0
     share: float = 1.0
     host: float = 0.0
     masked: float = 0.0
@@ -199,27 +195,18 @@ def _three(turns: Iterator[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Ten
     return first, second, third
 
 
-def _updating() -> Job:
-    """A job that runs an AdamW update with torch's default implementation."""
-    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in UPDATED]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    return torch.optim.AdamW(parameters, lr=1e-6).step
-
-
 def _processor_jobs(pool: Pool) -> list[Job]:
-    """The jobs that are only measured on processors: attention, functions and updates."""
+    """The jobs that are only measured on processors: attention and functions."""
     shapes = [(1, HEADS, length, width) for length, width in CPU_ATTENTION]
     jobs = [job for shape in shapes for job in attention_jobs(pool, PROCESSOR, torch.float32, shape)]
-    jobs += [pool.job(function, torch.float32, (FUNCTION_ELEMENTS,)) for function in (torch.tanh, torch.exp)]
-    return [*jobs, _updating()]
+    return jobs + [pool.job(function, torch.float32, (FUNCTION_ELEMENTS,)) for function in (torch.tanh, torch.exp)]
 
 
 def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSamples:
     """``samples`` with the ``times`` of :func:`_processor_jobs`."""
     attention = attention_samples(CPU_ATTENTION, lambda _: HEADS, "f32", times)
-    *_, tanh, exp, update = times
-    return replace(samples, attention=attention, function=(tanh + exp) / 2, update=update)
+    *_, tanh, exp = times
+    return replace(samples, attention=attention, function=(tanh + exp) / 2)
 
 
 def attention_samples(

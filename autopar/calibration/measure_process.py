@@ -7,6 +7,7 @@ one measurement, and would otherwise affect only some figures (:mod:`.combine_sa
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import statistics
@@ -24,7 +25,7 @@ from autopar.runtime.comm.groups import mesh_groups
 
 from .combine_samples import undisturbed
 from .measure_device import mean_seconds, measure_device
-from .measure_step import step_like
+from .measure_step import StepSample, step_like, update_like
 from .samples import CollectiveSample, Samples
 
 # Chosen: from where latency decides to where bandwidth does.
@@ -148,12 +149,11 @@ def measure_alone(rank: int, processes: int, seconds: float) -> float:
     return together / alone
 
 
-def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
-    """Medians over repeats of three times: processor seconds of work like a step; processor seconds of a tiny operation
-    in it; seconds of the exchange of its gradients afterwards, from when all processes start until the last is done."""
+def measure_step(processes: int, seconds: float) -> StepSample:
+    """Medians over repeats of work like a step."""
     wires, groups = _groups(processes)
-    worked, launches, exchanged = list[float](), list[float](), list[float]()
-    work, launching, axes = step_like(), step_like(launches), groups[processes]
+    launches, rounds = list[float](), list[StepSample]()
+    work, launching, update, axes = step_like(), step_like(launches), update_like(), groups[processes]
 
     def exchange(gradients: list[torch.Tensor]) -> None:
         dims, lengths = [0] * len(gradients), [len(gradient) for gradient in gradients]
@@ -161,17 +161,23 @@ def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
         wires.all_gather_bucket(pieces, axes, dims, lengths).wait()
 
     def once() -> None:
-        start = time.process_time()
+        agree(0.0)
+        start = time.perf_counter()
         gradients = work()
-        worked.append((time.process_time() - start) / torch.get_num_threads())
-        exchanged.append(rate_of_all(lambda: exchange(gradients), 1))
+        worked = time.perf_counter() - start
+        exchanged = rate_of_all(lambda: exchange(gradients), 1)
+        updated = _timed(update)
+        launches.clear()
         launching()
+        step, updating = agree(worked, updated)
+        rounds.append(StepSample(step, exchanged, updating, worked, updated, statistics.median(launches)))
 
     pilot = rate_of_all(once, 1)
+    rounds.clear()  # The optimizer's state was made in it.
     for _ in range(max(2, round(seconds / pilot))):
-        dist.barrier()
         once()
-    return statistics.median(worked), statistics.median(launches), statistics.median(exchanged)
+    figures = zip(*map(dataclasses.astuple, rounds), strict=True)
+    return StepSample(*map(statistics.median, figures))
 
 
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
@@ -217,8 +223,9 @@ def measure_rounds(rank: int, processes: int, seconds: float) -> Samples:
 
 def _measure_once(rank: int, processes: int, seconds: float) -> Samples:
     # Shares of the time. Chosen by the number of figures that each measures.
-    device = measure_device(torch.device("cpu"), 0.3 * seconds, dist.barrier)
-    collectives = measure_collectives(processes, 0.35 * seconds)
+    device = measure_device(torch.device("cpu"), 0.25 * seconds, dist.barrier)
+    collectives = measure_collectives(processes, 0.3 * seconds)
     synchronisation = measure_synchronisation(processes, 0.15 * seconds)
     alone = measure_alone(rank, processes, 0.05 * seconds)
-    return Samples(device, collectives, synchronisation, alone, *measure_step(processes, 0.15 * seconds))
+    step = measure_step(processes, 0.25 * seconds)
+    return Samples(device, collectives, synchronisation, alone, **dataclasses.asdict(step))

@@ -1,11 +1,13 @@
 """Work like a training step, with which calibration measures how much slower operations and collectives are in a step
 than in isolation: in a step, neither operands nor code are in a cache, results are new memory, and of processes that
-share cores the slowest counts."""
+share cores, or have cores of which one is slower today, the last counts."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,11 +17,37 @@ from autopar.cost.compute.roofline import compute_seconds
 
 # Chosen: feed-forward layers of a small transformer, whose 16 MiB of weights no core's cache holds.
 LAYERS, ROWS, WIDTH, WIDER = 8, 256, 256, 1024
-
-
+# Parameters of layers, so many that they, their gradients and their state are larger than caches, as a model's are.
+# Chosen: 32 MiB in all.
+UPDATED = 32 * ((256, 1024), (1024,))
+# Bytes that AdamW at least reads (value, gradient and two states) and writes (value and two states).
+UPDATED_BYTES = 7 * sum(4 * math.prod(shape) for shape in UPDATED)
 # Tiny operations after each product of forward while the launch time is measured.
 # Chosen: enough for an average, few enough not to disturb the caches of the products.
 TINY = 4
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """What one process measured of work like a step, in seconds from when all processes begin until the last is done.
+    ``step``: of the work itself; ``exchange``: of an exchange of its gradients afterwards; ``update``: of an AdamW
+    update of :data:`UPDATED` after both. ``own_step``, ``own_update``: until this process is done. ``launch``:
+    processor time of a tiny operation in the work."""
+
+    step: float
+    exchange: float
+    update: float
+    own_step: float
+    own_update: float
+    launch: float
+
+
+def update_like() -> Callable[[], object]:
+    """An AdamW update of :data:`UPDATED` with torch's default implementation."""
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in UPDATED]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.AdamW(parameters, lr=1e-6).step
 
 
 def step_like(launches: list[float] | None = None) -> Callable[[], list[torch.Tensor]]:

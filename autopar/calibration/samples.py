@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from .measure_device import AttentionSample, DeviceSamples, MatrixSample
 
-# Fields that are times, and fields that are derived from times.
-TIMES = ("step", "launch", "exchange")
+# Fields that are times of single operations, what is measured of work like a step, and differences and ratios of times.
+TIMES = ("launch",)
+STEPS = ("step", "exchange", "update", "own_step", "own_update")
 FIGURES = ("synchronisation", "alone")
 
 
@@ -28,7 +29,7 @@ class CollectiveSample:
 class Samples:
     """All measurements of one rank. ``synchronisation``: the seconds by which a collective takes longer after
     computation than after another collective. ``alone``: the factor by which the rank computes faster while the others
-    wait. ``step``, ``launch``, ``exchange``: see :func:`measure_step`."""
+    wait. The others: see :class:`~autopar.calibration.measure_step.StepSample`."""
 
     device: DeviceSamples
     collectives: tuple[CollectiveSample, ...]
@@ -37,6 +38,9 @@ class Samples:
     step: float = 0.0
     launch: float = 0.0
     exchange: float = 0.0
+    update: float = 0.0
+    own_step: float = 0.0
+    own_update: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -50,4 +54,4 @@ class Samples:
         attention = tuple(AttentionSample(**sample) for sample in device.pop("attention"))
         collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
         device_samples = DeviceSamples(matrices=matrices, pointwise=pointwise, attention=attention, **device)
-        return Samples(device_samples, collectives, **{name: float(table[name]) for name in (*TIMES, *FIGURES)})
+        return Samples(device_samples, collectives, **{name: float(table[name]) for name in (*TIMES, *STEPS, *FIGURES)})

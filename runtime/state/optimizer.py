@@ -168,8 +168,10 @@ class _ShardOptimizer:
     def step(self, outer: Any) -> None:
         for group, inner_group in zip(outer.param_groups, self.resident.param_groups, strict=True):
             inner_group.update(_options(group))
-        for parameter, local in self.local.items():
-            local.grad = _local_gradient(parameter)
+        # With gradients enabled, ``to_local`` would record each for autograd.
+        with torch.no_grad():
+            for parameter, local in self.local.items():
+                local.grad = _local_gradient(parameter)
         self.resident.step()
         for index, optimizer, _ in self.in_turns:
             optimizer.param_groups[0].update(_options(outer.param_groups[index]))

@@ -14,8 +14,8 @@ import torch
 
 from autopar.calibration import fit_processes as fitting
 from autopar.calibration import machine as calibration
-from autopar.calibration.combine_samples import undisturbed
-from autopar.calibration.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices
+from autopar.calibration.combine_samples import mean, undisturbed
+from autopar.calibration.fit_device import fit_attention, fit_device, fit_matrices
 from autopar.calibration.fit_links import fit_rates
 from autopar.calibration.fit_processes import exchanging_in_step, fit_cluster, in_step
 from autopar.calibration.machine import calibrate
@@ -30,7 +30,7 @@ from autopar.calibration.measure_device import (
     lower_quartile,
 )
 from autopar.calibration.measure_process import MESSAGE_BYTES
-from autopar.calibration.measure_step import exchange_seconds, step_like_seconds
+from autopar.calibration.measure_step import UPDATED_BYTES, exchange_seconds, step_like_seconds
 from autopar.calibration.samples import CollectiveSample, Samples
 from autopar.cluster.description import Cluster, Device, Link, Rate
 from autopar.cost import collective_seconds, node_seconds
@@ -142,7 +142,7 @@ def test_operands_that_are_waited_for_are_found() -> None:
     assert found.peak_flops["f32"] == pytest.approx(4e10, rel=0.02)
 
 
-def test_attention_functions_and_updates_are_recovered() -> None:
+def test_attention_and_functions_are_recovered() -> None:
     truth = replace(DEVICE, attention_efficiency=0.4, attention_width=50.0, attention_length=20.0)
     attention = tuple(
         AttentionSample(
@@ -158,13 +158,28 @@ def test_attention_functions_and_updates_are_recovered() -> None:
     )
     assert like.attention_length == pytest.approx(20, rel=0.05)
     assert error < 0.01
-    measured = replace(
-        samples(machine(Rate(1e-4, 1e9))).device, attention=attention, function=5e-6 + 1e-3, update=UPDATED_BYTES / 4e9
-    )
+    measured = replace(samples(machine(Rate(1e-4, 1e9))).device, attention=attention, function=5e-6 + 1e-3)
     found, errors = fit_device(measured, "cpu", 1 << 30)
     assert set(errors) == {"matmul", "attention"}
     assert found.function_seconds == pytest.approx(1e-3 / FUNCTION_ELEMENTS)
-    assert found.updates == pytest.approx(4e9) != found.memory_bandwidth
+
+
+def test_work_like_a_step_is_priced_as_measured() -> None:
+    truth = machine(Rate(1e-4, 1e9))
+    before = fit_cluster([samples(truth)] * 2, 1)
+    usual = step_like_seconds(before)
+    early, late = (replace(samples(truth), step=t * usual, update=t * UPDATED_BYTES / 4e9) for t in (2.0, 4.0))
+    found = fit_cluster([early, late], 1)
+    assert step_like_seconds(found) == pytest.approx(3.0 * usual, rel=0.01)
+    assert found.device.updates == pytest.approx(4e9 / 3.0)
+    assert before.device.updates == before.device.memory_bandwidth
+
+
+def test_of_work_like_a_step_the_usual_time_counts() -> None:
+    one = samples(machine(Rate(1e-4, 1e9)))
+    combined = undisturbed([replace(one, step=t, update=2 * t, launch=t) for t in (4.0, 1.0, 3.0, 2.0)])
+    assert (combined.step, combined.update, combined.launch) == (2.5, 5.0, 1.75)
+    assert mean([replace(one, own_step=t) for t in (1.0, 2.0, 6.0)]).own_step == 3.0
 
 
 def test_rounds_that_were_disturbed_do_not_count() -> None:
