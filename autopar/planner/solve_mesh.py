@@ -18,7 +18,7 @@ from autopar.restriction import words_of
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
-from .formulate import formulate, untie_layers, with_memory_savers
+from .formulate import PROGRAMS, formulate, untie_layers, with_memory_savers
 from .infeasible import does_not_fit
 from .memory_limit import (
     MORE_ROUNDS,
@@ -48,9 +48,6 @@ BASELINE_SECONDS = 4.0
 # Counted seconds for the solution of least memory.
 # Chosen, not measured.
 SMALLEST_SECONDS = 3.0
-
-# Programs that are kept, with what is known of each: those of two meshes or restrictions. Chosen: each is large.
-PROGRAMS = 2
 
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
