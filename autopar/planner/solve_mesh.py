@@ -25,6 +25,7 @@ from .memory_limit import (
     ROUNDS,
     SPARE,
     Needed,
+    ShortOfMemoryError,
     Solve,
     TooSlowError,
     Unlimited,
@@ -199,11 +200,13 @@ def _enforce_memory_limit(
 ) -> MeshSolution:
     """The solution without a limit, if its rehearsed step fits into memory. Otherwise solves with limits until one
     does. ``others``: solutions of the program without recomputation and offload. Raises :class:`InfeasibleError` if
-    nothing fits."""
+    nothing fits, :class:`ShortOfMemoryError` if only the quickest was asked for and does not."""
     with timings.phase("solve"):
         quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
         if quickest is not None and _fits(request, quickest):
             return replace(_take_cheapest(request, quickest, others), unlimited=free.seconds)
+        if request.only_quickest:
+            raise ShortOfMemoryError(f"the quickest placements on mesh {request.mesh} do not fit")
         beyond = None if quickest is None else _needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
         best = _take_cheapest(request, best, others)

@@ -32,6 +32,7 @@ from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices
 from autopar.planner.infeasible import check_host
+from autopar.planner.memory_limit import ShortOfMemoryError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.shared_work import SharedWork
 from autopar.schedule.actions import Edge as Link
@@ -145,7 +146,10 @@ def search(request: PipelineRequest) -> PipelineSolution:
     host = request.host_limit * sum(sizes)
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
-        solved = request.solve(saving, repeats, limit, host)
+        try:
+            solved = request.solve(saving, repeats, limit, host)
+        except ShortOfMemoryError:
+            continue  # As below.
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
         # How much is too much matters in the last rounds alone.

@@ -20,6 +20,7 @@ from autopar.cost.pipeline.simulate import Simulation, simulate
 from autopar.ir.microbatching import Repeats
 from autopar.ir.placements import Placements
 from autopar.ir.staged_graph import Edge
+from autopar.placement.alike_steps import forms_of, renamed
 from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.item_prices import agreement_seconds
 from autopar.placement.memory_bound import Memory, memory, offloaded_activation_bytes, saved_bytes
@@ -28,7 +29,6 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.schedule.schedule import Schedule
 
-from .alike_chunks import forms_of, renamed
 from .chunk_price import chunk_price, sections_of
 from .chunks import Chunk, WirePrice, WirePrices, edge_bytes, meshes_of
 from .shared_parameters import shared_parameters
@@ -130,21 +130,21 @@ def _priced(
 ) -> list[tuple[CostBreakdown, ChunkPrice]]:
     """The cost breakdown of each chunk on its rank's devices, and its price; one for all chunks that are alike and run
     alike. The first chunk of each rank includes the agreement on overflow, which every device makes once a step."""
-    owns = [prices[rank] for rank in schedule.placement]
-    forms = forms_of(chunks, owns)
-    most, first = _most_in_flight(chunks, schedule, owns, optimizer, forms), {held[0] for held in schedule.held}
+    steps = _steps(chunks, schedule, prices, optimizer)
+    forms = forms_of(steps)
+    most, first = _most_in_flight(schedule, steps, forms), {held[0] for held in schedule.held}
     whole = meshes_of(chunks, schedule.placement).whole
     agreement = agreement_seconds(prices[0], (chunk.graph for chunk in chunks), whole)
     shared = shared_parameters(chunks, schedule.placement, cluster)
     known: dict[Hashable, tuple[Chunk, CostBreakdown, ChunkPrice]] = {}
     held: dict[Hashable, Memory] = {}
     found = []
-    for chunk, own, lent, form in zip(chunks, owns, shared, forms, strict=True):
+    for chunk, once, lent, form in zip(chunks, steps, shared, forms, strict=True):
         repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
         backwards, agreeing = schedule.weight_gradients(chunk.index), agreement if chunk.index in first else 0.0
         borrowed = tuple(lent.get(node.target) for node in chunk.graph.placeholders("param"))
         key = form, tuple(backwards), agreeing, borrowed
-        step = PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, lent)
+        step = replace(once, repeats=repeats, shared_parameters=lent)
         if key not in known:
             known[key] = chunk, *_price_chunk(chunk, step, backwards, agreeing, cluster)
             held[key, repeats] = known[key][1].memory
@@ -172,19 +172,21 @@ def in_flight_at_peak(
 ) -> tuple[int, ...]:
     """For each chunk, the microbatches in flight at the moment when its rank holds most saved bytes, those in
     host memory included; at least one. The chunks of a rank do not all have their most in flight at once."""
+    steps = _steps(chunks, schedule, prices, optimizer)
+    return _most_in_flight(schedule, steps, forms_of(steps))
+
+
+def _steps(chunks: tuple[Chunk, ...], schedule: Schedule, prices: Sequence[Prices], optimizer: str) -> list[PlacedStep]:
+    """Each chunk as a step that runs once."""
     owns = [prices[rank] for rank in schedule.placement]
-    return _most_in_flight(chunks, schedule, owns, optimizer, forms_of(chunks, owns))
+    return [PlacedStep(c.graph, c.assignment, own, optimizer) for c, own in zip(chunks, owns, strict=True)]
 
 
-def _most_in_flight(
-    chunks: tuple[Chunk, ...], schedule: Schedule, owns: Sequence[Prices], optimizer: str, forms: Sequence[int]
-) -> tuple[int, ...]:
-    """As :func:`in_flight_at_peak`. By chunk, ``owns``: the prices of its devices; ``forms``: those of
-    :func:`~.alike_chunks.forms_of`."""
+def _most_in_flight(schedule: Schedule, steps: Sequence[PlacedStep], forms: Sequence[int]) -> tuple[int, ...]:
+    """As :func:`in_flight_at_peak`, for chunks as ``steps``, of these ``forms``."""
     saved: dict[int, int] = {}
-    for chunk, own, form in zip(chunks, owns, forms, strict=True):
+    for step, form in zip(steps, forms, strict=True):
         if form not in saved:
-            step = PlacedStep(chunk.graph, chunk.assignment, own, optimizer)
             saved[form] = saved_bytes(step) + offloaded_activation_bytes(step)
     counts = _counts_at_peak(schedule, [saved[form] for form in forms])
     return tuple(max(1, count) for _, count in sorted(counts))

@@ -1,4 +1,4 @@
-"""Chunks that are alike: what is priced once for all of them is what each has by itself."""
+"""Steps that are alike, chunks of a pipeline: what is priced once for all of them is what each has by itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from autopar import Plan
-from autopar.placement.prices import Prices
+from autopar.placement.alike_steps import forms_of
+from autopar.placement.placed_step import PlacedStep
 from autopar.search import pipeline, pipeline_breakdown
-from autopar.search.alike_chunks import forms_of
 from autopar.search.chunks import Chunk
 from autopar.search.pipeline_breakdown import PipelineBreakdown, price_stages
 from tests.helpers.marks import slow_but
@@ -46,8 +46,8 @@ class Model(nn.Module):
         return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
-def _each_alone(chunks: Sequence[Chunk], prices: Sequence[Prices]) -> tuple[int, ...]:
-    return tuple(range(len(chunks)))
+def _each_alone(steps: Sequence[PlacedStep]) -> tuple[int, ...]:
+    return tuple(range(len(steps)))
 
 
 @cache
@@ -89,8 +89,8 @@ def test_what_is_priced_once_is_what_each_chunk_has(monkeypatch: pytest.MonkeyPa
 def test_an_odd_layer_sets_its_chunk_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[int, ...]] = []
 
-    def recorded(chunks: Sequence[Chunk], prices: Sequence[Prices]) -> tuple[int, ...]:
-        found.append(forms_of(chunks, prices))
+    def recorded(steps: Sequence[PlacedStep]) -> tuple[int, ...]:
+        found.append(forms_of(steps))
         return found[-1]
 
     monkeypatch.setattr(pipeline_breakdown, "forms_of", recorded)

@@ -1,7 +1,7 @@
-"""Which chunks of a pipeline are alike, so that one of them is priced for all.
+"""Which steps are alike, so that one of them is priced for all.
 
-Most chunks of a deep model hold equal layers, placed alike, between equal neighbours: their graphs differ in the names
-of nodes, modules and parameters alone. The lines of one, renamed, are those of the others, in the same order.
+Most chunks of a deep model's pipeline hold equal layers, placed alike, between equal neighbours: their graphs differ in
+the names of nodes, modules and parameters alone. The lines of one, renamed, are those of the others, in the same order.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from dataclasses import replace
 from autopar.ir.graph import Graph
 from autopar.ir.node import RECOMPUTED, Node
 from autopar.passes.annotate.equivalent_nodes import EquivalenceKeys
-from autopar.placement.breakdown import CostBreakdown, CostLine
-from autopar.placement.prices import Prices
 
-from .chunks import Chunk
+from .breakdown import CostBreakdown, CostLine
+from .placed_step import PlacedStep
 
 
-def forms_of(chunks: Sequence[Chunk], prices: Sequence[Prices]) -> tuple[int, ...]:
-    """A number for each chunk, which chunks have in common that are alike on the devices of ``prices``."""
-    numbers, keys = _Numbers(), EquivalenceKeys(chunks[0].graph)
-    forms = (tuple(_form(*both, numbers, keys.on(both[0].graph))) for both in zip(chunks, prices, strict=True))
-    return tuple(map(numbers.of_value, forms))
+def forms_of(steps: Sequence[PlacedStep]) -> tuple[int, ...]:
+    """A number for each step, which steps have in common whose graphs are alike, and placed alike on the same devices.
+    How often they run, and which parameters they do not store, is no part of it."""
+    numbers, keys = _Numbers(), EquivalenceKeys(steps[0].graph)
+    return tuple(numbers.of_value(tuple(_form(step, numbers, keys.on(step.graph)))) for step in steps)
 
 
 class _Numbers:
@@ -43,10 +42,10 @@ class _Numbers:
         return found[0]
 
 
-def _form(chunk: Chunk, prices: Prices, numbers: _Numbers, keys: EquivalenceKeys) -> Iterator[Hashable]:
-    graph, assignment, fused = chunk.graph, chunk.assignment, prices.fused
+def _form(step: PlacedStep, numbers: _Numbers, keys: EquivalenceKeys) -> Iterator[Hashable]:
+    graph, assignment, fused = step.graph, step.assignment, step.prices.fused
     positions, modules = dict[str, int](), {"": 0}
-    yield id(prices)
+    yield id(step.prices), step.optimizer
     for position, node in enumerate(graph.nodes):
         positions[node.name] = position
         place = assignment.parameters[node.name] if node.op == "param" else assignment.strategies[node.name]
