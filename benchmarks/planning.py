@@ -5,7 +5,8 @@
 Models and batches are on the meta device and no devices are needed. Each case runs in a process of its own,
 so that peak memory is its own; imports and building the model are measured apart from planning. The same model at
 several depths, and on several numbers of devices, shows what planning costs by either. A case that has not ended after
-``--stop`` seconds is stopped, and its row says so.
+``--stop`` seconds of the processor, imports included, is stopped, and its row says so. ``--plans``: of the largest
+models alone, with nothing given: seconds, gap, status, step and degrees of each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +106,15 @@ def published(name: str, nodes: int) -> Case:
     )
 
 
+# The largest, with nothing given: the whole search (benchmarks.scale compares layouts that are given in full).
+LARGEST: Mapping[str, Case] = {
+    "gpt3-175b": published("GPT-3 175B", 128),
+    "mt-nlg-530b": published("MT-NLG 530B", 280),
+    "gpt-1t": published("GPT 1T", 384),
+    "llama3-405b": published("Llama 3 405B", 2048),
+    "switch-1.6t": published("Switch 1.6T", 256),
+}
+
 CASES: Mapping[str, Case] = {
     "gpt2": Case(
         build_gpt2,
@@ -135,12 +146,7 @@ CASES: Mapping[str, Case] = {
         )
         for nodes in (2, 8, 32)
     },
-    # The largest, with nothing given: the whole search (benchmarks.scale compares layouts that are given in full).
-    "gpt3-175b": published("GPT-3 175B", 128),
-    "mt-nlg-530b": published("MT-NLG 530B", 280),
-    "gpt-1t": published("GPT 1T", 384),
-    "llama3-405b": published("Llama 3 405B", 2048),
-    "switch-1.6t": published("Switch 1.6T", 256),
+    **LARGEST,
 }
 
 
@@ -214,16 +220,15 @@ def file_figures(plan: autopar.Plan) -> dict[str, float]:
 
 
 def measure_apart(name: str, stop: float) -> dict[str, Any]:
-    """The figures of one case from a fresh process, or of how it was stopped after ``stop`` seconds.
+    """The figures of one case from a fresh process, or of how it was stopped after ``stop`` seconds of the processor.
 
     Raises:
         RuntimeError: with that process's own message, if it fails.
     """
-    command = [sys.executable, "-m", "benchmarks.planning", "--measure", name]
+    command = [sys.executable, "-m", "benchmarks.planning", "--measure", name, "--stop", str(stop)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "AUTOPAR_CACHE": "off"}  # A plan that was kept takes no time.
-    try:
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=stop)
-    except subprocess.TimeoutExpired:
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == -signal.SIGXCPU:
         case = CASES[name]
         return {"model": case.description, "stopped_after_seconds": stop, "limit_cpu_seconds": case.limit_seconds}
     if done.returncode:
@@ -248,6 +253,8 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
         )
     ]
     rows += [(f"  {phase}", f"{value:.1f}", "", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
+    step = f"{figures['predicted_step_seconds']:.4g} s a step, {figures['status']}, gap {figures['gap'] or 0:.2%}"
+    rows.append((f"  {figures['search']['plan']}: {step}", "", "", "", "", ""))
     rows += list(_searched_rows(figures["search"]))
     peer = figures["peer"]
     if not peer:
@@ -270,11 +277,18 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="write the JSON there as well")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--stop", type=float, default=600.0, metavar="SECONDS", help="after which a case is stopped")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    which.add_argument(
+        "--plans", dest="cases", action="store_const", const=list(LARGEST), help="the largest models alone"
+    )
+    parser.add_argument(
+        "--stop", type=float, default=600.0, metavar="SECONDS", help="of the processor, after which a case is stopped"
+    )
     parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.measure:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(arguments.stop), resource.RLIM_INFINITY))
         print(json.dumps(measure(arguments.measure)))
         return 0
     cases = {name: measure_apart(name, arguments.stop) for name in arguments.cases}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -116,12 +116,23 @@ class Use:
 
 def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
     """Yields every reshard that the assignment implies in order of use, including those that change nothing."""
+    operands = (use for node in graph.nodes for use in operand_uses(graph, assignment, node))
+    return _each_once(graph, assignment, operands)
+
+
+def moves(graph: Graph, assignment: Assignment) -> tuple[list[Use], list[Use]]:
+    """Those of :func:`uses` that change something, and those of operands among them once for every consumer."""
+    operands = list(moved_operands(graph, assignment))
+    every = _each_once(graph, assignment, operands)
+    return [use for use in every if use.source != use.target], operands
+
+
+def _each_once(graph: Graph, assignment: Assignment, operands: Iterable[Use]) -> Iterator[Use]:
     seen: set[tuple[Value, Phase, Placements]] = set()
-    for node in graph.nodes:
-        for use in operand_uses(graph, assignment, node):
-            if (use.value, use.phase, use.target) not in seen:
-                seen.add((use.value, use.phase, use.target))
-                yield use
+    for use in operands:
+        if (use.value, use.phase, use.target) not in seen:
+            seen.add((use.value, use.phase, use.target))
+            yield use
     for output in graph.outputs:
         for use in _output_uses(graph, assignment, output):
             if use.role == "gradient":
@@ -141,6 +152,18 @@ def operand_uses(graph: Graph, assignment: Assignment, node: Node) -> Iterator[U
     for index, value in enumerate(node.operands):
         source, target = assignment.placements_of(value), assignment.strategies[node.name].inputs[index]
         yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
+
+
+def moved_operands(graph: Graph, assignment: Assignment) -> Iterator[Use]:
+    """Yields the :func:`operand_uses` of all nodes that change something: few of those of a large graph."""
+    for node in graph.nodes:
+        if not node.operands:
+            continue
+        inputs = assignment.strategies[node.name].inputs
+        for value, target in zip(node.operands, inputs, strict=True):
+            source = assignment.placements_of(value)
+            if source is not target and source != target:
+                yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
 
 
 def overlaps_backward(graph: Graph, value: Value) -> bool:

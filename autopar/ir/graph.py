@@ -88,7 +88,16 @@ class Graph:
         return frozenset(output.value for output in self.outputs if output.value is not None)
 
     def placeholders(self, kind: str) -> tuple[Node, ...]:
-        return tuple(node for node in self.nodes if node.op == kind)
+        return self._placeholders.get(kind, ())
+
+    @cached_property
+    def _placeholders(self) -> dict[str, tuple[Node, ...]]:
+        """By kind; asked for often, of large graphs."""
+        kinds: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            if node.is_placeholder:
+                kinds.setdefault(node.op, []).append(node)
+        return {kind: tuple(nodes) for kind, nodes in kinds.items()}
 
     @cached_property
     def kept(self) -> frozenset[str]:

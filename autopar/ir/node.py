@@ -185,15 +185,31 @@ class Node:
 
     def map_values(self, function: Callable[[Value], Value]) -> Node:
         """The node with other operands; itself, if they stay the same."""
-        renamed = {value: function(value) for value in self.operands}
-        if all(old == new for old, new in renamed.items()):
+        operands = self.operands
+        renamed = {value: function(value) for value in operands}
+        if all(old is new or old == new for old, new in renamed.items()):
             return self
 
         def leaf(arg: Arg) -> Arg:
             return renamed[arg] if isinstance(arg, Value) else arg
 
-        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
-        return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)
+        kwargs = tuple([(key, map_arg(arg, leaf)) for key, arg in self.kwargs])
+        args = map_arg(self.args, leaf)
+        node = Node(self.name, self.op, args, kwargs, self.types, self.module, self.source, self.phase)
+        return node._known_from(self, len(set(renamed.values())) == len(renamed))
+
+    def named(self, name: str, phase: Phase) -> Node:
+        """The node with another name and phase."""
+        node = Node(name, self.op, self.args, self.kwargs, self.types, self.module, self.source, phase)
+        return node._known_from(self, is_same_form=True)
+
+    def _known_from(self, other: Node, is_same_form: bool) -> Node:
+        """Itself, with what is known of ``other``, whose operands have other names: nodes are copied often.
+        ``is_same_form``: whether operands that are one tensor there are one here, and no others."""
+        known = vars(other)
+        names = ("form", "is_symbolic") if is_same_form else ("is_symbolic",)
+        vars(self).update((name, known[name]) for name in names if name in known)
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cluster.description import Cluster
 from autopar.ir.plan_record import Predicted
@@ -93,12 +95,17 @@ def price_sections(
 
 @dataclass(frozen=True)
 class Quick:
-    """A lower bound of a layout's ``seconds``, its ``peak`` bytes and the ``limit`` of the device."""
+    """A layout's ``peak`` bytes and the ``limit`` of the device; ``bound`` computes a lower bound of its seconds, which
+    matters only where it fits."""
 
     layout: Layout
-    seconds: float
     peak: int
     limit: int
+    bound: Callable[[], float] = field(compare=False, repr=False)
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.bound()
 
 
 def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster) -> Quick:
@@ -110,10 +117,9 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
     ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     held = [held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], layout, microbatches) for rank in ends]
     check_offloaded(held, layout, cluster)
-    step = LayoutStep(chunks, layout, microbatches, cluster)
     fullest = max(held, key=lambda rank_held: rank_held.total + rank_held.lost)
     allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost
-    return Quick(layout, step.bound(), fullest.total, allowed)
+    return Quick(layout, fullest.total, allowed, lambda: LayoutStep(chunks, layout, microbatches, cluster).bound())
 
 
 def _beyond(busy: float, seconds: float) -> float:

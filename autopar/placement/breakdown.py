@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.assignment import Assignment, operand_uses, overlaps_backward, uses
+from autopar.ir.assignment import Assignment, Use, moved_operands, moves, overlaps_backward
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Phase, Value
 from autopar.ir.placements import Placements
@@ -103,10 +103,12 @@ def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int,
 def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
     prices, times = step.prices, step.repeats.microbatches
     gradients = {output.value for output in step.graph.outputs if output.kind == "gradient"}
+    accumulating = {value.node for value in gradients if value is not None} if times > 1 else set[str]()
     for node in step.graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
-            adding = adding_seconds(prices, node, inputs, strategy, gradients, step.repeats)
+            adds = node.name in accumulating
+            adding = adding_seconds(prices, node, inputs, strategy, gradients, step.repeats) if adds else 0.0
             hops, exchange = prices.exchange(node, inputs, strategy)
             seconds = (prices.node(node, inputs, strategy) - exchange) * times + adding
             yield CostLine("compute", node.name, node.module, node.phase, seconds, (), times)
@@ -116,10 +118,9 @@ def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
 
 def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
     graph, assignment, prices = step.graph, step.assignment, step.prices
-    broken = broken_kernels(graph, assignment, prices.fused)
-    for use in uses(graph, assignment):
-        if use.source == use.target:
-            continue
+    reshards, operands = moves(graph, assignment)
+    broken = _inside_kernels(operands, prices.fused)
+    for use in reshards:
         bucketed = use.role in ("gradient", "refresh")
         table = prices.table(use.kind, bucketed=bucketed)
         is_hidden = use.role == "output" and overlaps_backward(graph, use.value)
@@ -142,14 +143,13 @@ def broken_kernels(
     graph: Graph, assignment: Assignment, fused: FusedKernels | None
 ) -> Set[tuple[Value, Phase, Placements]]:
     """The values that are resharded inside a kernel, with the phase and the placements in which they are needed."""
+    return _inside_kernels(moved_operands(graph, assignment), fused)
+
+
+def _inside_kernels(moved: Iterable[Use], fused: FusedKernels | None) -> Set[tuple[Value, Phase, Placements]]:
     if fused is None:
         return frozenset()
-    found = (use for node in graph.nodes for use in operand_uses(graph, assignment, node))
-    return frozenset(
-        (use.value, use.phase, use.target)
-        for use in found
-        if use.source != use.target and fused.is_inside(use.value, (use.consumer,))
-    )
+    return frozenset((use.value, use.phase, use.target) for use in moved if fused.is_inside(use.value, (use.consumer,)))
 
 
 def _optimizer_lines(step: PlacedStep) -> Iterator[CostLine]:

@@ -78,19 +78,15 @@ class Instance:
         for node in self.graph.nodes:
             group = self.group_of(node.name)
             choice = self.choices[group][int(chosen[group])]
-            if isinstance(choice, WeightInHost):
-                parameters[node.name] = choice.plain
-                offloaded.add(node.name)
-            elif isinstance(choice, ParameterPlacement):
-                parameters[node.name] = choice
-            elif isinstance(choice, Recomputed):
-                strategies[node.name] = choice.plain
-                recomputed.add(node.name)
-            elif isinstance(choice, Offloaded):
-                strategies[node.name] = choice.plain
-                offloaded.add(node.name)
+            plain = self._plain(group, choice)
+            if isinstance(plain, ParameterPlacement):
+                parameters[node.name] = plain
             else:
-                strategies[node.name] = choice
+                strategies[node.name] = plain
+            if isinstance(choice, Recomputed):
+                recomputed.add(node.name)
+            elif isinstance(choice, (Offloaded, WeightInHost)):
+                offloaded.add(node.name)
         return Assignment(
             self.prices.mesh,
             strategies,
@@ -98,6 +94,21 @@ class Instance:
             recomputed=frozenset(recomputed),
             offloaded=frozenset(offloaded),
         )
+
+    def _plain(self, group: int, choice: Choice) -> Choice:
+        """What ``choice`` of a group means for the placements alone: one object for all nodes, by whose identity prices
+        are kept (:meth:`.Prices.of_call`)."""
+        if not isinstance(choice, (Recomputed, Offloaded, WeightInHost)):
+            return choice
+        key = group, id(choice)
+        if key not in self._known:
+            plain = choice.plain
+            self._known[key] = next((own for own in self.choices[group] if own == plain), plain)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Choice]:
+        return {}
 
     def chosen(self, assignment: Assignment) -> Ints:
         """The inverse of :meth:`assignment`."""

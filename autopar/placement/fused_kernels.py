@@ -69,15 +69,16 @@ class FusedKernels:
 
     def share_of(self, node: Node) -> Share | None:
         """The share of a node, or of the one that it is a copy of; None if it is no part of a fused kernel."""
-        return self.shares.get(self._entry(node.name))
+        return self.shares.get(self.entry(node.name))
 
     def is_inside(self, value: Value, consumers: Iterable[str]) -> bool:
         """Whether one of the operations ``consumers`` gets ``value`` without going through memory, if it is not
         resharded."""
-        known = Value(self._entry(value.node), value.index)
-        return any((known, self._entry(consumer)) in self.inside for consumer in consumers)
+        known = Value(self.entry(value.node), value.index)
+        return any((known, self.entry(consumer)) in self.inside for consumer in consumers)
 
-    def _entry(self, name: str) -> str:
+    def entry(self, name: str) -> str:
+        """The node whose share the node ``name`` has, and the values inside of whose kernel."""
         name = name if name in self.classes else _COPY.sub("", name)
         return self.classes.get(name, name)
 

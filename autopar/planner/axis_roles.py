@@ -54,13 +54,9 @@ def role_names(roles: tuple[AxisRole, ...], names: tuple[str, ...]) -> tuple[str
     return tuple(n if wanted.count(n) == 1 else f"{n}{wanted[:i].count(n)}" for i, n in enumerate(wanted))
 
 
-def restricted_to(
-    instance: Instance, roles: tuple[AxisRole, ...], batch_dims: Mapping[str, int], layout: str
-) -> Instance:
-    """The instance in which every axis is used as its role says. ``batch_dims``: the dim of the samples of each input
-    that has one; ``layout``: the restriction in words, for errors. Raises :class:`OptionsError` if some operation
-    cannot be divided so."""
-    products = Products(instance.graph, len(roles), batch_dims)
+def restricted_to(instance: Instance, roles: tuple[AxisRole, ...], products: Products, layout: str) -> Instance:
+    """The instance in which every axis is used as its role says. ``products``: those of its graph; ``layout``: the
+    restriction in words, for errors. Raises :class:`OptionsError` if some operation cannot be divided so."""
     for axis, role in enumerate(roles):
         size = instance.prices.mesh[axis]
         if size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Graph
+from autopar.offload import allowed, required
 from autopar.options import Options
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.pipeline.microbatch import split_inputs
@@ -12,17 +13,27 @@ from autopar.placement.prices import Prices
 from autopar.restriction import words_of
 
 from .axis_roles import restricted_to
-from .memory_limit import may_widen, widened
+from .memory_limit import may_widen, widened, with_limit
+from .products import Products
 from .request import PlanRequest, host_limit_of, memory_limit_of
 
 # Parts of the depth in which layers choose alike where memory is short. Chosen: first, middle and last layers differ.
 STRETCHES = 3
+# Programs that are kept, with what is known of each: those of two meshes or restrictions. Chosen: each is large.
+PROGRAMS = 2
 
 
 def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:
     """The instance of an annotated graph, without recomputation and offload. The depth of the model is divided into
     ``stretches``; equal layers of one stretch are tied."""
-    folded = fold_layers(annotated, stretches, pinned_apart(annotated, request.options.pins))
+    pins = request.options.pins
+    folded = request.shared.once(
+        "folded graph",
+        (annotated,),
+        stretches,
+        tuple(pins.items()),
+        make=lambda: fold_layers(annotated, stretches, pinned_apart(annotated, pins)),
+    )
     instance = build_instance(
         folded,
         prices,
@@ -43,9 +54,16 @@ def untie_layers(request: PlanRequest, annotated: Graph, folded: Instance) -> In
 
 def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:
     """The instance with recomputation and offload, if the options allow them and it does not have them yet."""
-    if not may_widen(request.options, instance):
+    options, graph = request.options, instance.graph
+    if not may_widen(options, instance):
         return instance
-    return _restricted(request, widened(instance, request.options))
+    # One for all limits of the device's memory. A program has choices of its own, which its copies share.
+    of = graph, instance.choices
+    settings = options.recompute, allowed(options.offload), required(options.offload)
+    wide = request.shared.once(
+        "wide program", of, *settings, make=lambda: _restricted(request, widened(instance, options)), kept=PROGRAMS
+    )
+    return with_limit(wide, instance.problem.memory_limit)
 
 
 def _restricted(request: PlanRequest, instance: Instance) -> Instance:
@@ -53,13 +71,22 @@ def _restricted(request: PlanRequest, instance: Instance) -> Instance:
     before: list[tuple[str, Instance]] = []
     if request.roles:
         before.append((words_of(request.options.layout), instance))
-        dims = {name: dim for name, dim in split_inputs(request.graph).items() if dim is not None}
-        instance = restricted_to(instance, request.roles, dims, words_of(request.options.layout))
+        instance = restricted_to(
+            instance, request.roles, _products(request, instance), words_of(request.options.layout)
+        )
     stage = request.options.zero
     if stage is not None:
         before.append((_zero_of(request.options), instance))
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)
     return pin_instance(instance, request.options.pins, before)
+
+
+def _products(request: PlanRequest, instance: Instance) -> Products:
+    """The products of the instance's graph, one object for all that share its nodes and strategies."""
+    graph, axes = instance.graph, len(request.roles)
+    dims = {name: dim for name, dim in split_inputs(request.graph).items() if dim is not None}
+    of, settings = (graph.nodes, graph.strategies), (axes, tuple(dims.items()))
+    return request.shared.once("products", of, *settings, make=lambda: Products(graph, axes, dims), kept=PROGRAMS)
 
 
 def _zero_of(options: Options) -> str:

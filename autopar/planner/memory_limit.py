@@ -56,6 +56,10 @@ class TooSlowError(InfeasibleError):
         self.is_proven = is_proven
 
 
+class ShortOfMemoryError(InfeasibleError):
+    """The quickest placements do not fit, and no others were asked for (``PlanRequest.only_quickest``)."""
+
+
 def without_limit(instance: Instance) -> Instance:
     return with_limit(instance, math.inf)
 

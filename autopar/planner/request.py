@@ -35,7 +35,8 @@ class PlanRequest:
     """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
-    ``worth``: seconds of a step (of a placement program) that takes too long to be of use.
+    ``worth``: seconds of a step (of a placement program) that takes too long to be of use. ``only_quickest``: whether
+    placements that save memory are not asked for.
     ``shares``: those in which rows may be divided on each axis, besides equal ones; ``rank_limits``: bytes that each
     device may hold then, by rank (:func:`rank_limits`).
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
@@ -54,6 +55,7 @@ class PlanRequest:
     memory_limit: float | None = None
     host_limit: float | None = None
     worth: float = math.inf
+    only_quickest: bool = False
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
     shares: Shares = ()

@@ -18,13 +18,14 @@ from autopar.restriction import words_of
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
-from .formulate import formulate, untie_layers, with_memory_savers
+from .formulate import PROGRAMS, formulate, untie_layers, with_memory_savers
 from .infeasible import does_not_fit
 from .memory_limit import (
     MORE_ROUNDS,
     ROUNDS,
     SPARE,
     Needed,
+    ShortOfMemoryError,
     Solve,
     TooSlowError,
     Unlimited,
@@ -48,9 +49,6 @@ BASELINE_SECONDS = 4.0
 # Counted seconds for the solution of least memory.
 # Chosen, not measured.
 SMALLEST_SECONDS = 3.0
-
-# Programs that are kept, with what is known of each: those of two meshes or restrictions. Chosen: each is large.
-PROGRAMS = 2
 
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
@@ -202,11 +200,13 @@ def _enforce_memory_limit(
 ) -> MeshSolution:
     """The solution without a limit, if its rehearsed step fits into memory. Otherwise solves with limits until one
     does. ``others``: solutions of the program without recomputation and offload. Raises :class:`InfeasibleError` if
-    nothing fits."""
+    nothing fits, :class:`ShortOfMemoryError` if only the quickest was asked for and does not."""
     with timings.phase("solve"):
         quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
         if quickest is not None and _fits(request, quickest):
             return replace(_take_cheapest(request, quickest, others), unlimited=free.seconds)
+        if request.only_quickest:
+            raise ShortOfMemoryError(f"the quickest placements on mesh {request.mesh} do not fit")
         beyond = None if quickest is None else _needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
         best = _take_cheapest(request, best, others)

@@ -32,6 +32,7 @@ from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices
 from autopar.planner.infeasible import check_host
+from autopar.planner.memory_limit import ShortOfMemoryError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.shared_work import SharedWork
 from autopar.schedule.actions import Edge as Link
@@ -145,10 +146,14 @@ def search(request: PipelineRequest) -> PipelineSolution:
     host = request.host_limit * sum(sizes)
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
-        solved = request.solve(saving, repeats, limit, host)
+        try:
+            solved = request.solve(saving, repeats, limit, host)
+        except ShortOfMemoryError:
+            continue  # As below.
         solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
-        for solution in _scheduled(request, pieces, candidates, segment_of, solved):
+        # How much is too much matters in the last rounds alone.
+        for solution in _scheduled(request, pieces, candidates, segment_of, solved, nearest=repeats == fullest):
             solutions.append(solution)
             fitting += [solution] if _fits(request, solution) else []
             if len(fitting) == PRICED:
@@ -297,9 +302,10 @@ def _scheduled(
     candidates: tuple[CutCandidate, ...],
     segment_of: dict[str, int],
     solved: tuple[MeshSolution, ...],
+    nearest: bool,
 ) -> Iterator[PipelineSolution]:
     """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates; of those alone
-    that may fit, if any may."""
+    that may fit. If none may, that which is ``nearest`` to it, if asked for."""
     layout, cluster = request.layout, request.cluster
     stages = layout.stages
     links = wire_prices(cluster, tuple(range(stages)), layout.blocks, _ring(stages))
@@ -327,10 +333,10 @@ def _scheduled(
     found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
     estimates = Estimates(on_blocks, shared)
     fullness = [estimates.fullness(each, request.limits) for each in found]
-    # Of those that cannot fit only the one that is nearest to it is priced, and that only if none may.
     fitting = [each for each, share in zip(found, fullness, strict=True) if share <= 1.0]
-    nearest = [found[fullness.index(min(fullness))]] if found else []
-    for arranged, cuts in estimates.in_order(fitting or nearest):
+    if found and nearest and not fitting:
+        fitting = [found[fullness.index(min(fullness))]]
+    for arranged, cuts in estimates.in_order(fitting):
         yield cut_and_price(layout, pieces, cuts, arranged, solved, cluster)
 
 

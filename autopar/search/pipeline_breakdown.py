@@ -9,26 +9,27 @@ busiest stage is the bubble.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import rate_between
-from autopar.cost.pipeline.prices import EdgePrice, PipelinePrices, SharedProcessors
+from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.pipeline.simulate import Simulation, simulate
 from autopar.ir.microbatching import Repeats
 from autopar.ir.placements import Placements
 from autopar.ir.staged_graph import Edge
+from autopar.placement.alike_steps import forms_of, renamed
 from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.item_prices import agreement_seconds
-from autopar.placement.memory_bound import offloaded_activation_bytes, saved_bytes
-from autopar.placement.overlap_windows import HiddenShares, gather_windows, hidden_shares
+from autopar.placement.memory_bound import Memory, memory, offloaded_activation_bytes, saved_bytes
+from autopar.placement.overlap_windows import gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.schedule.schedule import Schedule
 
-from .chunk_price import SectionOf, chunk_price, sections_of
+from .chunk_price import chunk_price, sections_of
 from .chunks import Chunk, WirePrice, WirePrices, edge_bytes, meshes_of
 from .shared_parameters import shared_parameters
 
@@ -111,41 +112,59 @@ def price_stages(
 ) -> PipelineBreakdown:
     """The cost breakdown of a cut and placed graph under ``schedule``. ``prices``: by pipeline rank, those of its
     devices, which are part of ``cluster``."""
-    shares = [hidden_shares(chunk.graph, cluster) for chunk in chunks]
-    sections = [sections_of(chunk.graph) for chunk in chunks]
-    breakdowns = tuple(_breakdowns(chunks, schedule, prices, optimizer, shares, sections, cluster))
+    priced = _priced(chunks, schedule, prices, optimizer, cluster)
+    breakdowns = tuple(breakdown for breakdown, _ in priced)
     step = max(sum(breakdowns[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
-    priced = PipelinePrices(
-        tuple(map(chunk_price, chunks, breakdowns, shares, sections, [prices[rank] for rank in schedule.placement])),
+    of_pipeline = PipelinePrices(
+        tuple(price for _, price in priced),
         _edge_prices(chunks, wires, links),
         step=step,
         hides=cluster.overlaps,
         shared=shared_processors(cluster, [own.devices for own in prices]),
     )
-    return PipelineBreakdown(chunks, breakdowns, priced, simulate(schedule, priced), schedule)
+    return PipelineBreakdown(chunks, breakdowns, of_pipeline, simulate(schedule, of_pipeline), schedule)
 
 
-def _breakdowns(
-    chunks: tuple[Chunk, ...],
-    schedule: Schedule,
-    prices: Sequence[Prices],
-    optimizer: str,
-    shares: Sequence[HiddenShares],
-    sections: Sequence[SectionOf],
-    cluster: Cluster,
-) -> Iterator[CostBreakdown]:
-    """The cost breakdown of each chunk on its rank's devices. The first chunk of each rank includes the agreement on
-    overflow, which every device makes once a step."""
-    most, first = in_flight_at_peak(chunks, schedule, prices, optimizer), {held[0] for held in schedule.held}
+def _priced(
+    chunks: tuple[Chunk, ...], schedule: Schedule, prices: Sequence[Prices], optimizer: str, cluster: Cluster
+) -> list[tuple[CostBreakdown, ChunkPrice]]:
+    """The cost breakdown of each chunk on its rank's devices, and its price; one for all chunks that are alike and run
+    alike. The first chunk of each rank includes the agreement on overflow, which every device makes once a step."""
+    steps = _steps(chunks, schedule, prices, optimizer)
+    forms = forms_of(steps)
+    most, first = _most_in_flight(schedule, steps, forms), {held[0] for held in schedule.held}
     whole = meshes_of(chunks, schedule.placement).whole
     agreement = agreement_seconds(prices[0], (chunk.graph for chunk in chunks), whole)
     shared = shared_parameters(chunks, schedule.placement, cluster)
-    for chunk, lent, share, section_of in zip(chunks, shared, shares, sections, strict=True):
+    known: dict[Hashable, tuple[Chunk, CostBreakdown, ChunkPrice]] = {}
+    held: dict[Hashable, Memory] = {}
+    found = []
+    for chunk, once, lent, form in zip(chunks, steps, shared, forms, strict=True):
         repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
-        own = prices[schedule.placement[chunk.index]]
-        step = PlacedStep(chunk.graph, chunk.assignment, own, optimizer, repeats, lent)
-        windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
-        yield cost_breakdown(step, agreement if chunk.index in first else 0.0, windows, section_of)
+        backwards, agreeing = schedule.weight_gradients(chunk.index), agreement if chunk.index in first else 0.0
+        borrowed = tuple(lent.get(node.target) for node in chunk.graph.placeholders("param"))
+        key = form, tuple(backwards), agreeing, borrowed
+        step = replace(once, repeats=repeats, shared_parameters=lent)
+        if key not in known:
+            known[key] = chunk, *_price_chunk(chunk, step, backwards, agreeing, cluster)
+            held[key, repeats] = known[key][1].memory
+        if (key, repeats) not in held:  # How many microbatches are in flight changes what is held, and no seconds.
+            held[key, repeats] = memory(step)
+        like, breakdown, price = known[key]
+        breakdown = replace(breakdown, memory=held[key, repeats])
+        found.append((breakdown if like is chunk else renamed(breakdown, like.graph, chunk.graph), price))
+    return found
+
+
+def _price_chunk(
+    chunk: Chunk, step: PlacedStep, backwards: Sequence[str], agreeing: float, cluster: Cluster
+) -> tuple[CostBreakdown, ChunkPrice]:
+    """The cost breakdown of one chunk, whose ``backwards`` are as of :meth:`.Schedule.weight_gradients`, and its
+    price."""
+    share, section_of = hidden_shares(chunk.graph, cluster), sections_of(chunk.graph)
+    windows = gather_windows(share, step.repeats.microbatches, backwards)
+    breakdown = cost_breakdown(step, agreeing, windows, section_of)
+    return breakdown, chunk_price(chunk, breakdown, share, section_of, step.prices)
 
 
 def in_flight_at_peak(
@@ -153,10 +172,24 @@ def in_flight_at_peak(
 ) -> tuple[int, ...]:
     """For each chunk, the microbatches in flight at the moment when its rank holds most saved bytes, those in
     host memory included; at least one. The chunks of a rank do not all have their most in flight at once."""
+    steps = _steps(chunks, schedule, prices, optimizer)
+    return _most_in_flight(schedule, steps, forms_of(steps))
+
+
+def _steps(chunks: tuple[Chunk, ...], schedule: Schedule, prices: Sequence[Prices], optimizer: str) -> list[PlacedStep]:
+    """Each chunk as a step that runs once."""
     owns = [prices[rank] for rank in schedule.placement]
-    steps = [PlacedStep(c.graph, c.assignment, own, optimizer) for c, own in zip(chunks, owns, strict=True)]
-    saved = [saved_bytes(step) + offloaded_activation_bytes(step) for step in steps]
-    return tuple(max(1, count) for _, count in sorted(_counts_at_peak(schedule, saved)))
+    return [PlacedStep(c.graph, c.assignment, own, optimizer) for c, own in zip(chunks, owns, strict=True)]
+
+
+def _most_in_flight(schedule: Schedule, steps: Sequence[PlacedStep], forms: Sequence[int]) -> tuple[int, ...]:
+    """As :func:`in_flight_at_peak`, for chunks as ``steps``, of these ``forms``."""
+    saved: dict[int, int] = {}
+    for step, form in zip(steps, forms, strict=True):
+        if form not in saved:
+            saved[form] = saved_bytes(step) + offloaded_activation_bytes(step)
+    counts = _counts_at_peak(schedule, [saved[form] for form in forms])
+    return tuple(max(1, count) for _, count in sorted(counts))
 
 
 def _counts_at_peak(schedule: Schedule, saved: Sequence[int]) -> Iterator[tuple[int, int]]:

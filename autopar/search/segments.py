@@ -18,7 +18,7 @@ from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
 from autopar.placement.formulation import Instance
-from autopar.placement.item_prices import parameter_bytes, temporary_bytes
+from autopar.placement.item_prices import accumulator_bytes, parameter_bytes, temporary_bytes
 from autopar.placement.memory_bound import recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import Prices
@@ -90,12 +90,15 @@ def price_segments(
 
 
 def _static_bytes(instance: Instance, assignment: Assignment, node: Node) -> int:
-    """Bytes of the parameter ``node`` with its gradient and state on a device, at least: a sum of gradients may take
-    more."""
-    place = assignment.parameters[node.name]
+    """Bytes of the parameter ``node`` with its gradient, the sum that this accumulates in, and its state on a
+    device."""
+    place, value = assignment.parameters[node.name], instance.graph.gradients.get(node.target)
     weight, gradient, state = parameter_bytes(instance.prices, node, place, instance.optimizer)
     weight = 0 if node.name in assignment.offloaded else weight
-    return weight + gradient + state if node.target in instance.graph.gradients else weight
+    if value is None:
+        return weight
+    raw = assignment.placements_of(value)
+    return weight + gradient + state + accumulator_bytes(instance.prices, node.stored, raw, instance.repeats)
 
 
 def _last_readers(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]:

@@ -42,6 +42,12 @@ class EquivalenceKeys:
         self._numbers: dict[Hashable, int] = {}
         self._by_form: dict[Hashable, int] = {}
 
+    def on(self, graph: Graph) -> EquivalenceKeys:
+        """Keys of the nodes of another graph, which may be compared with these."""
+        other = EquivalenceKeys(graph)
+        other._numbers, other._by_form = self._numbers, self._by_form
+        return other
+
     def of(self, node: Node, pattern: str) -> Hashable:
         """The key of ``node``; ``pattern``: its place in the model."""
         operands = tuple(map(self.graph.type_of, node.operands))

@@ -76,7 +76,7 @@ class _Sinker:
         if value.node not in self.again:
             self.again[value.node] = self._name(value.node)
             node = self.graph[value.node].map_values(self._repeated)
-            self.nodes.append(replace(node, name=self.again[value.node], phase="backward"))
+            self.nodes.append(node.named(self.again[value.node], "backward"))
         return Value(self.again[value.node], value.index)
 
     def _name(self, base: str) -> str:

@@ -87,6 +87,7 @@ class ChunkLayout:
         self._seen: set[tuple[str, int]] = set()
         self._tops: dict[str, int] = {}
         self._options: dict[str, list[int]] = {}
+        self._gradients: dict[str, list[Value]] = {}
         self._data = data_only_nodes(self.graph)
         self.home = forward_chunks(self.graph, self.cuts)
         self.repeated = self._repeated()
@@ -203,9 +204,11 @@ class ChunkLayout:
 
         return of(value)
 
-    def _driven(self, node: Node) -> list[Value]:
-        """The operands that are gradients."""
-        return [value for value in node.operands if value.node in self._tops]
+    def driven(self, node: Node) -> list[Value]:
+        """The operands that are gradients, once all operations before it have been bound."""
+        if node.name not in self._gradients:
+            self._gradients[node.name] = [value for value in node.operands if value.node in self._tops]
+        return self._gradients[node.name]
 
     def _assign_backward(self) -> None:
         dissolved = self._dissolved()
@@ -235,7 +238,7 @@ class ChunkLayout:
 
     def _bound(self, node: Node) -> None:
         """Determines the chunks that a backward operation can be in, and the last of them."""
-        top = min((self._tops[value.node] for value in self._driven(node)), default=self.count - 1)
+        top = min((self._tops[value.node] for value in self.driven(node)), default=self.count - 1)
         saved = [value for value in node.operands if value.node not in self._tops]
         common = _common(self.at_hand(value) for value in saved)
         options = [chunk for chunk in range(top + 1) if common is None or chunk in common]
@@ -259,26 +262,16 @@ class ChunkLayout:
     def _settle(self, nodes: list[Node]) -> None:
         """Chooses chunks from the last operation to the first: each as early as its users allow, unless that sends more
         bytes. Users that have no chunk yet are expected to do the same."""
-        lowest = self._lowest(nodes)
-        wanted = self._wanted_results()
-        users: defaultdict[Value, set[str]] = defaultdict(set)
-        for node in nodes:
-            for value in self._driven(node):
-                users[value].add(node.name)
+        wanted, expected = self._wanted_results(), _Expected(self, nodes)
         for node in reversed(nodes):
             low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
             options = [chunk for chunk in self._options[node.name] if chunk >= low]
-            alone = {
-                value
-                for value in self._driven(node)
-                if options[0] not in wanted[value]
-                and not any(
-                    lowest[user] == options[0] for user in users[value] if user != node.name and user not in self.home
-                )
-            }
-            chunk = self._cheaper(node, options[0], options[-1], alone, wanted)
+            chunk = options[0]
+            if chunk != options[-1]:
+                alone = {v for v in self.driven(node) if chunk not in wanted[v] and expected.alone(node, v, chunk)}
+                chunk = self._cheaper(node, chunk, options[-1], alone, wanted)
             self.home[node.name] = chunk
-            for value in self._driven(node):
+            for value in self.driven(node):
                 wanted[value].add(chunk)
 
     def _wanted_results(self) -> defaultdict[Value, set[int]]:
@@ -291,13 +284,13 @@ class ChunkLayout:
                 wanted[value].add(max((chunk for chunk in self.owners[names[path]] if chunk <= top), default=top))
         return wanted
 
-    def _lowest(self, nodes: list[Node]) -> dict[str, int]:
+    def lowest(self, nodes: list[Node]) -> dict[str, int]:
         """The first chunk that each backward operation could be in if all its users were as early as they can be."""
         wanted, lowest = self._wanted_results(), {}
         for node in reversed(nodes):
             low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
             lowest[node.name] = next(chunk for chunk in self._options[node.name] if chunk >= low)
-            for value in self._driven(node):
+            for value in self.driven(node):
                 wanted[value].add(lowest[node.name])
         return lowest
 
@@ -308,6 +301,32 @@ class ChunkLayout:
         leaving = [value for value in _results(node) if any(chunk < high for chunk in wanted[value])]
         received, sent = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
         return low if received <= sent else high
+
+
+class _Expected:
+    """Where operations that have no chunk yet are expected to be. Few operations have several chunks to choose from, so
+    it is computed when it is first asked for."""
+
+    def __init__(self, layout: ChunkLayout, nodes: list[Node]) -> None:
+        self.layout, self.nodes = layout, nodes
+
+    @cached_property
+    def lowest(self) -> Mapping[str, int]:
+        return self.layout.lowest(self.nodes)
+
+    @cached_property
+    def users(self) -> Mapping[Value, set[str]]:
+        """The operations that read each gradient."""
+        users: defaultdict[Value, set[str]] = defaultdict(set)
+        for node in self.nodes:
+            for value in self.layout.driven(node):
+                users[value].add(node.name)
+        return users
+
+    def alone(self, node: Node, value: Value, chunk: int) -> bool:
+        """Whether no operation but ``node`` that has no chunk yet is expected to read ``value`` in ``chunk``."""
+        others = (user for user in self.users[value] if user != node.name and user not in self.layout.home)
+        return not any(self.lowest[user] == chunk for user in others)
 
 
 def _results(node: Node) -> list[Value]:

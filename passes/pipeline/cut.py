@@ -50,8 +50,10 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...], unused: Mapping[str
         writer.write()
     _mutations(layout, writers)
     chunks, edges = _connected(layout, writers)
-    names = [{n.target for n in chunk.placeholders("param")} for chunk in chunks]
-    users = {node.target: tuple(i for i, own in enumerate(names) if node.target in own) for node in _parameters(graph)}
+    users: dict[str, tuple[int, ...]] = {node.target: () for node in _parameters(graph)}
+    for index, chunk in enumerate(chunks):
+        for path in dict.fromkeys(node.target for node in _parameters(chunk)):
+            users[path] = (*users[path], index)
     return Staged(chunks, edges, users, prelude, own)
 
 
@@ -178,7 +180,7 @@ class _Writer:
     def _emit(self, node: Node, name: str, phase: Phase) -> None:
         named = node.map_values(lambda value: self.take(value, phase))
         same = (named.name, named.phase) == (name, phase)
-        self.nodes.append(named if same else replace(named, name=name, phase=phase))
+        self.nodes.append(named if same else named.named(name, phase))
         self.local.update((Value(node.name, index), Value(name, index)) for index in range(len(node.types)))
 
     def _fresh(self, name: str) -> str:

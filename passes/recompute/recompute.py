@@ -101,4 +101,4 @@ class _Copier:
                 waiting.pop()
                 self.copied.add(here)
                 copy = node.map_values(self._moved)
-                self.nodes.append(replace(copy, name=here + RECOMPUTED, phase="backward"))
+                self.nodes.append(copy.named(here + RECOMPUTED, "backward"))

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from autopar.search.schedules.cuts import Segments, best_cuts
 
 
-def make(seconds: list[float], static: list[float] | None = None, saved: list[float] | None = None) -> Segments:
+def make(
+    seconds: list[float],
+    static: list[float] | None = None,
+    saved: list[float] | None = None,
+    working: list[float] | None = None,
+) -> Segments:
     count = len(seconds)
     zeros = np.zeros(count)
     return Segments(
@@ -21,6 +26,7 @@ def make(seconds: list[float], static: list[float] | None = None, saved: list[fl
         zeros if static is None else np.array(static),
         zeros if saved is None else np.array(saved),
         zeros,
+        np.array(working or []),
     )
 
 
@@ -29,6 +35,7 @@ def slowest(segments: Segments, cuts: tuple[str, ...], in_flight: tuple[int, ...
     worst = -np.inf
     for chunk, (start, end) in enumerate(pairwise(edges)):
         held = segments.static[start:end].sum() + in_flight[chunk] * segments.saved[start:end].sum()
+        held += segments.working[start:end].max(initial=0.0)
         if held > limit:
             return np.inf
         worst = max(worst, float(segments.seconds[start:end].sum()), float(segments.wire[start]))
@@ -40,7 +47,7 @@ def slowest(segments: Segments, cuts: tuple[str, ...], in_flight: tuple[int, ...
 def test_no_cut_is_better(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 7))
     numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
-    segments = make(data.draw(numbers), data.draw(numbers), data.draw(numbers))
+    segments = make(*(data.draw(numbers) for _ in range(4)))
     chunks = data.draw(st.integers(1, 4))
     in_flight = tuple(range(chunks, 0, -1))
     limit = float(data.draw(st.integers(5, 60)))
@@ -55,6 +62,12 @@ def test_no_cut_is_better(data: st.DataObject) -> None:
 
 def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
     assert best_cuts([make([1, 1, 1, 1, 4])] * 2, (1, 1), [np.inf] * 2) == ("n4",)
+
+
+def test_chunks_of_a_rank_share_the_bytes_in_which_one_runs() -> None:
+    segments = make([1, 1], static=[4, 4], working=[6, 6])
+    assert best_cuts([segments] * 2, (1, 1), [7.0] * 2) is None
+    assert best_cuts([segments] * 2, (1, 1), [7.0] * 2, sharing=2) == ("n1",)
 
 
 def test_a_slow_wire_moves_the_cut() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -38,6 +39,14 @@ class Segments:
     def count(self) -> int:
         return len(self.seconds)
 
+    @cached_property
+    def of_chunks(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """``[i, j]``, of a chunk of segments i to j - 1: its seconds, or those of its input on the wire if they are
+        more; its static bytes, those it saves, and those with which it runs."""
+        seconds = np.maximum(_between(self.seconds), np.append(self.wire, 0.0)[:, None])
+        running = _most(self.working, self.count) + _most(self.again, self.count)
+        return seconds, _between(self.static), _between(self.saved), running
+
 
 def best_cuts(
     segments: Sequence[Segments],
@@ -45,6 +54,7 @@ def best_cuts(
     limits: Sequence[float],
     ranks: Ints | None = None,
     allowed: Ints | None = None,
+    sharing: int = 1,
 ) -> tuple[str, ...] | None:
     """The nodes at which chunks 1, 2, ... begin, or None if no cut into as many chunks exists that fit.
 
@@ -54,6 +64,7 @@ def best_cuts(
         limits: by chunk, the bytes that it may hold.
         ranks: the pipeline rank of each chunk.
         allowed: for each segment, the rank that must hold it (-1: any).
+        sharing: how many chunks of a rank share the bytes in which one of them runs.
     """
     chunks, count = len(in_flight), segments[0].count
     if chunks > count:
@@ -66,7 +77,7 @@ def best_cuts(
         priced, held, limit = segments[chunk - 1], in_flight[chunk - 1], limits[chunk - 1]
         key = id(priced), held, limit
         if key not in known:  # Many chunks are alike.
-            known[key] = _chunk_costs(priced, held, limit)
+            known[key] = _chunk_costs(priced, held, limit, sharing)
         cost = known[key]
         if ranks is not None and allowed is not None:
             cost = np.where(_misplaced(allowed, int(ranks[chunk - 1])), np.inf, cost)
@@ -82,12 +93,12 @@ def best_cuts(
     return tuple(segments[0].starts[end - 1] for end in reversed(ends))
 
 
-def _chunk_costs(segments: Segments, in_flight: int, limit: float) -> Floats:
+def _chunk_costs(segments: Segments, in_flight: int, limit: float, sharing: int) -> Floats:
     """``[i, j]``: seconds of a chunk of segments i to j - 1, infinite if it is empty or too large."""
-    seconds, static, saved = (_between(part) for part in (segments.seconds, segments.static, segments.saved))
-    wire = np.append(segments.wire, 0.0)[:, None]
-    possible = np.triu(np.ones_like(seconds, dtype=bool), 1) & (static + in_flight * saved <= limit)
-    return np.where(possible, np.maximum(seconds, wire), np.inf)
+    seconds, static, saved, running = segments.of_chunks
+    held = static + in_flight * saved + running / sharing
+    possible = np.triu(np.ones_like(seconds, dtype=bool), 1) & (held <= limit)
+    return np.where(possible, seconds, np.inf)
 
 
 def _between(part: Floats) -> Floats:
@@ -95,6 +106,14 @@ def _between(part: Floats) -> Floats:
     total = np.concatenate([[0.0], np.cumsum(part)])
     sums: Floats = total[None, :] - total[:, None]
     return sums
+
+
+def _most(part: Floats, count: int) -> Floats:
+    """``[i, j]``: the largest of entries i to j - 1 of ``count``; 0 if they are not known."""
+    known = part if len(part) else np.zeros(count)
+    rows = np.triu(np.tile(np.concatenate([[0.0], known]), (count + 1, 1)), 1)
+    largest: Floats = np.maximum.accumulate(rows, axis=1)
+    return largest
 
 
 def _misplaced(allowed: Ints, rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

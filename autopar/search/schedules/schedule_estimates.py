@@ -30,6 +30,9 @@ from .cuts import Segments, best_cuts
 # Pairs of a chunk and a microbatch that an estimate simulates; of more, at least two rounds of the pipeline.
 # Chosen: what takes a tenth of a second. After two rounds, all named schedules run steadily.
 SIMULATED = 4096
+# The share of its memory that roomier cuts fill: estimates of memory are up to so much too low.
+# GPT of 128 layers on 16 stages: estimated 0.999 of the limit, priced 1.006.
+ROOMY = 0.98
 # Bounds and simulations add the same numbers in another order.
 _ROUNDING = 1e-9
 Item = TypeVar("Item")
@@ -171,16 +174,16 @@ def in_order(items: Sequence[Item], bound: Callable[[Item], float], seconds: Cal
 def cuts_of(
     on_blocks: Sequence[Segments], arranged: Arranged, limits: Sequence[float], pinned: Ints
 ) -> tuple[tuple[str, ...], ...]:
-    """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit. Where ranks have
-    several chunks, also the best cuts of all: the first chunks have more microbatches in flight, so equal shares cut
-    unevenly, or not at all, though together the chunks of a rank may fit.
+    """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit, and those that
+    leave a little of it. Where ranks have several chunks, also the best cuts of all: the first chunks have more
+    microbatches in flight, so equal shares cut unevenly, or not at all, though together the chunks of a rank may fit.
 
     Args:
         limits: bytes for each device, by pipeline rank.
         pinned: for each segment, the rank that must hold it (-1: any).
     """
     each = arranged.kind[1]
-    shares = [tuple(limit / each for limit in limits)]
+    shares = [tuple(part * limit / each for limit in limits) for part in (1.0, ROOMY)]
     shares += [(math.inf,) * len(limits)] if each > 1 else []
     found = [cuts_at(on_blocks, arranged, pinned, share) for share in shares]
     return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
@@ -192,4 +195,4 @@ def cuts_at(
     """The best cuts for a schedule with at most ``limits`` bytes a chunk, by pipeline rank; None if there are none."""
     ranks = arranged.placement
     segments, most = [on_blocks[rank] for rank in ranks], [limits[rank] for rank in ranks]
-    return best_cuts(segments, arranged.in_flight, most, np.array(ranks), pinned)
+    return best_cuts(segments, arranged.in_flight, most, np.array(ranks), pinned, arranged.kind[1])

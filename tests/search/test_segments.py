@@ -1,0 +1,55 @@
+"""Segments hold what the chunks that are cut between them do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.search import pipeline
+from autopar.search.pipeline import PipelineSolution, cut_and_price
+from autopar.search.schedules.cuts import Segments
+from autopar.search.segments import price_segments
+from tests.helpers.models import Case
+from tests.helpers.planning import planned
+
+
+def _layers() -> Case:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    return _WithLoss(model), {"x": torch.zeros(16, 32)}
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_what_rests_is_known_before_anything_is_cut(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
+    found: list[Segments] = []
+    solutions: list[PipelineSolution] = []
+
+    def segments_of(*arguments: Any) -> Segments:
+        found.append(price_segments(*arguments))
+        return found[-1]
+
+    def priced(*arguments: Any) -> PipelineSolution:
+        solutions.append(cut_and_price(*arguments))
+        return solutions[-1]
+
+    monkeypatch.setattr(pipeline, "price_segments", segments_of)
+    monkeypatch.setattr(pipeline, "cut_and_price", priced)
+    # Gradients are sums over data ranks, and more than their shards is held while microbatches add to them.
+    planned(_layers, (4, 2), stages=4, microbatches=4, schedule="1f1b", zero=zero)
+    (segments,) = found
+    memories = [breakdown.memory for breakdown in solutions[-1].breakdown.breakdowns]
+    resting = sum(memory.weights + memory.gradients + memory.optimizer for memory in memories)
+    assert segments.static.sum() == resting
+    assert sum(memory.gradients for memory in memories) > 0
