@@ -38,7 +38,7 @@ _AVERAGES = {3: 3, 4: 4}
 
 def _batch_norm(*args: Any) -> tuple[torch.Tensor, ...]:
     """What the functional operation computes, which copies the averages and then runs this kernel."""
-    return (*torch.ops.aten._native_batch_norm_legit.default(*args), args[3], args[4])
+    return (*torch._native_batch_norm_legit(*args), args[3], args[4])
 
 
 def _add(buffer: torch.Tensor, other: Any, **kwargs: Any) -> torch.Tensor:
