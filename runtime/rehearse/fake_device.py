@@ -103,6 +103,18 @@ def _on_meta(operation: Any) -> Callable[..., Any]:
     return run
 
 
+def _written(operation: Any) -> Callable[..., Any]:
+    """The form of ``operation`` that writes into ``grad_input``, whose type has to be that of the result."""
+
+    def run(*args: Any, grad_input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result = operation(*args, **kwargs)
+        if (result.shape, result.dtype, result.device) != (grad_input.shape, grad_input.dtype, grad_input.device):
+            raise RuntimeError(f"{operation} does not fit where it is written to: {result} into {grad_input}")
+        return grad_input
+
+    return run
+
+
 _METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.to: _to,
@@ -122,4 +134,12 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
             aten.col2im.default,
         )
     },
+    torch.convolution: _on_meta(aten.convolution.default),
+    torch._softmax: _on_meta(aten._softmax.default),
+    torch._log_softmax: _on_meta(aten._log_softmax.default),
+    aten.threshold_backward.grad_input: _written(aten.threshold_backward.default),
+    aten.gelu_backward.grad_input: _written(aten.gelu_backward.default),
+    aten.silu_backward.grad_input: _written(aten.silu_backward.default),
+    aten.sigmoid_backward.grad_input: _written(aten.sigmoid_backward.default),
+    aten.tanh_backward.grad_input: _written(aten.tanh_backward.default),
 }
