@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.runtime.torch_internals.functions import FUNCTIONS
 from autopar.torch_internals.fake_tensors import FakeTensorMode
 from autopar.torch_internals.trees import tree_map
 
@@ -134,9 +135,10 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
             aten.col2im.default,
         )
     },
-    torch.convolution: _on_meta(aten.convolution.default),
-    torch._softmax: _on_meta(aten._softmax.default),
-    torch._log_softmax: _on_meta(aten._log_softmax.default),
+    **{
+        FUNCTIONS[str(operation)]: _on_meta(operation)
+        for operation in (aten.convolution.default, aten._softmax.default, aten._log_softmax.default)
+    },
     aten.threshold_backward.grad_input: _written(aten.threshold_backward.default),
     aten.gelu_backward.grad_input: _written(aten.gelu_backward.default),
     aten.silu_backward.grad_input: _written(aten.silu_backward.default),
