@@ -34,8 +34,6 @@ __all__ = [
     "is_flat_weights",
     "is_lazy",
     "is_persistent",
-    "modules_in",
-    "named_buffers",
     "parameters_of",
     "renew_flat_weights",
     "set_children",
@@ -68,39 +66,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules directly inside. Relies on ``nn.Module._modules`` (2.11)."""
     return module._modules
-
-
-def modules_in(module: nn.Module) -> list[nn.Module]:
-    """What ``module.modules()`` yields, in the same order, in a fifth of the time: its nested generators hand each
-    module through every level. Relies on ``nn.Module._modules`` (2.11)."""
-    found = {id(module): module}
-    _collect(module, found)
-    return list(found.values())
-
-
-def _collect(module: nn.Module, found: dict[int, nn.Module]) -> None:
-    for child in module._modules.values():
-        if child is not None and id(child) not in found:
-            found[id(child)] = child
-            if child._modules:
-                _collect(child, found)
-
-
-def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of ``module`` by all of their names, as of ``named_buffers(remove_duplicate=False)`` but faster.
-    Relies on ``nn.Module._buffers`` and ``nn.Module._modules`` (2.11)."""
-    found: dict[str, Tensor] = {}
-    _collect_buffers(module, "", found)
-    return found
-
-
-def _collect_buffers(module: nn.Module, prefix: str, found: dict[str, Tensor]) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            found[prefix + name] = buffer
-    for name, child in module._modules.items():
-        if child is not None:
-            _collect_buffers(child, f"{prefix}{name}.", found)
 
 
 def set_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:

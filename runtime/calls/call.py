@@ -21,7 +21,6 @@ from autopar.runtime.inputs.rank_local import own_part
 from autopar.runtime.state.parameters import gather_whole, local_of, make_dtensor, torch_placements
 from autopar.runtime.state.weights import accumulate
 from autopar.runtime.torch_internals.tensor_lists import copy_each
-from autopar.torch_internals.modules import named_buffers
 
 from .resident import cache_slots, keep_piece, own_piece
 from .signature import CompiledCall
@@ -114,7 +113,7 @@ class Call(CompiledCall):
         with torch.no_grad():
             # Recomputed each time, since a DTensor's version counter misses some writes (``.data``, fused optimizers).
             working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
-            buffers = named_buffers(self.weights.module) if self._has_buffers else {}
+            buffers = self.weights.walk.named_buffers() if self._has_buffers else {}
             results, saved = self.executable.forward(
                 [
                     self._bind(slot, leaves, buffers, past, again) if index is None else working[index]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.ir.node import TensorType
-from autopar.torch_internals.modules import modules_in, parameters_of
+from autopar.torch_internals.module_walk import Walk
 from autopar.torch_internals.trees import keystr, tree_flatten, tree_flatten_with_path
 
 from .compiled import OutputsWanted
@@ -67,19 +67,24 @@ class CallKind:
 
 
 def kind_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    grad: bool,
+    outputs: OutputsWanted,
+    walk: Walk | None = None,
 ) -> CallKind:
-    """The kind of the call ``model(*args, **kwargs)``, whatever the order of its keywords."""
+    """The kind of the call ``model(*args, **kwargs)``, whatever the order of its keywords. ``walk``: one of ``model``,
+    if the caller has one."""
     leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-    parts = modules_in(model)  # The only walk: this runs at every call.
-    tables = filter(None, map(parameters_of, parts))
-    parameters = {id(p): p for table in tables for p in table.values() if p is not None}
+    walk = walk or Walk(model)  # This runs at every call.
+    parts = walk.modules()
     with_inputs = grad and outputs != "loss"
     return CallKind(
         str(spec),
         tuple(Leaf.of(leaf, with_inputs) for leaf in leaves),
         tuple(map(_TRAINING, parts)),
-        tuple(map(_REQUIRES_GRAD, parameters.values())),
+        tuple(map(_REQUIRES_GRAD, walk.parameters())),
         _around(),
         grad,
         outputs,

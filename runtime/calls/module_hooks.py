@@ -25,7 +25,7 @@ from autopar.runtime.torch_internals.hooks import (
     FORWARD_KINDS,
     KINDS,
     forward_pre_hooks,
-    has_hooks,
+    have_hooks,
     hooks_on_all_modules,
     module_hooks,
     move_hook_settings,
@@ -55,10 +55,10 @@ def hooks_inside(module: nn.Module, parts: Sequence[nn.Module] | None = None) ->
     """The hooks of ``module``, of the modules inside it, and of every module. ``parts``: ``module.modules()``, if the
     caller has them; most models have no hooks, and then need no second walk for the paths."""
     hooks = list(hooks_everywhere())
-    if parts is not None and not any(map(has_hooks, parts)):
+    if parts is not None and not have_hooks(parts):
         return tuple(hooks)
     for path, part in module.named_modules():
-        if has_hooks(part):
+        if have_hooks((part,)):
             hooks += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
     return tuple(hooks)
 

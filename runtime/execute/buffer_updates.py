@@ -27,18 +27,20 @@ import torch
 from autopar.ir.node import Value
 from autopar.ir.placements import REPLICATE
 from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.runtime.torch_internals.functions import FUNCTIONS
 from autopar.torch_internals.operators import is_mutable
 
 from .torch_operations import Operation, resolve_aten
 
 _BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+_INTO_AVERAGES = FUNCTIONS["aten._native_batch_norm_legit.default"]
 # The positions of a batch norm's averages among its operands, and of the new ones among its results.
 _AVERAGES = {3: 3, 4: 4}
 
 
 def _batch_norm(*args: Any) -> tuple[torch.Tensor, ...]:
     """What the functional operation computes, which copies the averages and then runs this kernel."""
-    return (*torch.ops.aten._native_batch_norm_legit.default(*args), args[3], args[4])
+    return (*_INTO_AVERAGES(*args), args[3], args[4])
 
 
 def _add(buffer: torch.Tensor, other: Any, **kwargs: Any) -> torch.Tensor:

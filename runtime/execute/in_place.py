@@ -26,9 +26,16 @@ from autopar.torch_internals.operators import OpOverload, aliased_argument
 
 from .torch_operations import Operation, resolve_aten
 
+# Gradients of activations: their forms write into `grad_input`, which may be the gradient that arrives.
+_GRADIENTS = {
+    f"aten.{name}_backward.default": f"aten.{name}_backward.grad_input"
+    for name in ("threshold", "gelu", "silu", "sigmoid", "tanh")
+}
 # Operations whose result can have the shape, strides and dtype of an operand, and their forms that write into the
 # first.
 WRITING = {
+    **_GRADIENTS,
+    **{f"aten.{name}.default": f"aten.{name}_.default" for name in ("relu", "gelu", "silu", "sigmoid", "tanh", "exp")},
     "aten.add.Tensor": "aten.add_.Tensor",
     "aten.sub.Tensor": "aten.sub_.Tensor",
     "aten.mul.Tensor": "aten.mul_.Tensor",
@@ -124,6 +131,10 @@ def writing(op: str, places: tuple[int, ...], plain: Operation, into: Operation)
     runs by ``plain``, and by ``into``, which writes into the first operand."""
     if op.startswith("aten.scatter."):
         return into
+    if op in _GRADIENTS:
+        return _writing_gradient(plain, into)
+    if op.endswith(".default"):
+        return _writing_activation(plain, into)
 
     def run(left: torch.Tensor, right: Any, **kwargs: Any) -> Any:
         fitting = _fitting(left, right)
@@ -132,6 +143,23 @@ def writing(op: str, places: tuple[int, ...], plain: Operation, into: Operation)
         if 1 in places and fitting == 2:
             return into(right, left)
         return plain(left, right, **kwargs)
+
+    return run
+
+
+def _writing_gradient(plain: Operation, into: Operation) -> Operation:
+    def run(gradient: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        if _fitting(gradient, value):
+            return into(gradient, value, *rest, grad_input=gradient, **kwargs)
+        return plain(gradient, value, *rest, **kwargs)
+
+    return run
+
+
+def _writing_activation(plain: Operation, into: Operation) -> Operation:
+    def run(value: torch.Tensor, **kwargs: Any) -> Any:
+        fits = value.is_floating_point() and value.is_contiguous()
+        return (into if fits else plain)(value, **kwargs)
 
     return run
 

@@ -31,7 +31,7 @@ from autopar.ir.node import Arg, Value
 from autopar.ir.program import Instruction, Section
 
 from .in_place import WRITING, in_place, writing
-from .torch_operations import Operation, resolve_aten, returns_sequence
+from .torch_operations import Operation, function_of, resolve_aten, returns_sequence
 
 WAIT = "collective.wait"
 # How operations that run a piece (`pieces.py`) begin: they take one list, which they empty, and return a list.
@@ -164,7 +164,7 @@ class Source:
                 raise GraphError(f"{op!r} is not an operation of this runtime; known: {', '.join(self._operations)}")
             operation = resolve_aten(op)
         if op not in self._called:
-            self._called[op] = self._constant(operation, op.removesuffix(".default"))
+            self._called[op] = self._constant(function_of(operation), op.removesuffix(".default"))
         return self._called[op], operation
 
     def _writing(self, instruction: Instruction) -> str | None:

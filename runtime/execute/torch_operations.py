@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from autopar.errors import GraphError
+from autopar.runtime.torch_internals.functions import FUNCTIONS
 from autopar.torch_internals.operators import OpOverload, schema_of
 
 Operation = Callable[..., Any]
 
 # A view of the traced tensor may be impossible for a shard's memory layout, so reshapes, which may copy, replace views.
 _TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
+
+
+def function_of(operation: Operation) -> Operation:
+    """The fastest way to call ``operation``."""
+    return FUNCTIONS.get(str(operation), operation) if isinstance(operation, OpOverload) else operation
 
 
 def resolve_aten(op: str) -> OpOverload:

@@ -230,7 +230,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted) -> CallKind:
         self._check_parallel()
-        return kind_of(self._original, args, kwargs, grad, outputs)
+        return kind_of(self._original, args, kwargs, grad, outputs, self._weights.walk)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         existing = self._programs.find(kind)
@@ -370,7 +370,11 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As :meth:`torch.nn.Module.zero_grad`; under fp16 also forgets that gradients overflowed."""
-        super().zero_grad(set_to_none)
+        if set_to_none:  # Torch's walk takes as long as several operations.
+            for parameter in self._weights.walk.parameters():
+                parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
         if self._loss_scale is not None:
             self._loss_scale.consumed()
 

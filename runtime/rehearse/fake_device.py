@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.runtime.torch_internals.functions import FUNCTIONS
 from autopar.torch_internals.fake_tensors import FakeTensorMode
 from autopar.torch_internals.trees import tree_map
 
@@ -103,6 +104,18 @@ def _on_meta(operation: Any) -> Callable[..., Any]:
     return run
 
 
+def _written(operation: Any) -> Callable[..., Any]:
+    """The form of ``operation`` that writes into ``grad_input``, whose type has to be that of the result."""
+
+    def run(*args: Any, grad_input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result = operation(*args, **kwargs)
+        if (result.shape, result.dtype, result.device) != (grad_input.shape, grad_input.dtype, grad_input.device):
+            raise RuntimeError(f"{operation} does not fit where it is written to: {result} into {grad_input}")
+        return grad_input
+
+    return run
+
+
 _METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.to: _to,
@@ -122,4 +135,13 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
             aten.col2im.default,
         )
     },
+    **{
+        FUNCTIONS[str(operation)]: _on_meta(operation)
+        for operation in (aten.convolution.default, aten._softmax.default, aten._log_softmax.default)
+    },
+    aten.threshold_backward.grad_input: _written(aten.threshold_backward.default),
+    aten.gelu_backward.grad_input: _written(aten.gelu_backward.default),
+    aten.silu_backward.grad_input: _written(aten.silu_backward.default),
+    aten.sigmoid_backward.grad_input: _written(aten.sigmoid_backward.default),
+    aten.tanh_backward.grad_input: _written(aten.tanh_backward.default),
 }

@@ -15,6 +15,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.program import TensorSlot
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.torch_internals.dtensors import dtensor_like, is_placed_like
+from autopar.torch_internals.module_walk import Walk
 from autopar.torch_internals.modules import buffers_of
 from autopar.torch_internals.tensors import gradient_hooks
 
@@ -44,7 +45,7 @@ class Weights:
     """
 
     def __init__(self, module: nn.Module, groups: MeshGroups, seed: int | None) -> None:
-        self.module = module
+        self.module, self.walk = module, Walk(module)
         self.groups = groups
         self._seed = seed
         self._stored: dict[str, Stored] | None = None
@@ -56,7 +57,7 @@ class Weights:
     def copied_for(self, module: nn.Module) -> Weights:
         """The weights of ``module``, a copy of this module: placed like these, now or once these are placed."""
         copied = copy.copy(self)
-        copied.module, copied._copies, copied._waiting = module, [], []
+        copied.module, copied.walk, copied._copies, copied._waiting = module, Walk(module), [], []
         # Referenced, since placing it is collective, and ranks collect garbage at different times.
         self._copies.append(copied)
         self._place_copies()

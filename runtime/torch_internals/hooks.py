@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -23,9 +24,9 @@ _WITH_KWARGS = {"_forward_hooks": "_forward_hooks_with_kwargs", "_forward_pre_ho
 _TABLES = attrgetter(*KINDS)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether ``module`` has hooks of its own. Relies on the tables of :data:`KINDS` (2.11)."""
-    return any(_TABLES(module))
+def have_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of ``modules`` has hooks of its own. Relies on the tables of :data:`KINDS` (2.11)."""
+    return any(chain.from_iterable(map(_TABLES, modules)))
 
 
 def module_hooks(module: nn.Module, kind: str) -> OrderedDict[int, Any]:

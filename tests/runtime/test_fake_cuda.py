@@ -16,6 +16,8 @@ from autopar.planner.prepare import prepare
 from autopar.planner.step_graphs import step_graph
 from autopar.precision import Precision
 from autopar.runtime.execute.executor import own_constants, runner
+from autopar.runtime.execute.in_place import WRITING, writing
+from autopar.runtime.execute.torch_operations import resolve_aten
 from autopar.runtime.rehearse.fake_device import fake_device
 from autopar.runtime.rehearse.rehearsal import ImaginedGroups
 from autopar.runtime.state import loss_scale
@@ -165,3 +167,21 @@ def test_log_softmax_of_a_transposed_tensor_needs_no_device() -> None:
     with fake_device():
         out = torch.ops.aten._log_softmax.default(torch.empty(6, 5, 37, device="cuda").transpose(1, 2), 1, False)
     assert (out.shape, out.device.type) == ((6, 37, 5), "cuda")
+
+
+GRADIENTS = sorted(op for op in WRITING if op.endswith("_backward.default"))
+
+
+@pytest.mark.parametrize("op", GRADIENTS)
+def test_gradients_of_activations_are_written_in_place(op: str) -> None:
+    run = writing(op, (0,), resolve_aten(op), resolve_aten(WRITING[op]))
+    with fake_device():
+        gradient, value = torch.empty(2, 3, device="cuda"), torch.empty(2, 3, device="cuda")
+        assert run(gradient, value, *((0.0,) if "threshold" in op else ())) is gradient
+
+
+def test_a_gradient_that_does_not_fit_is_an_error() -> None:
+    with fake_device():
+        gradient, narrow = torch.empty(2, 3, device="cuda"), torch.empty(1, 3, device="cuda")
+        with pytest.raises(RuntimeError, match="does not fit"):
+            torch.ops.aten.tanh_backward.grad_input(gradient, gradient, grad_input=narrow)

@@ -102,6 +102,47 @@ def test_a_result_as_the_operand_has_its_memory() -> None:
     assert written("mul", (1,))(left, right) is right and right.tolist() == [[-2.0] * 3] * 2
 
 
+ACTIVATIONS = sorted(op for op in WRITING if op.endswith(".default"))
+
+
+def activation(op: str) -> Section:
+    """An activation, or the gradient of one, of a value that nothing else reads."""
+    rest = (V("z"), *((0.5,) if "threshold" in op else ())) if "backward" in op else ()
+    kwargs = (("approximate", "tanh"),) if "gelu" in op else ()
+    double = Instruction("a", "aten.mul.Tensor", (V("x"), 2.0))
+    return Section("forward", ("x", "z"), (double, Instruction("y", op, (V("a"), *rest), kwargs)), (V("y"),))
+
+
+def _laid_out(name: str, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.linspace(-3, 3, 41 * 3).to(dtype)
+    return x.view(41, 3) if name == "rows" else x.view(3, 41).t()
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ACTIVATIONS)
+def test_activations_in_place_have_the_same_numbers(op: str, dtype: torch.dtype, layout: str) -> None:
+    section = activation(op)
+    assert in_place(section) == {"y": (0,)}
+    found = {}
+    for reuse in (False, True):
+        x, z = _laid_out(layout, dtype), torch.linspace(-1, 1, 41 * 3).to(dtype).view(41, 3)
+        before = x.clone(), z.clone()
+        with _Allocations() as watched:
+            (found[reuse],) = SectionCode(section, Source(section, {}, CPU, reuse=reuse), "").function([x, z])
+        assert torch.equal(x, before[0]) and torch.equal(z, before[1])
+        assert (WRITING[op] in watched.called) == (reuse and layout == "rows")
+    assert torch.equal(found[False], found[True]) and found[False].stride() == found[True].stride()
+
+
+@pytest.mark.parametrize("value", [torch.ones(4, 3), torch.ones(1, 3, dtype=torch.float64)])
+def test_a_gradient_of_another_type_is_new(value: torch.Tensor) -> None:
+    op, gradient = "aten.threshold_backward.default", torch.ones(1, 3)
+    expected = resolve_aten(op)(gradient, value, 0)
+    found = writing(op, (0,), resolve_aten(op), resolve_aten(WRITING[op]))(gradient, value, 0)
+    assert found is not gradient and found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("label", [3, 4, -1])
 def test_an_index_out_of_range_is_noted(label: int) -> None:
     zeros = Instruction("zeros", "aten.full.default", ((2, 4), 0.0))

@@ -125,12 +125,12 @@ def test_hooks_of_tensors() -> None:
 def test_hooks_of_modules(kind: str) -> None:
     source, target, method = nn.Module(), nn.Module(), f"register{kind.replace('backward_h', 'full_backward_h')[:-1]}"
     handle = getattr(source, method.replace("backward_pre", "full_backward_pre"))(print)
-    assert hooks.has_hooks(source) and list(hooks.module_hooks(source, kind).values()) == [print]
+    assert hooks.have_hooks([source]) and list(hooks.module_hooks(source, kind).values()) == [print]
     hooks.move_hooks(source, target, kind, type(hooks.module_hooks(source, kind))())
     hooks.move_hook_settings(source, target)
-    assert hooks.has_hooks(target) and not hooks.has_hooks(source)
+    assert hooks.have_hooks([target]) and not hooks.have_hooks([source])
     handle.remove()
-    assert not hooks.has_hooks(target) and kind in hooks.hook_tables(target)
+    assert not hooks.have_hooks([target]) and kind in hooks.hook_tables(target)
     assert list(hooks.hooks_on_all_modules(kind)) == []
 
 
