@@ -1,16 +1,18 @@
 """Splits a section into pieces that a compiler of graphs can fuse, and all that runs as it is.
 
-A piece is a run of operations on this rank's tensors inside one repeated block of the model. Collectives begin and end
-where they did, since overlap was priced so. What reads values on the host (draws, operations of other libraries) moves
-in front of the piece if it takes nothing from it, and ends the piece otherwise. A look-up that checks its indices on
-the host is part of a piece, and what its indices are computed by moves in front of it. Gradients added in place to
-those of earlier microbatches, which no operation reads, move behind the piece. Equal pieces, such as those of a model's
-layers, get one canonical form, so that they are compiled once.
+A piece is a run of operations on this rank's tensors inside one repeated block of the model, or in several blocks that
+have no equal: there nothing is gained by ending it, and sums at a block's end fuse with what follows. Collectives begin
+and end where they did, since overlap was priced so. What reads values on the host (draws, operations of other
+libraries) moves in front of the piece if it takes nothing from it, and ends the piece otherwise. A look-up that checks
+its indices on the host is part of a piece, and what its indices are computed by moves in front of it. Gradients added
+in place to those of earlier microbatches, which no operation reads, move behind the piece. Equal pieces, such as those
+of a model's layers, get one canonical form, so that they are compiled once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
@@ -113,25 +115,34 @@ def _aten_kind(operation: OpOverload, op: str) -> Kind:
 
 def split(section: Section, kind: Callable[[Instruction], Kind] = kind_of) -> Split:
     """Splits ``section``; see the module docstring."""
-    splitter = _Splitter(section, kind)
-    for instruction in section.instructions:
-        splitter.add(instruction)
-    splitter.flush()
+    splitter = _split(section, kind, frozenset())
+    if splitter.single:
+        splitter = _split(section, kind, splitter.single)
     outputs = tuple(None if value is None else splitter.renamed.get(value, value) for value in section.outputs)
     return Split(replace(section, instructions=tuple(splitter.done), outputs=outputs), splitter.pieces)
 
 
+def _split(section: Section, kind: Callable[[Instruction], Kind], joined: Set[str]) -> _Splitter:
+    splitter = _Splitter(section, kind, joined)
+    for instruction in section.instructions:
+        splitter.add(instruction)
+    splitter.flush()
+    return splitter
+
+
 class _Splitter:
     """``done``: the instructions so far; ``current`` and ``late``: the piece being collected, and what runs behind
-    it."""
+    it. Between blocks that are both ``joined`` no piece ends."""
 
-    def __init__(self, section: Section, kind: Callable[[Instruction], Kind]) -> None:
+    def __init__(self, section: Section, kind: Callable[[Instruction], Kind], joined: Set[str]) -> None:
         self.done: list[Instruction] = []
         self.pieces: dict[str, Piece] = {}
         self.renamed: dict[Value, Value] = {}
         self._current: list[Instruction] = []
         self._late: list[Instruction] = []
         self._block = ""
+        self._joined = joined
+        self._blocks: dict[str, set[str]] = {}
         self._kind = kind
         self._prefix = _fresh_prefix(section)
         self._layers = layers_among({i.module for i in section.instructions})
@@ -155,7 +166,7 @@ class _Splitter:
 
     def _collect(self, instruction: Instruction, kind: Kind) -> None:
         block = outermost_layer(instruction.module, self._layers) if instruction.module else self._block
-        if block != self._block:
+        if block != self._block and not {block, self._block} <= self._joined:
             self.flush()
         self._block = block
         if kind == "lookup":
@@ -174,6 +185,16 @@ class _Splitter:
             self._current = needed[::-1]
             self._emit_current()
             self._current = rest
+
+    @property
+    def single(self) -> frozenset[str]:
+        """The blocks none of whose pieces has an equal."""
+        numbers = Counter(self._numbers[piece.canonical] for piece in self.pieces.values())
+        return frozenset(
+            block
+            for block, names in self._blocks.items()
+            if all(numbers[self._numbers[self.pieces[name].canonical]] == 1 for name in names)
+        )
 
     @staticmethod
     def _reads(instruction: Instruction, others: Sequence[Instruction]) -> bool:
@@ -208,6 +229,7 @@ class _Splitter:
         number = self._numbers.setdefault(canonical, len(self._numbers))
         self.pieces[name] = Piece(section, canonical)
         module = _common_module(self._current)
+        self._blocks.setdefault(self._block, set()).add(name)
         self._emit(Instruction(name, f"{COMPILED}{number}", (operands,), (), len(outputs), module))
         self.renamed.update({value: Value(name, index) for index, value in enumerate(outputs)})
 

@@ -41,6 +41,40 @@ piece(%a0, %a1):
     )
 
 
+def test_blocks_without_an_equal_are_one_piece() -> None:
+    check(
+        """
+        forward(%x):
+          %tanh = aten.tanh.default(%x)  @h.0.own
+          %sin = aten.sin.default(%tanh)  @h.0.own
+          %exp = aten.exp.default(%sin)  @h.1.own
+          %cos = aten.cos.default(%exp)  @h.1.own
+          %abs = aten.abs.default(%cos)  @h.2.own
+          %neg = aten.neg.default(%abs)  @h.2.own
+          %abs_1 = aten.abs.default(%neg)  @h.3.own
+          %neg_1 = aten.neg.default(%abs_1)  @h.3.own
+          return %neg_1
+        """,
+        """
+forward(%x):
+  %forward_piece_0 = compiled.0([%x])
+  %forward_piece_1 = compiled.1([%forward_piece_0])
+  %forward_piece_2 = compiled.1([%forward_piece_1])
+  return %forward_piece_2
+piece(%a0):
+  %v0 = aten.tanh.default(%a0)
+  %v1 = aten.sin.default(%v0)
+  %v2 = aten.exp.default(%v1)
+  %v3 = aten.cos.default(%v2)
+  return %v3
+piece(%a0):
+  %v0 = aten.abs.default(%a0)
+  %v1 = aten.neg.default(%v0)
+  return %v1
+        """,
+    )
+
+
 def test_leaves_of_a_container_are_no_layers() -> None:
     check(
         """
