@@ -288,7 +288,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.measure:
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(arguments.stop), resource.RLIM_INFINITY))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(arguments.stop), most))
         print(json.dumps(measure(arguments.measure)))
         return 0
     cases = {name: measure_apart(name, arguments.stop) for name in arguments.cases}

@@ -60,6 +60,8 @@ def _form(step: PlacedStep, numbers: _Numbers, keys: EquivalenceKeys) -> Iterato
         yield output.kind, output.value and (positions[output.value.node], output.value.index)
         if output.kind == "gradient":
             yield positions[graph.parameters[output.name].name]
+        if output.kind == "mutation" and output.name in graph.caches:
+            yield positions[graph.caches[output.name].name]
         if output.kind == "send":
             yield tuple(map(numbers.of, assignment.sends[output.name]))
 

@@ -11,7 +11,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
-from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.row_shares import Division, bisected, divisions, divisions_by_memory, on_mesh
@@ -24,7 +24,6 @@ from .stage_meshes import StageLayout
 # A stage may take less than its share of the program's bound, by up to this factor: the program overlaps messages with
 # the computation of all stages, a cost breakdown with that of one (4% apart in seven of eight plans, 11% in the other).
 SAFETY_FACTOR = 1.15
-
 
 # The most nodes of a graph whose program is solved under a limit of memory as if stages held the average.
 # Chosen: of 16,000 nodes (GPT of 128 layers) that took a third of the search for a pipeline, and no stages fitted.
@@ -60,13 +59,13 @@ class StagePrograms:
         kinds = kinds_of_blocks(cluster, blocks) if self.layout.is_unequal else (0,) * len(blocks)
         solved: dict[int, MeshSolution] = {}
         bounds: dict[int, list[MeshSolution]] = {}
+        worth, self._is_first = self._worth, False
         for kind in dict.fromkeys(kinds):
             inside, devices = self._inside(kind), self.layout.sizes[kind]
             limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
-            limited = replace(limited, only_quickest=self._asks_only_quickest(graph, repeats))
-            bounds[kind] = self._in_divisions(inside, replace(limited, worth=self._worth), graph)
+            limited = replace(limited, only_quickest=self._asks_only_quickest(graph, repeats), worth=worth)
+            bounds[kind] = self._in_divisions(inside, limited, graph)
             solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
-        self._is_first = False
         self._least = self._share([solution for each in bounds.values() for solution in each])
         return tuple(solved[kind] for kind in kinds)
 
@@ -93,6 +92,9 @@ class StagePrograms:
         is none."""
         tried = self._divisions(inside, limited.repeats)
         found, failures = self._divided(limited, graph, tried)
+        short = [failure for failure in failures if isinstance(failure, ShortOfMemoryError)]
+        if short:  # Of the others nothing would be proven.
+            raise short[0]
         quickest = min(found, key=lambda solution: solution.breakdown.seconds, default=None)
         differ = bool(limited.cluster.groups) and not self.layout.is_unequal
         if differ and (_is_any_full(failures) if quickest is None else is_short_of_memory(limited, quickest)):

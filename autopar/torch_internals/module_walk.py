@@ -21,7 +21,8 @@ _VALUES = methodcaller("values")
 
 
 class Walk:
-    """What is inside ``module``, as it is at each call of a method. Relies on the tables that
+    """What is inside ``module``, as it is at each call of a method; until the next call it keeps what was there. Relies
+    on the tables that
     :mod:`autopar.torch_internals.modules` names (2.11)."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,7 +34,7 @@ class Walk:
         self._visit(module, "")
         self._unique = list(dict.fromkeys(self._visits))
         self._tables = list(map(_CHILDREN, self._visits))
-        self._children = _entries(self._tables)
+        self._names, self._children = _names(self._tables), _entries(self._tables)
         self._parameters: list[nn.Parameter | None] = []
         self._unique_parameters: list[nn.Parameter] = []
         self._buffer_keys: tuple[list[str], list[int]] = [], []
@@ -48,9 +49,10 @@ class Walk:
                 self._visit(child, f"{prefix}{name}.")
 
     def _renew(self) -> None:
-        """Walks again if a module has been added, removed or replaced."""
+        """Walks again if a module has been added, removed, replaced, moved or renamed."""
         tables = list(map(_CHILDREN, self._visits))
-        if not (_same(tables, self._tables) and _same(_entries(tables), self._children)):
+        is_same = _same(tables, self._tables) and _same(_entries(tables), self._children)
+        if not (is_same and _names(tables) == self._names):
             self._begin(self._visits[0])
 
     def modules(self) -> Sequence[nn.Module]:
@@ -71,12 +73,17 @@ class Walk:
         """The buffers by all of their names, as of ``module.named_buffers(remove_duplicate=False)``."""
         self._renew()
         tables = list(map(_BUFFERS, self._visits))
-        keys = list(chain.from_iterable(tables)), list(map(len, tables))
+        keys = _names(tables)
         if keys != self._buffer_keys:
             self._buffer_keys = keys
             self._buffer_names = [f"{p}{key}" for p, table in zip(self._prefixes, tables, strict=True) for key in table]
         named = zip(self._buffer_names, _entries(tables), strict=True)
         return {name: buffer for name, buffer in named if buffer is not None}
+
+
+def _names(tables: Sequence[Any]) -> tuple[list[str], list[int]]:
+    """The names in each of ``tables``, one after the other, and how many each has."""
+    return list(chain.from_iterable(tables)), list(map(len, tables))
 
 
 def _entries(tables: Iterable[Any]) -> list[Any]:

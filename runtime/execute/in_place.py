@@ -149,7 +149,7 @@ def writing(op: str, places: tuple[int, ...], plain: Operation, into: Operation)
 
 def _writing_gradient(plain: Operation, into: Operation) -> Operation:
     def run(gradient: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        if _fitting(gradient, value):
+        if _fitting(gradient, value) == 2:
             return into(gradient, value, *rest, grad_input=gradient, **kwargs)
         return plain(gradient, value, *rest, **kwargs)
 

@@ -128,6 +128,13 @@ def test_unequal_stages_count_with_their_own_devices() -> None:
     assert shared_processors(cluster, (4, 3)) is None
 
 
+def test_a_schedule_of_one_chunk_a_stage_saves_memory() -> None:
+    options = {"stages": 4, "microbatches": 4, "schedule": "1f1b"}
+    peak = plan((4,), batch=32, **options).predicted.peak_bytes
+    limit = int(0.9 * peak)
+    assert plan((4,), batch=32, memory_limit=limit, **options).predicted.peak_bytes <= limit < peak
+
+
 def test_a_pin_fixes_the_stage_of_a_module() -> None:
     found = plan((2,), stages=2, microbatches=2, schedule="1f1b", pins={"blocks.2": "stage 0", "blocks.3": "stage 1"})
     where = {line.module: line.stage for line in found.lines if line.kind == "compute" and line.phase == "forward"}

@@ -48,12 +48,30 @@ def _put_new_table(model: Any) -> None:
     model[0].__dict__["_modules"] = {"0": nn.Linear(2, 2)}
 
 
+def _swap_names(model: Any) -> None:
+    inner = model[2]._modules
+    names, modules = [*inner], [*inner.values()]
+    inner.clear()
+    inner.update(zip(names[::-1], modules, strict=True))
+
+
+def _move_module(model: Any) -> None:
+    """The same modules are walked in the same order."""
+    first, second = nn.Sequential(nn.BatchNorm1d(3)), nn.Sequential()
+    model.extend([first, second])
+    list(model.modules())
+    second.add_module("0", first._modules.pop("0"))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "module added": lambda model: model.append(nn.BatchNorm1d(3)),
     "module added inside": lambda model: model[2][1].register_module("inner", nn.Linear(2, 2)),
     "module replaced": lambda model: model[0].__setitem__(1, nn.BatchNorm1d(3)),
     "module removed": lambda model: model.__delitem__(0),
     "modules renamed": lambda model: model._modules.update({"late": model._modules.pop("0")}),
+    "last module renamed": lambda model: model._modules.update({"late": model._modules.pop([*model._modules][-1])}),
+    "names of modules swapped": _swap_names,
+    "module moved to the next": _move_module,
     "table replaced": _put_new_table,
     "parameter replaced": lambda model: setattr(model[2][1], "bias", nn.Parameter(torch.ones(3))),
     "parameter removed": lambda model: setattr(model[2][1], "bias", None),
