@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from .errors import OptionsError
 
@@ -29,7 +29,7 @@ TIERS: Mapping[Kind, tuple[Tier, ...]] = {
 NVME_PIECE = 1 << 20
 # The buffers that pieces pass through: one is read into, one is updated, one is written from.
 NVME_BUFFERS = 3
-TIER_NAMES: Mapping[Tier, str] = {"host": "host memory", "nvme": "a local disk"}
+IN_TIER: Mapping[Tier, str] = {"host": "in host memory", "nvme": "on a local disk"}
 
 
 def asked(offload: object) -> Asked:
@@ -41,11 +41,16 @@ def asked(offload: object) -> Asked:
             {"activations": None, "optimizer": "host", "weights": None} if offload else dict.fromkeys(TIERS, "device")
         )
     if isinstance(offload, str):
-        return asked(_parsed(offload))
+        return _tiers(_parsed(offload), offload)
     if not isinstance(offload, Mapping):
         raise _unknown(offload)
+    return _tiers(offload, offload)
+
+
+def _tiers(tiers: Mapping[Any, Any], offload: object) -> Asked:
+    """The tier of each kind of tensor; ``offload``: what the user wrote."""
     found: dict[Kind, Tier | Literal["device"] | None] = dict.fromkeys(TIERS)
-    for kind, tier in offload.items():
+    for kind, tier in tiers.items():
         if kind not in TIERS or tier not in (*TIERS[kind], "device", None):
             raise _unknown(offload)
         found[kind] = tier

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import DTYPE_NAMES, SAVED_ACTIVATION, Node
 from autopar.ir.placements import short
 from autopar.ir.plan_record import Alternative, Alternatives, PlanNode, ResidentTensor
-from autopar.offload import TIER_NAMES
+from autopar.offload import IN_TIER
 from autopar.solver.problem import Floats, Ints, Problem, Transfer, Window, sides_of
 
 from .choices import Choice
@@ -157,8 +157,8 @@ def choice_text(choice: Choice) -> str:
     if not isinstance(choice, ParameterPlacement):
         return str(choice)
     weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))
-    host = f" in {TIER_NAMES[choice.offload]}" if choice.offload else ""
-    away = f" in {TIER_NAMES['host']}" if isinstance(choice, WeightInHost) else ""
+    host = f" {IN_TIER[choice.offload]}" if choice.offload else ""
+    away = f" {IN_TIER['host']}" if isinstance(choice, WeightInHost) else ""
     if weight == gradient == optimizer:
         return weight + (f", weight{away}" if away else "") + (", optimizer state" + host if host else "")
     return f"weight {weight}{away}, gradient {gradient}, optimizer {optimizer}{host}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from autopar.errors import PlanMismatchError
 from autopar.ir.placements import is_shard
 from autopar.ir.plan_record import PlanRecord
-from autopar.offload import TIER_NAMES, asked
+from autopar.offload import IN_TIER, asked
 from autopar.options import Options, under_policy
 from autopar.restriction import words_of
 from autopar.sync import EVERY_STEP
@@ -58,8 +58,8 @@ def _contradicted_offload(offload: object, plan: PlanRecord) -> Iterator[tuple[s
     has_state = predicted.optimizer_bytes + predicted.host_bytes + predicted.nvme_bytes > 0
     differs = bool(tiers - {""}) if wanted == "device" else wanted not in tiers
     if wanted is not None and has_state and differs:
-        where = " and ".join(TIER_NAMES[tier] if tier else "the memory of devices" for tier in sorted(tiers))
-        yield f"offload={offload!r}", f"optimizer state in {where}"
+        where = " and ".join(IN_TIER[tier] if tier else "in the memory of devices" for tier in sorted(tiers))
+        yield f"offload={offload!r}", f"optimizer state {where}"
     activations = [name for name in plan.offloaded if name in plan.strategies]
     weights = len(plan.offloaded) - len(activations)
     if wishes["activations"] == "device" and activations:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
-from autopar.offload import TIER_NAMES
+from autopar.offload import IN_TIER
 from autopar.passes.annotate.annotate import rule_sources
 from autopar.placement.alternatives import explanation_fields
 from autopar.placement.axis_names import default_names
@@ -81,8 +81,8 @@ def _by_device(best: MeshSolution, peaks: Mapping[Room, int]) -> tuple[int, ...]
 
 def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     for tier in sorted({place.offload for place in best.assignment.parameters.values()} - {""}):
-        where = TIER_NAMES[tier]  # type: ignore[index]
-        yield f"optimizer state rests in {where}: only an optimizer made by model.optimizer(...) puts it there"
+        where = IN_TIER[tier]  # type: ignore[index]
+        yield f"optimizer state rests {where}: only an optimizer made by model.optimizer(...) puts it there"
     for op, sources in rules.items():
         for text in sources:
             kind, _, reason = text.partition(": ")

@@ -197,7 +197,7 @@ def test_state_goes_to_the_disk_where_the_step_does_not_fit_otherwise() -> None:
     assert plan.predicted.nvme_bytes == free.predicted.optimizer_bytes and plan.predicted.optimizer_bytes == 0
     assert plan.objective == pytest.approx(sum(line.seconds for line in plan.lines), rel=1e-9)
     assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
-    assert "on a local disk, besides" in str(plan) and "in a local disk" in str(plan.why("0.weight"))
+    assert "on a local disk, besides" in str(plan) and "on a local disk" in str(plan.why("0.weight"))
 
 
 def test_a_disk_that_is_too_small_or_not_there() -> None:

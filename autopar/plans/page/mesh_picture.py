@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.ir.placements import Placements, is_shard
 from autopar.ir.plan_record import PlanRecord
-from autopar.offload import TIER_NAMES
+from autopar.offload import IN_TIER
 from autopar.plans.views.module_tree import optimizer_text, readable
 from autopar.plans.views.stages import folded_modules, mesh_of_parameter
 
@@ -81,7 +81,7 @@ def mesh_pictures(plan: PlanRecord) -> tuple[Way, ...]:
     for (*_, mesh), paths in groups.items():
         largest = sorted(paths, key=size_of, reverse=True)
         place = plan.parameters[paths[0]]
-        state = "optimizer state" + (f" in {TIER_NAMES[place.offload]}" if place.offload else "")
+        state = "optimizer state" + (f" {IN_TIER[place.offload]}" if place.offload else "")
         parts = {"weight": place.weight, "gradient": place.gradient, state: place.optimizer}
         grids = tuple(
             _grid(mesh, _list([what for what, _ in same]), placements)

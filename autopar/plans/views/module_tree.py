@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import Placements, parse_placements, short
 from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
-from autopar.offload import TIER_NAMES
+from autopar.offload import IN_TIER
 
 MOVES = ("reshard", "weight", "exchange")
 # If the layers of one container fall into more groups than this by their placements, they are folded by their
@@ -127,7 +127,7 @@ def readable(places: Placements) -> str:
 
 def optimizer_text(place: ParameterPlacement) -> str:
     """How optimizer state is placed, and in which memory."""
-    return short(place.optimizer) + (f" in {TIER_NAMES[place.offload]}" if place.offload else "")
+    return short(place.optimizer) + (f" {IN_TIER[place.offload]}" if place.offload else "")
 
 
 def _add_move(moves: dict[Hashable, Move], added: Move) -> None:
