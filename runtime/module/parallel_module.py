@@ -370,8 +370,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As :meth:`torch.nn.Module.zero_grad`; under fp16 also forgets that gradients overflowed."""
-        # Torch's walk takes as long as several operations. This one would keep whole parameters until the next call.
-        if set_to_none and not self._is_whole:
+        if set_to_none and not self._is_whole:  # Quicker than torch's walk; it would keep whole parameters.
             for parameter in self._weights.walk.parameters():
                 parameter.grad = None
         else:
