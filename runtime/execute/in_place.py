@@ -27,14 +27,14 @@ from autopar.torch_internals.operators import OpOverload, aliased_argument
 from .torch_operations import Operation, resolve_aten
 
 # Gradients of activations: their forms write into `grad_input`, which may be the gradient that arrives.
-_GRADIENTS = {
+GRADIENTS = {
     f"aten.{name}_backward.default": f"aten.{name}_backward.grad_input"
     for name in ("threshold", "gelu", "silu", "sigmoid", "tanh")
 }
 # Operations whose result can have the shape, strides and dtype of an operand, and their forms that write into the
 # first.
 WRITING = {
-    **_GRADIENTS,
+    **GRADIENTS,
     **{f"aten.{name}.default": f"aten.{name}_.default" for name in ("relu", "gelu", "silu", "sigmoid", "tanh", "exp")},
     "aten.add.Tensor": "aten.add_.Tensor",
     "aten.sub.Tensor": "aten.sub_.Tensor",
@@ -131,7 +131,7 @@ def writing(op: str, places: tuple[int, ...], plain: Operation, into: Operation)
     runs by ``plain``, and by ``into``, which writes into the first operand."""
     if op.startswith("aten.scatter."):
         return into
-    if op in _GRADIENTS:
+    if op in GRADIENTS:
         return _writing_gradient(plain, into)
     if op.endswith(".default"):
         return _writing_activation(plain, into)
@@ -158,15 +158,18 @@ def _writing_gradient(plain: Operation, into: Operation) -> Operation:
 
 def _writing_activation(plain: Operation, into: Operation) -> Operation:
     def run(value: torch.Tensor, **kwargs: Any) -> Any:
-        fits = value.is_floating_point() and value.is_contiguous()
-        return (into if fits else plain)(value, **kwargs)
+        return (into if _can_hold_a_result(value) else plain)(value, **kwargs)
 
     return run
 
 
+def _can_hold_a_result(operand: torch.Tensor) -> bool:
+    return operand.is_floating_point() and operand.is_contiguous()
+
+
 def _fitting(left: torch.Tensor, right: Any) -> int:
     """How many of two operands, in order, are as the result of a pointwise operation on both."""
-    if not (left.is_floating_point() and left.is_contiguous()):
+    if not _can_hold_a_result(left):
         return 0
     if not isinstance(right, torch.Tensor):
         return 1 if isinstance(right, int | float) else 0

@@ -142,7 +142,7 @@ class _Splitter:
         self._late: list[Instruction] = []
         self._block = ""
         self._joined = joined
-        self._blocks: dict[str, set[str]] = {}
+        self._found: list[tuple[str, int]] = []
         self._kind = kind
         self._prefix = _fresh_prefix(section)
         self._layers = layers_among({i.module for i in section.instructions})
@@ -189,12 +189,9 @@ class _Splitter:
     @property
     def single(self) -> frozenset[str]:
         """The blocks none of whose pieces has an equal."""
-        numbers = Counter(self._numbers[piece.canonical] for piece in self.pieces.values())
-        return frozenset(
-            block
-            for block, names in self._blocks.items()
-            if all(numbers[self._numbers[self.pieces[name].canonical]] == 1 for name in names)
-        )
+        counts = Counter(number for _, number in self._found)
+        repeated = {block for block, number in self._found if counts[number] > 1}
+        return frozenset(block for block, _ in self._found) - repeated
 
     @staticmethod
     def _reads(instruction: Instruction, others: Sequence[Instruction]) -> bool:
@@ -229,7 +226,7 @@ class _Splitter:
         number = self._numbers.setdefault(canonical, len(self._numbers))
         self.pieces[name] = Piece(section, canonical)
         module = _common_module(self._current)
-        self._blocks.setdefault(self._block, set()).add(name)
+        self._found.append((self._block, number))
         self._emit(Instruction(name, f"{COMPILED}{number}", (operands,), (), len(outputs), module))
         self.renamed.update({value: Value(name, index) for index, value in enumerate(outputs)})
 

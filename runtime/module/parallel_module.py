@@ -362,7 +362,7 @@ class ParallelModule(OwnSamples, CarriedState, Delegating):
 
     def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
         """A compiled call for such a batch, with any outputs, since all read the same placements."""
-        kind = kind_of(self._original, args, kwargs, False, "all")
+        kind = kind_of(self._original, args, kwargs, False, "all", self._weights.walk)
         calls = self._programs.calls()
         existing = next((call for other, call in calls if replace(other, grad=False, outputs="all") == kind), None)
         self._compare(args, kwargs, kind, existing)

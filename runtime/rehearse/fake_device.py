@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.runtime.execute.in_place import GRADIENTS
+from autopar.runtime.execute.torch_operations import resolve_aten
 from autopar.runtime.torch_internals.functions import FUNCTIONS
 from autopar.torch_internals.fake_tensors import FakeTensorMode
 from autopar.torch_internals.trees import tree_map
@@ -139,9 +141,5 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
         FUNCTIONS[str(operation)]: _on_meta(operation)
         for operation in (aten.convolution.default, aten._softmax.default, aten._log_softmax.default)
     },
-    aten.threshold_backward.grad_input: _written(aten.threshold_backward.default),
-    aten.gelu_backward.grad_input: _written(aten.gelu_backward.default),
-    aten.silu_backward.grad_input: _written(aten.silu_backward.default),
-    aten.sigmoid_backward.grad_input: _written(aten.sigmoid_backward.default),
-    aten.tanh_backward.grad_input: _written(aten.tanh_backward.default),
+    **{resolve_aten(into): _written(resolve_aten(plain)) for plain, into in GRADIENTS.items()},
 }
