@@ -115,6 +115,7 @@ _OTHER: dict[str, Any] = {
     "tied": (("head.weight", "0.weight"),),
     "shares": ((3, 1),),
     "rank_limits": (1 << 30,) * 4,
+    "only_quickest": True,
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }
 _OPTIONS: dict[str, Any] = {
