@@ -1,5 +1,6 @@
 """Batch norm in training, where a device has the whole batch: torch's kernel, with three passes over the activations
-instead of one for each operation."""
+instead of one for each operation. Under mixed precision it takes 16 bits and gives 16 bits, and the casts around it,
+which are passes too, are gone."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from autopar.ir.placements import REPLICATE, Placements, shard, shard_dim
 from .pattern import Pattern
 from .site import Replacement, Rewrite, Site
 
+# What is normalised is called %wide: the input, or its cast.
 _STATISTICS = """
-  %sum = aten.sum.dim_IntList(%x, "?dims", True)
+  %sum = aten.sum.dim_IntList(%wide, "?dims", True)
   %mean = aten.div.Tensor(%sum, "?count")
-  %centred = aten.sub.Tensor(%x, %mean)
+  %centred = aten.sub.Tensor(%wide, %mean)
   %squares = aten.mul.Tensor(%centred, %centred)
   %spread = aten.sum.dim_IntList(%squares, "?dims", True)
   %variance = aten.div.Tensor(%spread, "?count")
@@ -44,16 +46,42 @@ _AFFINE_ROWS = """
   %weighted = aten.mul.Tensor(%normal, %weight)
   %result = aten.add.Tensor(%weighted, %bias)
 """
+# Of an input in 16 bits, which autocast leaves as it is: statistics, weights and averages are float32.
+WIDEN = "\n  %{wide} = aten._to_copy.default(%{narrow}, dtype=torch.float32)\n"
+NARROW = "\n  %{narrow} = aten._to_copy.default(%{wide}, dtype=torch.{dtype})\n"
+DTYPES = (None, "bfloat16", "float16")
 # What others may use too: it is then computed as before, from torch's statistics.
-_KEPT = frozenset(("centred", "weight_column", "bias_column", "mean_row"))
+_KEPT = frozenset(("wide", "centred", "weight_column", "bias_column", "mean_row"))
 
 
-def _pattern(affine: str, tracking: bool) -> Pattern:
-    given = ["x", *(("weight", "bias") if affine else ()), *(("running_mean", "running_variance") if tracking else ())]
-    results = ["result" if affine else "normal", "mean", "scale", *(("new_mean", "new_variance") if tracking else ())]
-    inputs, outputs = (", ".join(f"%{name}" for name in each) for each in (given, results))
+def _pattern(affine: str, tracking: bool, dtype: str | None) -> Pattern:
+    """``dtype``: of 16 bits, or None for an input without casts."""
+    rows = [*(("weight", "bias") if affine else ()), *(("running_mean", "running_variance") if tracking else ())]
+    result = "result" if affine else "normal"
     body = _STATISTICS + _TRACKING * tracking + affine
+    if dtype:
+        body = WIDEN.format(wide="wide", narrow="x") + body + NARROW.format(narrow="narrow", wide=result, dtype=dtype)
+    given = ["x" if dtype else "wide", *rows]
+    results = ["narrow" if dtype else result, "mean", "scale", *(("new_mean", "new_variance") if tracking else ())]
+    inputs, outputs = (", ".join(f"%{name}" for name in each) for each in (given, results))
     return Pattern.from_text(f"batch_norm({inputs}):{body}  return {outputs}")
+
+
+def kernel_input(site: Site) -> Value:
+    """What the kernel of a match normalises."""
+    return site[_names(site)[0]]
+
+
+def kernel_result(site: Site) -> str:
+    """The pattern's name of what the kernel of a match gives."""
+    value = site.pattern.section.outputs[0]
+    assert value is not None
+    return value.node
+
+
+def _names(site: Site) -> tuple[str, ...]:
+    """The pattern's names of what a match takes, the input first."""
+    return tuple(site.pattern.section.inputs)
 
 
 def row_placements(column: Placements) -> Placements:
@@ -64,16 +92,16 @@ def row_placements(column: Placements) -> Placements:
 def _is_batch_norm(site: Site) -> bool:
     """Whether the numbers are those of a batch norm: of all dims but the second, over their whole length, and averages
     that weigh old and new together as one."""
-    shape, argument = site.shape("x"), site.match.arguments
+    shape, argument = site.shape("wide"), site.match.arguments
     others = [dim for dim in range(len(shape)) if dim != 1]
     count = math.prod(shape[dim] for dim in others)
     if len(shape) < 2 or list(argument["dims"]) != others or argument["count"] != count:
         return False
-    rows = [name for name in site.pattern.section.inputs if name != "x"]
+    rows = _names(site)[1:]
     # A column of weights may match as the weights, if its reshape is placed otherwise than the rest.
     if any(tuple(site.shape(name)) != (shape[1],) for name in rows):
         return False
-    if len({site.type(name).dtype for name in ("x", *rows)}) > 1:
+    if len({site.type(name).dtype for name in ("wide", *rows)}) > 1:
         return False
     if "momentum" not in argument:
         return True
@@ -85,11 +113,10 @@ def build(site: Site) -> Replacement | None:
     """The kernel, and its statistics in the shape in which others use them."""
     if not _is_batch_norm(site):
         return None
-    given = site.pattern.section.inputs
-    result = "result" if "weight" in given else "normal"
+    given, result = _names(site), kernel_result(site)
     kept = ("new_mean", "new_variance") if "running_mean" in given else ()
     row = row_placements(site.home(site["mean"]))
-    statistics = TensorType((site.shape("x")[1],), site.type("mean").dtype)
+    statistics = TensorType((site.shape("wide")[1],), site.type("mean").dtype)
     types = (site.type(result), statistics, statistics, *map(site.type, kept))
     places = (site.home(site[result]), row, row, *(site.home(site[name]) for name in kept))
     node, strategy = site.make(site.node(result), *_call(site), types, places)
@@ -111,18 +138,19 @@ def build(site: Site) -> Replacement | None:
 
 
 def _call(site: Site) -> tuple[str, tuple[Arg, ...]]:
-    given, eps = site.pattern.section.inputs, site.argument("eps")
+    given, x, eps = _names(site), kernel_input(site), site.argument("eps")
     weights = (site["weight"], site["bias"]) if "weight" in given else (None, None)
     if "running_mean" not in given:
-        return "aten._native_batch_norm_legit.no_stats", (site["x"], *weights, True, 0.0, eps)
+        return "aten._native_batch_norm_legit.no_stats", (x, *weights, True, 0.0, eps)
     averages = (site["running_mean"], site["running_variance"])
-    args = (site["x"], *weights, *averages, True, site.argument("momentum"), eps)
+    args = (x, *weights, *averages, True, site.argument("momentum"), eps)
     return "aten._native_batch_norm_legit_functional.default", args
 
 
-# The largest first: those without averages would match a part of those with.
+# The largest first: those without averages or casts would match a part of those with.
 REWRITES = tuple(
-    Rewrite(_pattern(affine, tracking), build, _KEPT)
+    Rewrite(_pattern(affine, tracking, dtype), build, _KEPT)
+    for dtype in reversed(DTYPES)
     for tracking in (True, False)
     for affine in (_AFFINE, _AFFINE_ROWS, "")
 )

@@ -24,7 +24,7 @@ from autopar.runtime.pipeline.shared_weights import SharedWeights
 from autopar.runtime.pipeline.stage_gradient import StageGradient
 from autopar.runtime.pipeline.stage_mesh import stage_meshes
 from autopar.runtime.pipeline.timeline_recorder import Recorder
-from autopar.runtime.state.parameters import local_of
+from autopar.runtime.state.parameters import laid_out_like, local_of
 from autopar.runtime.state.weights import accumulate, gradient_like
 from autopar.schedule.timeline import Timeline
 
@@ -217,7 +217,7 @@ class PipelineCall(CompiledCall):
     def _own_gradient(self, owned: StagedParameter, parameter: nn.Parameter, totals: Values) -> torch.Tensor:
         """The whole gradient of a parameter of this stage; an empty one for other stages' parameters."""
         if self.program.stage_of(owned.owner) == self.program.stage:
-            return totals[owned.slot.target]
+            return laid_out_like(totals[owned.slot.target], parameter)
         local = local_of(parameter)
         return local.new_empty(local.shape)
 

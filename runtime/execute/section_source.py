@@ -199,7 +199,8 @@ class Source:
         if not unpack:
             return f"{names[0]} = {call}"
         # A list of chunks may be longer than the results the graph has types for; unused ones are dropped at once.
-        return f"{', '.join(names)}, *_ = {call}; _ = None"
+        # Not ``*_``: of starred names Python unpacks at most 255 others.
+        return f"{', '.join(names)}, = tuple({call})[:{len(names)}]{'; _ = None' * ('_' in names)}"
 
     def _awaits_bucket(self, instruction: Instruction) -> bool:
         return instruction.op == WAIT and instruction.args[0] in self._bucketed

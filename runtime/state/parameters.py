@@ -206,6 +206,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def laid_out_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``local``, a gradient, with the strides of this rank's part of ``parameter``, as torch's autograd gives it.
+    Compiled code lays it out as it likes, and the fused optimizers refuse other strides than the parameter's."""
+    own = local_of(parameter)
+    if local.stride() == own.stride() or local.shape != own.shape:
+        return local
+    return torch.empty_like(own, dtype=local.dtype).copy_(local)
+
+
 def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
     """Gives ``parameter`` the content of ``replacement``, and keeps its identity and attributes. Raises
     :class:`AutoparError` if something else refers to its old content."""

@@ -22,6 +22,7 @@ from autopar.torch_internals.tensors import gradient_hooks
 from .gradient_hooks import run_hooks, run_post_hooks
 from .parameters import (
     Stored,
+    laid_out_like,
     local_of,
     make_dtensor,
     swap_parameter,
@@ -172,7 +173,7 @@ def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """``local`` as the gradient of ``parameter``, with its placements. Uses the bare constructor, because
     ``from_local`` takes twice as long and there are hundreds a step."""
     assert isinstance(parameter, DTensor)
-    return dtensor_like(local, parameter)
+    return dtensor_like(laid_out_like(local, parameter), parameter)
 
 
 def add_gradient(parameter: nn.Parameter, local: torch.Tensor) -> bool:
@@ -183,7 +184,7 @@ def add_gradient(parameter: nn.Parameter, local: torch.Tensor) -> bool:
     assert isinstance(parameter, DTensor)
     gradient = parameter.grad
     if gradient is None:
-        parameter.grad = dtensor_like(local, parameter)
+        parameter.grad = dtensor_like(laid_out_like(local, parameter), parameter)
         return True
     if not is_placed_like(gradient, parameter):
         return False

@@ -64,6 +64,7 @@ def compile_function(function: Callable[[list[Tensor]], list[Any]], inputs: Sequ
     from torch._inductor import compile_fx, config
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
 
     # One thread: no worker processes, which would outlive the call. A value is rounded to 16 bits wherever the
     # uncompiled program rounds it.
@@ -71,7 +72,8 @@ def compile_function(function: Callable[[list[Tensor]], list[Any]], inputs: Sequ
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         examples = [torch.empty_strided(s, t, dtype=d, device=device) for s, t, d, device in inputs]
-    with torch.no_grad(), enable_python_dispatcher(), config.patch(options):
+    # Kernels are named after the operations that they were made of, which traces keep if asked to.
+    with torch.no_grad(), enable_python_dispatcher(), config.patch(options), preserve_node_meta():
         plain = torch.func.functionalize(lambda *values: function(list(values)), remove="mutations")
         with fake:
             graph = make_fx(plain, decomposition_table=select_decomp_table())(*examples)

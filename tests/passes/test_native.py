@@ -223,7 +223,7 @@ class Normalises(nn.Module):
         return nn.functional.cross_entropy(y, labels)
 
 
-def compare(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Counter[str]:
+def compare(model: nn.Module, inputs: tuple[torch.Tensor, ...], **tolerances: float) -> Counter[str]:
     """The operations of a model's step with torch's own, which computes what the decomposed one does."""
     traced = trace(model, inputs, device="cpu")
     graph = step_graph(normalise(traced.graph), traced.signature.loss, len(inputs[0]))
@@ -233,8 +233,31 @@ def compare(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Counter[str]:
     expected, actual = interpret(plain(graph), values), interpret(plain(native), values)
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(actual[key], value, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(actual[key], value, msg=lambda text, key=key: f"{key}: {text}", **tolerances)
     return operations(native)
+
+
+class NormalisesNarrow(Normalises):
+    """The same under autocast, which leaves batch norm the dtype of its input."""
+
+    def __init__(self, dims: int, dtype: torch.dtype, **options: bool) -> None:
+        super().__init__(dims, **options)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", self.dtype):
+            return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize("options", [{}, {"affine": False}])
+def test_batch_norms_of_16_bits_take_and_give_16_bits(dtype: torch.dtype, options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    model = NormalisesNarrow(2, dtype, **options)
+    after = compare(model, (torch.randn(5, 3, 4, 2), torch.randint(0, 3, (5,))), rtol=2e-2, atol=2e-3)
+    forward = sum(count for op, count in after.items() if op.startswith("aten._native_batch_norm_legit"))
+    assert (forward, after["aten.native_batch_norm_backward.default"]) == (2, 2)
+    assert after["aten.rsqrt.default"] == 0
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.runtime import ParallelModule
+from autopar.runtime.comm.groups import MeshGroups, mesh_of_one
+from autopar.runtime.state.parameters import local_of, wrap
+from autopar.runtime.state.weights import add_gradient, gradient_like
 from tests.helpers.runtime_tiny import Tiny
 from tests.runtime.test_parallel_module import check_gradients, on_mesh, whole
 
@@ -125,3 +128,16 @@ def test_anomaly_detection_sees_gradients() -> None:
             (loss * float("nan")).backward()
 
     on_mesh((1, 1), work)
+
+
+def test_gradients_lie_as_their_parameters_do() -> None:
+    """As autograd's do: fused optimizers take no others."""
+    parameter = nn.Parameter(wrap(torch.randn(4, 3, 2, 2), MeshGroups(mesh_of_one("cpu"))))
+    elsewhere = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    made = gradient_like(parameter, elsewhere)
+    assert add_gradient(parameter, elsewhere) and parameter.grad is not None
+    for gradient in (made, parameter.grad):
+        assert local_of(gradient).stride() == local_of(parameter).stride()
+        torch.testing.assert_close(local_of(gradient), elsewhere)
+    same = torch.randn(4, 3, 2, 2)
+    assert local_of(gradient_like(parameter, same)).data_ptr() == same.data_ptr()

@@ -68,6 +68,13 @@ def test_several_results_and_lists() -> None:
     assert index.tolist() == [1, 2] and part_1.tolist() == [2.0] and one.tolist() == [1.0, 4.0, 3.0, 2.0]
 
 
+def test_more_results_than_python_unpacks_before_a_starred_name() -> None:
+    count = 300
+    parts = Instruction("parts", "aten.unbind.int", (V("x"),), results=count)
+    found = run(section("x", [parts], *(V("parts", index) for index in range(1, count))), torch.arange(count))
+    assert [int(value) for value in found] == list(range(1, count))
+
+
 def test_keyword_that_python_reserves() -> None:
     part = section("x", [Instruction("y", "aten.uniform.default", (V("x"),), (("from", 2.0), ("to", 2.0)))], V("y"))
     assert run(part, torch.zeros(2)).pop().tolist() == [2.0, 2.0]

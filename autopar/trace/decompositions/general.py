@@ -29,6 +29,7 @@ from torch import Tensor
 
 from autopar.torch_internals.operators import OpOverload, get_decompositions, overload_name
 
+from . import batch_norm
 from .mixed_precision import MIXED
 from .products import PRODUCTS
 from .random import RANDOM
@@ -44,17 +45,8 @@ _TORCHS = (
     aten.nll_loss2d_forward,
     aten.nll_loss2d_backward,
     aten._log_softmax_backward_data,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._native_batch_norm_legit_no_training,
-    aten._batch_norm_with_update,
-    aten._batch_norm_with_update_functional,
-    aten._batch_norm_no_update,
-    aten.cudnn_batch_norm,
-    aten.native_batch_norm_backward,
-    aten.cudnn_batch_norm_backward,
-    aten.batch_norm_backward,
+    *batch_norm.FORWARD,
+    *batch_norm.BACKWARD,
     aten._fused_rms_norm,
     aten._fused_rms_norm_backward,
     aten.mse_loss,
@@ -85,7 +77,7 @@ _OUT = {"out", "input"}
 @lru_cache(maxsize=1)
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
-    table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
+    table: dict[Any, Decomposition] = batch_norm.in_float32(get_decompositions(_TORCHS))
     ours = {**_OURS, **PRODUCTS, **MIXED, **RANDOM, **STRIDES}
     return {**{op: how for op, how in table.items() if not _OUT & set(overload_name(op).split("_"))}, **ours}
 
