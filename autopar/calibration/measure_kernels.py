@@ -13,11 +13,14 @@ from autopar.ops.attention_kernels import EFFICIENT, FLASH, kernel_for
 from .measure_device import DeviceSamples, Job, Pool, attention_jobs, attention_samples, plain_samples, product_jobs
 from .replayed import launching_seconds, replayed_seconds
 
-# Few and many tiles, short and long inner dims.
+# Few and many tiles, short and long inner dims, also many tiles with short inner dims, as layers of a width of a
+# thousand have them: without these the fit made such products of an H200 a quarter too slow.
 GPU_MATRICES = (
     *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
     *((2048, 2048, k) for k in (256, 1024, 8192)),
     *((8192, n, 4096) for n in (256, 1024, 1536)),
+    *((8192, n, 1024) for n in (1024, 2816, 4096, 8192)),
+    *((1024, 1024, 8192), (32768, 1024, 1024), (16384, 512, 512), (1024, 4096, 1024)),
 )
 # Chosen: 4, 64 and 512 MiB of float32, so that what a kernel takes to begin weighs differently in each.
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
