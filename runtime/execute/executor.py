@@ -21,6 +21,7 @@ from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, mesh_groups
 
 from .buffer_updates import BufferUpdates
+from .casts_at_once import OPERATION, cast_all, with_casts_at_once
 from .compiled_pieces import Compilation, with_pieces
 from .fused_recomputation import recomputed_in_backward
 from .host_tier import HostTier
@@ -28,6 +29,9 @@ from .index_guards import GUARDED
 from .randomness import draws, shared_random
 from .section_code import Run, compile_section
 from .torch_operations import Operation
+
+# The section that makes working weights of stored ones.
+REFRESH = "refresh"
 
 
 def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
@@ -45,7 +49,8 @@ def operations_of(collectives: Collectives) -> dict[str, Operation]:
     bound = {f"collective.{name}": getattr(collectives, name) for name in public}
     guarded = GUARDED if collectives.groups.device.type == "cpu" else {}
     host = HostTier(collectives.groups.device)
-    return {**LOCAL_OPS, **guarded, **bound, "host.store": host.store, "host.fetch": host.fetch, "host.rest": host.rest}
+    tiers = {"host.store": host.store, "host.fetch": host.fetch, "host.rest": host.rest}
+    return {**LOCAL_OPS, **guarded, **bound, **tiers, OPERATION: cast_all}
 
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
@@ -90,7 +95,8 @@ def runner(
     autocast. With a ``compilation`` its pieces are compiled by Inductor. ``replaced``: what runs instead of some of its
     instructions outside of pieces, by name."""
     operations, device = operations_of(Collectives(groups)), groups.device
-    in_pieces = section
+    # Elsewhere a cast is one of few, and its operand may be dropped before the next.
+    in_pieces = section = with_casts_at_once(section) if section.name == REFRESH else section
     if compilation is not None:
 
         def as_it_is(piece: Section) -> Run:

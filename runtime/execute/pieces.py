@@ -33,8 +33,6 @@ from .torch_operations import resolve_aten
 # "lookup": fused, if its indices are inputs of the piece. "fixed": ends a piece.
 Kind = Literal["fused", "kernel", "view", "lookup", "early", "late", "fixed"]
 
-# A piece with fewer fused operations runs as it is: there is nothing to fuse.
-_LEAST_FUSED = 2
 # In-place additions to the gradients of earlier microbatches (passes/lower/accumulate_gradients.py).
 _SUMS = ("aten.add_.Tensor", "aten.addmm_.default")
 _VIEWS = frozenset(
@@ -210,11 +208,28 @@ class _Splitter:
         self._current, self._late = [], []
 
     def _emit_current(self) -> None:
-        if sum(self._kind(i) in ("fused", "lookup") for i in self._current) >= _LEAST_FUSED:
+        if self._fuses():
             self._emit_piece()
         else:
             for instruction in self._current:
                 self._emit(instruction)
+
+    def _fuses(self) -> bool:
+        """Whether two operations of the current piece can share a pass over memory: one reads what the other makes, or
+        both read the same."""
+        seen: dict[Value, Value] = {}
+        read: set[Value] = set()
+        made: set[str] = set()
+        for instruction in self._current:
+            kind, values = self._kind(instruction), {seen.get(value, value) for value in instruction.operands}
+            if kind == "view":
+                seen.update(dict.fromkeys((Value(instruction.name, i) for i in range(instruction.results)), *values))
+            elif kind in ("fused", "lookup"):
+                if values & read or any(value.node in made for value in values):
+                    return True
+                read |= values
+                made.add(instruction.name)
+        return False
 
     def _emit_piece(self) -> None:
         name = f"{self._prefix}{len(self.pieces)}"
