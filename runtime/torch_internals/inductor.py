@@ -64,12 +64,14 @@ def compile_function(function: Callable[[list[Tensor]], list[Any]], inputs: Sequ
     from torch._inductor import compile_fx, config
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.fx.traceback import preserve_node_meta
 
     # One thread: no worker processes, which would outlive the call. A value is rounded to 16 bits wherever the
     # uncompiled program rounds it.
     options = {"compile_threads": 1, "emulate_precision_casts": True}
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # Without an environment for symbolic sizes, of which there are none, Inductor looks nothing up in its cache.
+    fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     with fake:
         examples = [torch.empty_strided(s, t, dtype=d, device=device) for s, t, d, device in inputs]
     # Kernels are named after the operations that they were made of, which traces keep if asked to.

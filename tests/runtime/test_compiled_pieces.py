@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from autopar.runtime.execute.compiled_pieces import Compilation, PieceCall, code
 from autopar.runtime.execute.index_guards import GUARDED
 from autopar.runtime.execute.pieces import split
 from autopar.runtime.execute.section_code import Run, compile_section
-from autopar.runtime.torch_internals.inductor import Metadata
+from autopar.runtime.torch_internals.inductor import Metadata, compile_function
 from tests.helpers.planning import CLUSTER, on, slow_devices
 from tests.passes.test_cut import _make
 
@@ -156,6 +157,23 @@ def test_an_index_out_of_range_is_noted_and_gives_nan(monkeypatch: pytest.Monkey
     assert bool(call([x, outside])[0].isnan().all())
     assert [(each.value, each.high) for each in take_out_of_range()] == [(3, 3)]
     assert not compilation.problems
+
+
+def test_code_is_found_in_the_cache_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without generating it a second time, which takes longer than all else of a start."""
+    from torch._dynamo.utils import counters
+
+    def scaled_sine(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.ops.aten.mul.Tensor(torch.ops.aten.sin.default(values[0]), 0.37)]
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, found = torch.randn(6, 5), []
+    for _ in range(2):
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        run = compile_function(scaled_sine, [((6, 5), (5, 1), torch.float32, CPU)])
+        found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+        torch.testing.assert_close(run([x])[0], x.sin() * 0.37)
+    assert found == [0, 1]
 
 
 def test_equal_pieces_share_code() -> None:
