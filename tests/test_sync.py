@@ -73,12 +73,29 @@ def planned(sync: Any, mesh: tuple[int, ...] = (2, 2), megabits: float = 100.0) 
     return autopar.plan(made(), mesh, batches(rows=12)[0], options=options, cluster=slow_between(megabits))
 
 
+@pytest.mark.parametrize("sync", [LocalSGD(every=2), Gossip("ring")])
+def test_numbers_of_64_bits_are_sent_as_such(sync: Any) -> None:
+    wide, narrow = (
+        autopar.plan(
+            made().to(dtype),
+            (2,),
+            {name: value.to(dtype) for name, value in batches(rows=12)[0].items()},
+            options=Options(sync=sync),
+            cluster=slow_between(100.0),
+        ).sync
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert wide is not None and narrow is not None
+    assert wide.bytes == 2 * narrow.bytes and wide.seconds > narrow.seconds
+
+
 def test_a_plan_is_that_of_a_replica_and_prices_the_exchange() -> None:
     plan = planned(LocalSGD(every=10))
     assert plan.sync is not None and (plan.sync.replicas, plan.sync.every) == (2, 10)
     assert plan.mesh == (2,) and plan.batch == 6
     elements = sum(parameter.numel() for parameter in made().parameters())
-    assert plan.sync.bytes == round(4 * elements / 2)  # each of two ranks sends half of what it owns, twice
+    # Of 64 bits; each of two ranks sends half of what it owns, twice.
+    assert plan.sync.bytes == round(8 * elements / 2)
     assert plan.sync.seconds == plan.sync.gradient_seconds
     assert plan.sync.seconds_per_step == plan.sync.seconds / 10
     text = str(plan)

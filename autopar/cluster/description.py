@@ -182,13 +182,14 @@ class Cluster:
         return {}
 
     def among(self, devices: int) -> Cluster:
-        """The first ``devices`` devices where there are several kinds, so that none counts that is not used. Raises
-        :class:`OptionsError` if there are fewer."""
+        """The first ``devices`` devices where there are several kinds, so that none counts that is not used; its source
+        says so. Raises :class:`OptionsError` if there are fewer."""
         if not self.groups or devices == self.size:
             return self
         require(devices < self._grouped, f"cluster {self.name!r} has {self._grouped} devices, not {devices}")
         links = (*self.links[:-1], replace(self.links[-1], size=None, torus=()))
-        return replace(self, device=_NO_DEVICE, links=links, groups=part_of(self.groups, devices))
+        source = f"{self.source}; the first {devices} of its {self._grouped} devices"
+        return replace(self, source=source, device=_NO_DEVICE, links=links, groups=part_of(self.groups, devices))
 
     def with_groups(self, *groups: Group) -> Cluster:
         """The same links between other devices. The outermost link joins all of them."""

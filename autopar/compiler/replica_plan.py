@@ -14,7 +14,7 @@ from autopar.ir.planned_sync import PlannedSync
 from autopar.plans.plan import Plan
 from autopar.sync import EVERY_STEP, Gossip, LocalSGD, PowerSGD, Sync, TopK
 
-# Bytes of a number in an exchange that is not compressed: means are computed in 32 bits.
+# Bytes of a number in an exchange that is not compressed: means are computed in 32 bits at least.
 _WIDE = 4
 # Bytes of a number, without scales.
 _CODED = {"bf16": 2, "int8": 1}
@@ -63,7 +63,7 @@ class _Links:
 def _planned(plan: Plan, sync: LocalSGD | Gossip, links: _Links) -> PlannedSync:
     shapes = [(_shape(plan, path), _width(plan, path)) for path in _trained(plan)]
     ranks = plan.stage_meshes.devices
-    wide = _WIDE * sum(math.prod(shape) for shape, _ in shapes) / ranks
+    wide = sum(max(_WIDE, width) * math.prod(shape) for shape, width in shapes) / ranks
     own = sum(_coded(sync.compression, shape, width, sync) for shape, width in shapes) / ranks
     if isinstance(sync, Gossip):
         neighbours = 2 if sync.topology == "ring" and links.replicas > 2 else 1
@@ -94,7 +94,7 @@ def _coded(compression: object, shape: tuple[int, ...], width: int, sync: LocalS
         return _WIDE * min(numel, (rows + columns) * min(rows, columns, compression.rank))
     if isinstance(sync, Gossip) and compression is None:
         return width * numel  # As they are.
-    return _CODED.get(str(compression), _WIDE) * numel
+    return _CODED.get(str(compression), max(_WIDE, width)) * numel
 
 
 def _trained(plan: Plan) -> Iterator[str]:

@@ -52,7 +52,7 @@ def _meshes_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
 
 
 def _numbers(figures: ChunkFigures | LinkFigures) -> list[Any]:
-    return [value if math.isfinite(value) else str(value) for value in astuple(figures)]
+    return [float(value) if math.isfinite(value) else str(value) for value in astuple(figures)]
 
 
 def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> PlannedPipeline:

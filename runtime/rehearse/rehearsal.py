@@ -166,11 +166,12 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
 
 
 class _Record:
-    """Records the kind and name of each storage; the first one counts."""
+    """Records the kind and name of each storage; the first one counts. Gradients that are reduced together share a
+    storage, of which each has its part."""
 
     def __init__(self, meter: StorageMeter, stored: Sequence[Any]) -> None:
         self.meter = meter
-        self.known: dict[int, tuple[str, str, Any]] = {}
+        self.known: dict[int, tuple[str, dict[str, int], Any]] = {}
         self.stored = sum(t.untyped_storage().nbytes() for t in stored if isinstance(t, torch.Tensor))
         self.add("weight", stored, ())
 
@@ -180,17 +181,21 @@ class _Record:
                 continue
             self.meter.see(tensor)
             life = self.meter.life(tensor)
-            if life is not None and id(life) not in self.known:
-                self.known[id(life)] = (kind, names[position] if names else "", life)
+            if life is None:
+                continue
+            first, parts, _ = self.known.setdefault(id(life), (kind, {}, life))
+            if first == kind and (not parts or kind == "gradient"):
+                parts.setdefault(names[position] if names else "", tensor.nbytes)
 
     def footprint(self, gradients: Sequence[torch.Tensor | None]) -> Footprint:
         sums = dict.fromkeys(("weight", "gradient", "activation", "input"), 0)
         held: dict[tuple[str, str], int] = {}
-        for kind, name, life in self.known.values():
+        for kind, parts, life in self.known.values():
             alive = self.meter.at_peak(life)
             sums[kind] += alive
-            if alive and name:
-                held[kind, name] = held.get((kind, name), 0) + alive
+            for name, count in _divided(alive, parts).items():
+                if count and name:
+                    held[kind, name] = held.get((kind, name), 0) + count
         rest = self.meter.peak - sum(sums.values())
         storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in gradients if t is not None}
         return Footprint(
@@ -203,6 +208,18 @@ class _Record:
             accumulated=sum(storages.values()),
             held=held,
         )
+
+
+def _divided(total: int, parts: Mapping[str, int]) -> dict[str, int]:
+    """``total`` bytes in the proportion of ``parts``."""
+    found: dict[str, int] = {}
+    before = 0
+    for name, count in parts.items():
+        begin = before
+        before += count
+        end = total * before // max(sum(parts.values()), 1)
+        found[name] = end - total * begin // max(sum(parts.values()), 1)
+    return found
 
 
 class _NoPeers:

@@ -25,13 +25,28 @@ from autopar.planner.row_shares import bisected, divided
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.runtime.rehearse.rehearsal import rehearse
+from autopar.runtime.rehearse.rehearsal import _Record, rehearse
+from autopar.runtime.rehearse.storage_meter import StorageMeter
 from autopar.search import best_plan, stage_problems
 from autopar.search.reprice import reprice
 from autopar.search.stage_meshes import StageLayout
 from tests.helpers.planning import requested
 from tests.helpers.unequal_devices import ROWS, Wide, batch_of, bench, bytes_of, hardware, planned, with_memory
 from tests.planner.test_row_shares import _all_divisions, _line
+
+
+def test_gradients_in_one_buffer_each_have_their_own_bytes() -> None:
+    """Those that are reduced together; whatever else the buffer has is divided among them."""
+    with StorageMeter() as meter:
+        record = _Record(meter, [])
+        buffer = torch.empty(12, device="meta")
+        parts = [buffer[:2], buffer[2:8], buffer[8:11]]
+        record.add("gradient", parts, ["a", "b", "c"])
+        record.add("gradient", parts[:1], ["a"])
+        record.add("activation", parts, ["d", "e", "f"])
+    held = record.footprint(parts).held
+    assert {name: count for (kind, name), count in held.items()} == {"a": 8, "b": 26, "c": 14}
+    assert record.footprint(parts).gradients == 48
 
 
 @given(

@@ -42,6 +42,13 @@ def batch_of(rows: int) -> torch.Tensor:
     return torch.randn(rows, 300, 16, generator=torch.Generator().manual_seed(0))
 
 
+def test_devices_of_groups_that_a_mesh_leaves_out_are_named() -> None:
+    cluster = hardware("F", "F", "S")
+    part, whole = (autopar.plan(Rows(), (n,), batch_of(6), cluster=cluster) for n in (2, 3))
+    assert "the first 2 of its 3 devices" in " ".join(str(part).split())
+    assert "of its" not in str(whole)
+
+
 def _all_divisions(rows: int, devices: int) -> Iterator[tuple[int, ...]]:
     if devices == 1:
         yield (rows,)

@@ -63,6 +63,7 @@ def test_plans_of_every_kind_can_be_read(asked: dict[str, Any]) -> None:
     options, cluster = autopar.Options(**asked), "dgx-a100-80gb"
     made = autopar.plan(model, (2, 2), (torch.randn(16, 64),), cluster=cluster, options=options, loss_fn=mean)
     assert Plan.from_json(made.to_json()) == made
+    assert Plan.from_json(made.to_json()).to_json() == made.to_json()
     assert Plan.from_text(made.to_text()) == made
 
 
