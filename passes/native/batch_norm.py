@@ -103,6 +103,8 @@ def _is_batch_norm(site: Site) -> bool:
         return False
     if len({site.type(name).dtype for name in ("wide", *rows)}) > 1:
         return False
+    if site.graph.type_of(kernel_input(site)).dtype != site.type(kernel_result(site)).dtype:
+        return False  # The kernel gives what it takes; a cast of integers, or to another dtype, is an operation.
     if "momentum" not in argument:
         return True
     weighs = math.isclose(argument["momentum"] + argument["remainder"], 1.0)

@@ -154,7 +154,7 @@ class Occurrences:
             if match.nodes[instruction.name].name == node.name:
                 yield match
             return
-        if node.op != instruction.op or dict(node.kwargs) != dict(instruction.kwargs):
+        if node.op != instruction.op or _kwargs(node) != _kwargs(instruction):
             return
         for index in range(instruction.results):
             bound = match.bound(Value(instruction.name, index), Value(node.name, index))
@@ -200,6 +200,11 @@ class Occurrences:
             yield bound
         elif own.index == value.index:
             yield from self._node(pattern, maker, self.graph[value.node], bound)
+
+
+def _kwargs(node: Node | Instruction) -> dict[str, Arg]:
+    """Keyword arguments but the device: a graph has one, which autograd names in its casts and models do not."""
+    return {name: value for name, value in node.kwargs if name != "device"}
 
 
 def matches(pattern: Pattern, graph: Graph) -> Iterator[Match]:

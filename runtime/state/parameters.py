@@ -207,10 +207,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``local``, a gradient, with the strides of this rank's part of ``parameter``, as torch's autograd gives it.
-    Compiled code lays it out as it likes, and the fused optimizers refuse other strides than the parameter's."""
+    """``local``, a gradient, with the strides of this rank's part of ``parameter``, as torch's autograd gives it; those
+    of dims of one element are anyone's. Compiled code lays it out as it likes, and the fused optimizers refuse other
+    strides than the parameter's."""
     own = local_of(parameter)
     if local.stride() == own.stride() or local.shape != own.shape:
+        return local
+    if all(n == 1 or a == b for n, a, b in zip(own.shape, local.stride(), own.stride(), strict=True)):
         return local
     return torch.empty_like(own, dtype=local.dtype).copy_(local)
 

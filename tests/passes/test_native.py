@@ -260,6 +260,51 @@ def test_batch_norms_of_16_bits_take_and_give_16_bits(dtype: torch.dtype, option
     assert after["aten.rsqrt.default"] == 0
 
 
+class NormalisesCasts(nn.Module):
+    """A batch norm in float32 of what was ``given`` in another dtype, then a cast to ``taken``."""
+
+    def __init__(self, given: torch.dtype, taken: torch.dtype) -> None:
+        super().__init__()
+        self.norm, self.head = norm(2), nn.Parameter(torch.randn(3))
+        self.given, self.taken = given, taken
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = (x * self.head[:, None, None] * 8).to(self.given)
+        y = self.norm(x.float()).to(self.taken).float().flatten(1)
+        return nn.functional.cross_entropy(y, labels)
+
+
+@pytest.mark.parametrize(
+    "given, taken",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float64, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_only_casts_there_and_back_are_part_of_a_batch_norm(given: torch.dtype, taken: torch.dtype) -> None:
+    torch.manual_seed(0)
+    after = compare(NormalisesCasts(given, taken), (torch.randn(5, 3, 4, 2), torch.randint(0, 3, (5,))))
+    forward = sum(found for op, found in after.items() if op.startswith("aten._native_batch_norm_legit"))
+    assert (forward, after["aten.native_batch_norm_backward.default"]) == (1, 1)
+
+
+def test_a_batch_norm_of_integers_is_that_of_their_cast() -> None:
+    torch.manual_seed(0)
+
+    class OfIntegers(Normalises):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return nn.functional.cross_entropy(
+                    torch.einsum("bchw,cd->bd", self.first(x.float()), self.head), labels
+                )
+
+    inputs = (torch.randint(0, 255, (5, 3, 4, 2), dtype=torch.uint8), torch.randint(0, 3, (5,)))
+    assert compare(OfIntegers(2), inputs)["aten._native_batch_norm_legit_functional.default"] == 1
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("options", slow_but([{}], [{}, {"affine": False}, {"track_running_stats": False}]))
 def test_batch_norms_of_torch_are_recognised(dims: int, options: dict[str, bool]) -> None:

@@ -3,6 +3,7 @@ plain model."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+import autopar
 from autopar.runtime import ParallelModule
 from autopar.runtime.comm.groups import MeshGroups, mesh_of_one
+from autopar.runtime.launch import run_local
 from autopar.runtime.state.parameters import local_of, wrap
 from autopar.runtime.state.weights import add_gradient, gradient_like
 from tests.helpers.runtime_tiny import Tiny
@@ -141,3 +144,34 @@ def test_gradients_lie_as_their_parameters_do() -> None:
         torch.testing.assert_close(local_of(gradient), elsewhere)
     same = torch.randn(4, 3, 2, 2)
     assert local_of(gradient_like(parameter, same)).data_ptr() == same.data_ptr()
+
+
+class Classifies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)]
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(150, 5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x), labels)
+
+
+def _bf16_step(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    plain, x, labels = Classifies(), torch.randn(6, 3, 9, 9), torch.randint(0, 5, (6,))
+    module = autopar.parallelize(copy.deepcopy(plain), (world,), options=autopar.Options(precision="bf16"))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x, labels)
+    expected.backward()
+    # The sum of a few numbers, in another order.
+    torch.testing.assert_close(module.step(x, labels), expected.detach())
+    for (name, own), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        assert torch.equal(local_of(own.grad), other.grad), name
+    for (name, found), wanted in zip(module.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, wanted), name
+
+
+def test_batch_norms_under_bf16_give_what_eager_gives_to_the_bit() -> None:
+    """Nothing is sharded on a mesh of one, so convolutions and batch norms are torch's own on 16 bits."""
+    run_local(_bf16_step, 1, timeout=120)
