@@ -20,6 +20,9 @@ from .sync import EVERY_STEP, Sync, check_sync
 
 # A schedule that a solver builds for the model.
 SOLVED = "solved"
+# What the solvers of one plan may take where no time limit is given, in seconds of counted work.
+# Chosen: a minute of planning is little against a training.
+COUNTED_SECONDS = 60.0
 # The values of options that take one of a few, in addition to None.
 CHOICES: Mapping[str, tuple[object, ...]] = {
     "schedule": (*SCHEDULES, SOLVED),
@@ -51,15 +54,16 @@ class Options:
             fixes its pipeline stage.
         mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh without axis names,
             of all ranks and in their order, is regrouped.
-        time_limit: seconds of computation that the solvers of one plan may take together: processor time of this
-            process, so that a busy machine finds the same plan, only later. The limit is approximate: a solver that
-            other work delays may compute for up to three times its share. Each placement program (one for each mesh
-            shape and pipeline tried, and the baselines) may take half of what is left; an exact solution is not begun
-            if its relaxation alone would take longer, by a speed measured on one machine. Every run makes the same plan
-            unless the limit stops a solver. The limit does not count the other work of planning (tracing, rules,
-            prices), nor what has limits of its own: a solved schedule (up to about 5 seconds), the search for the plan
-            of least memory where a limit is too small, and the search for the limit that an error names where stages
-            fit nowhere (about as many seconds again).
+        time_limit: seconds of computation that the solvers of one plan may take together. None: steps of known cost
+            are counted instead, up to about 60 seconds of one core, so that every run on every machine makes the same
+            plan. A number: processor time of this process, so that other load of the machine hardly matters; but where
+            the limit stops a solver, runs may differ. It is approximate: a solver that other work delays may compute
+            for up to three times its share. Each placement program (one for each mesh shape and pipeline tried, and
+            the baselines) may take half of what is left; an exact solution is not begun if its relaxation alone would
+            take longer, by a speed measured on one machine. The limit does not count the other work of planning
+            (tracing, rules, prices), nor what has limits of its own: a solved schedule (up to about 5 seconds), the
+            search for the plan of least memory where a limit is too small, and the search for the limit that an error
+            names where stages fit nowhere (about as many seconds again).
         gap: relative distance from the proven bound at which a solver may stop.
         stages: the number of pipeline stages, which take the outermost devices of the mesh; 1 for none. A tuple gives
             the number of devices of each, in the order of ranks: ``(1, 3)``. Which part of the model a stage has is
@@ -151,8 +155,8 @@ class Options:
     offload: bool | str | Mapping[str, str | None] | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
-    # Chosen: a minute of planning is little against a training, and within a percent is less than prices are off by.
-    time_limit: float = 60.0
+    time_limit: float | None = None
+    # Chosen: within a percent is less than prices are off by.
     gap: float = 0.01
     seed: int | None = None
     mesh_search: bool = True
@@ -239,6 +243,11 @@ class Options:
                 object.__setattr__(self, "from_layout", (*self.from_layout, (name, value)))
 
     @property
+    def solver_seconds(self) -> float:
+        """What the solvers of one plan may take together: seconds, or counted work if no limit is given."""
+        return COUNTED_SECONDS if self.time_limit is None else self.time_limit
+
+    @property
     def solver_seed(self) -> int:
         """The seed of the solvers, which take 31 bits."""
         return (self.seed or 0) & 0x7FFF_FFFF
@@ -263,7 +272,7 @@ class Options:
             )
         numbers = (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01"), ("timeout", "seconds"))
         for name, what in numbers:
-            if not _is_number(getattr(self, name), 0):
+            if (name, getattr(self, name)) != ("time_limit", None) and not _is_number(getattr(self, name), 0):
                 raise OptionsError(f"{name}={getattr(self, name)!r}: not {what}, 0 or more")
 
     def _check_stages(self, stages: tuple[object, ...]) -> None:

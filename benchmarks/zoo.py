@@ -134,7 +134,13 @@ def solved(annotated: Graph, prices: Prices, options: Options) -> Assignment:
     instance = build_instance(fold_layers(annotated), prices, optimizer=options.optimizer, memory_limit=limit)
     if options.zero is not None:
         instance = with_choices(instance, zero_allows(instance, options.zero), gathers=options.zero == 3)
-    found = solve(instance.problem, time_limit=options.time_limit, gap=options.gap, seed=options.seed or 0)
+    found = solve(
+        instance.problem,
+        time_limit=options.solver_seconds,
+        gap=options.gap,
+        seed=options.seed or 0,
+        counted=options.time_limit is None,
+    )
     return instance.assignment(found.choices)
 
 

@@ -245,7 +245,9 @@ def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[obj
     layout = "only plans of this layout; what it leaves out is searched: tensor=8,pipeline=2,sequence_parallel=true"
     group.add_argument("--layout", type=checked(Layout.parse), metavar="NAME=VALUE,...", help=layout)
     group.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="decides the bytes of optimizer state")
-    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of computing, for the solvers")
+    group.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="of computing, for the solvers (default: counted work)"
+    )
     group.add_argument("--gap", type=float, help="relative distance from the proven bound that is good enough")
     group.add_argument("--seed", type=int)
     group.add_argument("--no-mesh-search", dest="mesh_search", action="store_false", help="keep the axes as given")

@@ -55,7 +55,7 @@ def agreed_plan(plan: Plan | None, ranks: AxisGroup) -> Plan | None:
     if others and ranks.index == 0:
         warnings.warn(
             f"ranks {', '.join(map(str, others))} pass another plan than rank 0, as happens when a time limit stops "
-            "the solver: all ranks use rank 0's. With a longer Options(time_limit=...) every run makes the same plan",
+            "the solver: all ranks use rank 0's. Without Options(time_limit=...) every run makes the same plan",
             stacklevel=4,
         )
     return on_first_rank(ranks, lambda: plan)

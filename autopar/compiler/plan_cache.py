@@ -94,11 +94,13 @@ def _remember(key: str, plan: Plan) -> None:
 
 
 def _is_cacheable(request: PlanRequest, plan: Plan, timings: Timings) -> bool:
-    """False if the time limit stopped the search: the next one may do better. (A gap that is wide for lack of memory,
-    not of time, stays.) False if rules were found for a microbatch, whose sizes are not part of the key."""
-    if timings.is_spent(request.options.time_limit):
+    """False if a time limit stopped the search: the next one may do better. (A gap that is wide for lack of memory,
+    not of time, stays, and so does what counted work found.) False if rules were found for a microbatch, whose sizes
+    are not part of the key."""
+    is_limited = not timings.counts(request.options)
+    if is_limited and timings.is_spent(request.options):
         return False
-    if plan.status != "optimal" and plan.gap > request.options.gap and timings.cut_off:
+    if is_limited and plan.status != "optimal" and plan.gap > request.options.gap and timings.cut_off:
         return False
     return plan.pipeline is None or not needs_finding(request.graph)
 

@@ -67,7 +67,7 @@ def solve_mesh(
         feasible = [solution for _, solution in compared if _is_feasible(solution)]
         free = _solve_unlimited(request, program, timings, [solution.choices for solution in feasible])
     best = _enforce_memory_limit(request, annotated, free, timings, feasible)
-    return best, priced_baselines(request, graph, timings)
+    return best, _priced(request, compared, timings)
 
 
 def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> dict[str, Predicted | None]:
@@ -75,6 +75,12 @@ def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> di
     _, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
         compared = _solve_baselines(request, program, timings)
+    return _priced(request, compared, timings)
+
+
+def _priced(
+    request: PlanRequest, compared: Sequence[tuple[Baseline, Solution]], timings: Timings
+) -> dict[str, Predicted | None]:
     with timings.phase("report"):
         return {line.name: _price_baseline(request, line, solution) for line, solution in compared}
 
@@ -140,26 +146,27 @@ def _solve_baselines(
     request: PlanRequest, program: Instance, timings: Timings
 ) -> tuple[tuple[Baseline, Solution], ...]:
     """The baselines of a program with their solutions; none under a layout: what people choose by hand is no plan of
-    one that says something else."""
+    one that says something else. Solutions that another plan has found take as much of the time limit as they took of
+    that plan's, so that a plan does not depend on those before it."""
     if request.roles:
         return ()
     options = request.options
-    settings = min(BASELINE_SECONDS, options.time_limit), max(options.gap, BASELINE_GAP), options.solver_seed
+    settings = min(BASELINE_SECONDS, options.solver_seconds), max(options.gap, BASELINE_GAP), options.solver_seed
 
     def make() -> tuple[tuple[Baseline, Solution], ...]:
-        return tuple((line, _solve_baseline(request, line.instance, timings)) for line in baselines(program))
+        return tuple((line, _solve_baseline(request, line.instance)) for line in baselines(program))
 
-    return request.shared.once("baselines", (program,), *settings, make=make, kept=PROGRAMS)
+    compared = request.shared.once("baselines", (program,), *settings, make=make, kept=PROGRAMS)
+    timings.solving += sum(solution.seconds for _, solution in compared)
+    return compared
 
 
-def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) -> Solution:
+def _solve_baseline(request: PlanRequest, instance: Instance) -> Solution:
     """Solves a baseline without a memory limit, to a coarser gap than a plan and with little work: it only serves as a
     comparison. The work is counted, so that a baseline has the same price on every machine."""
     problem = replace(instance.problem, memory_limit=math.inf)
-    seconds, gap = min(BASELINE_SECONDS, request.options.time_limit), max(request.options.gap, BASELINE_GAP)
-    solution = solve(problem, time_limit=seconds, gap=gap, seed=request.options.solver_seed, counted=True)
-    timings.solving += solution.seconds
-    return solution
+    seconds, gap = min(BASELINE_SECONDS, request.options.solver_seconds), max(request.options.gap, BASELINE_GAP)
+    return solve(problem, time_limit=seconds, gap=gap, seed=request.options.solver_seed, counted=True)
 
 
 def _solve_unlimited(
@@ -174,8 +181,11 @@ def _solve_unlimited(
             return make()
         # One of all requests that differ in the limit alone.
         options, known = request.options, tuple(choices.tobytes() for choices in starts)
-        settings = options.gap, options.solver_seed, options.time_limit, timings.counted, known, request.worth
-        return request.shared.once("unlimited", (program,), *settings, make=make, kept=PROGRAMS)
+        settings = options.gap, options.solver_seed, options.time_limit, timings.counts(options), known, request.worth
+        before = timings.solving
+        solution = request.shared.once("unlimited", (program,), *settings, make=make, kept=PROGRAMS)
+        timings.solving = before + solution.seconds  # As much if another plan has found it, as for the baselines.
+        return solution
 
     return solve_unlimited(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
 

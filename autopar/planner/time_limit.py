@@ -26,11 +26,11 @@ def solve_in_time(
 
     solution = solve(
         problem,
-        time_limit=timings.left(options.time_limit) / 2,
+        time_limit=timings.left(options) / 2,
         gap=max(options.gap, least_gap),
         seed=options.solver_seed,
         incumbents=incumbents,
-        counted=timings.counted,
+        counted=timings.counts(options),
         worth=worth,
     )
     timings.solving += solution.seconds

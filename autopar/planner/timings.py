@@ -7,25 +7,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from autopar.options import Options
+
 
 @dataclass
 class Timings:
-    """CPU seconds by phase, and the seconds of ``Options.time_limit`` that solvers used: CPU time or, if ``counted``,
-    counted work (:mod:`autopar.solver.budget`). ``cut_off``: whether a search for placements ended before it had proven
-    its gap."""
+    """CPU seconds by phase, and the seconds that solvers used: CPU time or, without ``Options.time_limit`` or if all is
+    ``counted``, counted work (:mod:`autopar.solver.budget`). ``cut_off``: whether a search for placements ended before
+    it had proven its gap."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
     counted: bool = False
     cut_off: bool = False
 
-    def left(self, time_limit: float) -> float:
-        return max(time_limit - self.solving, 0.0)
+    def counts(self, options: Options) -> bool:
+        """Whether solvers are limited by counted work."""
+        return self.counted or options.time_limit is None
 
-    def is_spent(self, time_limit: float) -> bool:
+    def left(self, options: Options) -> float:
+        return max(options.solver_seconds - self.solving, 0.0)
+
+    def is_spent(self, options: Options) -> bool:
         """Whether too little time remains to solve anything. Each program uses at most half of what remains."""
         # Chosen: about what is left after five or six programs.
-        return self.left(time_limit) <= 0.02 * time_limit
+        return self.left(options) <= 0.02 * options.solver_seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

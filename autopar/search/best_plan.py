@@ -131,7 +131,6 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     :class:`OptionsError` if the options are impossible."""
     with timings.phase("propose"):
         proposals = request.propose(request) if request.propose is not None and proposes(request) else Proposals()
-    limit = request.options.time_limit
 
     def solve(layout: Layout) -> Tried:
         restricted = replace(request, options=replace(request.options, layout=layout), worth=tried.least)
@@ -141,14 +140,14 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
 
     tried, solved = Tried(), dict[Layout, Tried]()
     for layout in proposals.layouts:
-        if tried.candidates and timings.is_spent(limit):
+        if tried.candidates and timings.is_spent(request.options):
             break
         solved[layout] = solve(layout)
         tried += solved[layout]
         keep_shown(tried)
     if not tried.candidates:
         return _of_arrangements(arrangements(request), pinned, timings)
-    if not timings.is_spent(limit):
+    if not timings.is_spent(request.options):
         quickest = min(solved, key=lambda layout: solved[layout].least)
         tried += _other_microbatches(request, quickest, tried.least, solve)
         tried += _rule_of_thumb(proposals.rule, solved, solve)
@@ -203,7 +202,7 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
         except (InfeasibleError, OptionsError) as error:
             tried += Tried(failures=(Failure(error),))
         keep_shown(tried)
-        if timings.is_spent(request.options.time_limit) and tried.candidates:
+        if timings.is_spent(request.options) and tried.candidates:
             break
     return tried
 
@@ -287,9 +286,14 @@ def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> It
 
 
 def _warnings_of_time(request: PlanRequest, timings: Timings) -> Iterator[str]:
-    limit = request.options.time_limit
-    if timings.is_spent(limit):
-        yield f"solving took all of time_limit={limit:g} s: other pipelines or placements may be better"
+    options = request.options
+    if timings.is_spent(options) and options.time_limit is not None:
+        yield f"solving took all of time_limit={options.time_limit:g} s: other pipelines or placements may be better"
+    elif timings.is_spent(options):
+        yield (
+            f"solving took all the work that is counted by default, about {options.solver_seconds:g} s: other "
+            "pipelines or placements may be better, which a larger Options(time_limit=...) would search"
+        )
 
 
 def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:

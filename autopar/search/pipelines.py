@@ -59,7 +59,7 @@ def with_stages(
     failure = _impossible(OptionsError(nothing))
     for layout, counts in attempts(request, graph, best):
         quickest = min([best, *(candidate.seconds for candidate in candidates)])
-        if timings.is_spent(request.options.time_limit) and math.isfinite(quickest):
+        if timings.is_spent(request.options) and math.isfinite(quickest):
             break
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
         solved, last = _of_layout(pipeline, counts, timings, best, quickest)
@@ -215,6 +215,6 @@ class _Solved:
         if options.schedule not in (None, SOLVED):
             return self.candidate()
         limits = _limits(self.request, self.solution.layout)
-        search = ScheduleSearch(options.schedule == SOLVED, limits, options.time_limit, options.solver_seed)
+        search = ScheduleSearch(options.schedule == SOLVED, limits, options.solver_seconds, options.solver_seed)
         better, warning = with_solved_schedule(self.solution, search)
         return replace(self, solution=better).candidate(warning)

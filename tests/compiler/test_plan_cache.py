@@ -208,5 +208,6 @@ def test_a_plan_that_the_time_limit_cut_off_is_not_kept(
         return replace(plan, status="feasible", gap=0.5)
 
     monkeypatch.setattr(plan_cache, "best_plan", unproven)
-    cached_plan(plan_request, Timings())
+    limited = replace(plan_request, options=replace(plan_request.options, time_limit=60.0))
+    cached_plan(limited, Timings())
     assert folder.exists() != is_cut_off

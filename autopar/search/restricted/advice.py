@@ -44,7 +44,7 @@ def _fitting(request: PlanRequest, layout: Layout, predict: Predict) -> Iterator
     for text, changed in _changes(layout):
         with suppress(InfeasibleError, OptionsError):
             given = request.options
-            options = replace(given, layout=changed, time_limit=min(given.time_limit, TRIAL_SECONDS))
+            options = replace(given, layout=changed, time_limit=min(given.solver_seconds, TRIAL_SECONDS))
             predicted = predict(replace(request, options=options))
             yield f"{text} ({size(predicted.peak_bytes)}, {duration(predicted.step_seconds)} a step)"
             named += 1
