@@ -154,6 +154,7 @@ def parse_placement(text: str) -> Placement:
 NOT = "not "
 
 
+@lru_cache(maxsize=1 << 14)
 def parse_placements(text: str) -> Placements:
     """Placements from ``"(S(0),R)"`` or ``"S(0),R"``, one per mesh axis."""
     parts = re.findall(r"R|S\([\d/:+]+\)|P\(\w+\)|P|[^\s,()]+", text)

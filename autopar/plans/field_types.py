@@ -11,17 +11,13 @@ import math
 import types
 import typing
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.ir.placements import OWN_KINDS
 
-# Numbers that may be infinite: bounds that no solver proved, time without a limit, and links within a device.
-_UNBOUNDED = ("objective", "bound", "gap", "unawaited", "bandwidth")
-# Chosen: a plan's sums of such numbers stay below the largest float (1.8e308).
-MOST = 1e300
+from .fitting_types import MOST, UNBOUNDED, fitting, hints
 
 
 def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
@@ -49,14 +45,10 @@ def wrong_fields(value: Any, kind: Any, where: str) -> Iterator[str]:
     if not isinstance(value, kind):
         yield f"{where} is {value!r}, not a {kind.__name__}"
         return
-    for name, hint in _hints(kind).items():
-        yield from wrong_types(getattr(value, name), hint, f"{where}.{name}" if where else name)
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    for name, hint in hints(kind).items():
+        item = getattr(value, name)
+        if not fitting(hint, name in UNBOUNDED)(item):
+            yield from wrong_types(item, hint, f"{where}.{name}" if where else name)
 
 
 def _of_union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
@@ -97,7 +89,7 @@ def _of_plain(value: Any, kind: Any, where: str) -> Iterator[str]:
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             yield f"{where} is {value!r}, not a number"
-        elif math.isnan(value) or (not abs(value) < MOST and not (math.isinf(value) and name in _UNBOUNDED)):
+        elif math.isnan(value) or (not abs(value) < MOST and not (math.isinf(value) and name in UNBOUNDED)):
             yield f"{where} is {value!r}, not a finite number"
     elif kind is int:
         if isinstance(value, bool) or not isinstance(value, int):

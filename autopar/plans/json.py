@@ -199,7 +199,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["holdings"] = tuple(
         ResidentTensor(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"]
     )
-    fields["lines"] = tuple(map(_line, data["lines"]))
+    fields["lines"] = _lines(data["lines"])
     fields["layout"] = _string(data.get("layout", ""))
     fields["tied"] = {_string(k): _string(v) for k, v in data.get("tied", {}).items()}
     fields["excluded"] = {_string(k): _string(v) for k, v in data.get("excluded", {}).items()}
@@ -238,9 +238,20 @@ def _strategy(data: Any, places: Any) -> Strategy:
     return Strategy(tuple(map(places, inputs)), tuple(map(places, outputs)), _string(local))
 
 
-def _line(data: Any) -> PlanLine:
-    kind, name, module, phase, seconds, steps, times, stage = data
-    hops = tuple(ReshardStep(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
+def _lines(rows: Any) -> tuple[PlanLine, ...]:
+    """The lines. Those that share the list of their steps share the steps."""
+    lists = {id(steps): steps for _, _, _, _, _, steps, _, _ in rows}
+    hops = {key: tuple(map(_step, steps)) for key, steps in lists.items()}
+    return tuple(_line(row, hops[id(row[5])]) for row in rows)
+
+
+def _step(data: Any) -> ReshardStep:
+    kind, axes, source, target, count = data
+    return ReshardStep(kind, tuple(map(_count, axes)), source, target, _count(count))
+
+
+def _line(data: Any, hops: tuple[ReshardStep, ...]) -> PlanLine:
+    kind, name, module, phase, seconds, _, times, stage = data
     kind, name, module, phase = map(_string, (kind, name, module, phase))
     return PlanLine(
         kind=kind,

@@ -17,13 +17,16 @@ _TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 def moves(plan: PlanRecord) -> Iterator[str]:
     """What is wrong with the lines that move values. The names and placements of the plan are already checked."""
     by_value: dict[str, list[PlanLine]] = defaultdict(list)
+    problems: dict[object, list[str]] = {}
     for position, line in enumerate(plan.lines):
         if line.steps and line.kind not in ("hidden", "exchange"):
             by_value[line.name].append(line)
-            types = _types(plan.nodes[line.name].type)
-            for step in line.steps:
-                mesh = plan.stage_meshes.meshes[line.stage]
-                yield from _hop(mesh, step, types, f"lines[{position}] ({line.kind} {line.name})")
+            text, mesh = plan.nodes[line.name].type, plan.stage_meshes.meshes[line.stage]
+            key = id(line.steps), text, mesh
+            if key not in problems:  # Lines of a plan that was read share their steps.
+                types = _types(text)
+                problems[key] = [problem for step in line.steps for problem in _hop(mesh, step, types)]
+            yield from (f"lines[{position}] ({line.kind} {line.name}): {problem}" for problem in problems[key])
     yield from _ends(plan, by_value)
 
 
@@ -39,7 +42,7 @@ def _types(text: str) -> list[TensorType]:
     return [*results, *(TensorType(shape, dtype) for dtype in stored)]
 
 
-def _hop(mesh: tuple[int, ...], step: ReshardStep, types: list[TensorType], where: str) -> Iterator[str]:
+def _hop(mesh: tuple[int, ...], step: ReshardStep, types: list[TensorType]) -> Iterator[str]:
     """Checks that a step leads from its source to its target, and moves as many bytes as the tensor needs."""
     source, target = parse_placements(step.source), parse_placements(step.target)
     divisible = all(shard_before(place) > 0 for place in (*source, *target))
@@ -48,7 +51,7 @@ def _hop(mesh: tuple[int, ...], step: ReshardStep, types: list[TensorType], wher
     if (step.kind, step.axes, step.bytes) not in possible:
         needed = " or ".join(f"{kind} over {list(axes)} of {size} bytes" for kind, axes, size in sorted(possible))
         yield (
-            f"{where}: {step.source} -> {step.target} is priced as {step.kind} over {list(step.axes)} of {step.bytes} "
+            f"{step.source} -> {step.target} is priced as {step.kind} over {list(step.axes)} of {step.bytes} "
             f"bytes; it takes {needed or 'several steps'}"
         )
 

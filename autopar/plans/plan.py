@@ -25,6 +25,7 @@ from autopar.plans.views.table import PlanTable, plan_table
 from autopar.plans.views.tree import PlanTree
 from autopar.plans.views.what_if import WhatIf
 from autopar.plans.views.why import Explanation, explain
+from autopar.rare_collections import collecting_rarely
 
 from .forbid import with_forbidden
 from .json import fields_from_json, plan_to_json
@@ -137,7 +138,8 @@ class Plan(PlanRecord):
     @staticmethod
     def from_json(text: str) -> Plan:
         """Reads a plan that :meth:`to_json` wrote. Raises :class:`~autopar.errors.OptionsError` for other texts."""
-        return Plan._read(fields_from_json(text))
+        with collecting_rarely():
+            return Plan._read(fields_from_json(text))
 
     def to_text(self) -> str:
         """The whole plan as lines of text, for people, diff and version control: the summary (``str``) as comments,
@@ -150,7 +152,8 @@ class Plan(PlanRecord):
         """Reads a plan that :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, for
         other texts.
         """
-        return Plan._read(fields_from_lines(text))
+        with collecting_rarely():
+            return Plan._read(fields_from_lines(text))
 
     def save(self, path: FileName) -> None:
         """Writes the plan to ``path``, a local path or a URL (``s3://bucket/plan.json``): as JSON if it is called

@@ -11,14 +11,24 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import get_args
 
 from autopar.errors import OptionsError
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import RECOMPUTED
-from autopar.ir.placements import REPLICATE, Placements, is_shard, is_valid, parse_placements, shard_before, short
-from autopar.ir.plan_record import LOSS_SCALE, LineKind, PlanLine, PlanRecord, Predicted
+from autopar.ir.placements import (
+    REPLICATE,
+    Placements,
+    Strategy,
+    is_shard,
+    is_valid,
+    parse_placements,
+    shard_before,
+    short,
+)
+from autopar.ir.plan_record import LOSS_SCALE, LineKind, PlanRecord, Predicted, ReshardStep
 from autopar.ir.program import COLLECTIVES
 from autopar.plans.views.stages import busiest_stage
 
@@ -32,6 +42,7 @@ SHOWN = 5
 CLOSE = 1e-6
 STEP_KINDS = (*COLLECTIVES, "slice", "partial")
 _TYPES = r"(\w+\[[\d, ]*\](, \w+\[[\d, ]*\])*)?"
+Shapes = tuple[tuple[int, ...], ...] | None
 HOLDINGS = ("weight", "gradient", "optimizer", "activation", "input")
 
 
@@ -143,29 +154,30 @@ def _wired(plan: PlanRecord) -> Iterator[str]:
         yield node if result and number.isdecimal() and edge.name not in plan.nodes else edge.name
 
 
-def _shapes(text: str) -> list[tuple[int, ...]] | None:
+@lru_cache(maxsize=1 << 12)
+def _shapes(text: str) -> tuple[tuple[int, ...], ...] | None:
     """The shapes in the types of a node, such as ``f32[8, 4], i64[]``; None if ``text`` is not a list of types."""
     plain = text.partition(", stored ")[0]
     if not re.fullmatch(_TYPES, plain):
         return None
-    return [tuple(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d, ]*)\]", plain)]
+    return tuple(tuple(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d, ]*)\]", plain))
 
 
 def _places(plan: PlanRecord) -> Iterator[str]:
     """Checks that every placement is possible for its shape."""
     shapes = {name: _shapes(node.type) for name, node in plan.nodes.items()}
+    problems: dict[object, list[str]] = {}
     for name, strategy in plan.strategies.items():
-        results = shapes[name] if name in plan.nodes else []
+        results = shapes[name] if name in plan.nodes else ()
         # Results that are None have no type.
         if results is None or len(results) > len(strategy.outputs):
             yield f"nodes[{name!r}] has another number of results than its strategy, {len(strategy.outputs)}"
             results = None
-        unchecked: list[tuple[int, ...] | None] = [None] * len(strategy.outputs)
-        shapes_of_outputs = results if results and len(results) == len(strategy.outputs) else unchecked
-        for place, shape in zip(strategy.outputs, shapes_of_outputs, strict=True):
-            yield from _impossible(plan, f"strategies[{name!r}]", place, shape)
-        for place in strategy.inputs:
-            yield from _impossible(plan, f"strategies[{name!r}]", place, None)
+        found = results if results and len(results) == len(strategy.outputs) else None
+        key = id(strategy), found
+        if key not in problems:  # Of few strategies and shapes: those of a plan that was read are shared by its nodes.
+            problems[key] = list(_impossible_strategy(plan, strategy, found))
+        yield from (f"strategies[{name!r}]{problem}" for problem in problems[key])
     yield from _resting_places(plan, shapes)
     for path, place in plan.outputs.items():
         node = plan.module_nodes[path]
@@ -174,13 +186,22 @@ def _places(plan: PlanRecord) -> Iterator[str]:
     yield from _copies(plan)
 
 
-def _resting_places(plan: PlanRecord, shapes: Mapping[str, list[tuple[int, ...]] | None]) -> Iterator[str]:
+def _impossible_strategy(plan: PlanRecord, strategy: Strategy, shapes: Shapes) -> Iterator[str]:
+    """``shapes``: those of its results, if they are known."""
+    for place, shape in zip(strategy.outputs, shapes or [None] * len(strategy.outputs), strict=True):
+        yield from _impossible(plan, place, shape)
+    for place in strategy.inputs:
+        yield from _impossible(plan, place, None)
+
+
+def _resting_places(plan: PlanRecord, shapes: Mapping[str, Shapes]) -> Iterator[str]:
     for path, node in plan.parameter_nodes.items():
         resting, types = plan.parameters[path], shapes[node]
         if not types:
             yield f"nodes[{node!r}] has the type {plan.nodes[node].type!r}"
         for place in (resting.weight, resting.gradient, resting.optimizer):
-            yield from _impossible(plan, f"parameters[{path!r}]", place, types[0] if types else None)
+            problems = _impossible(plan, place, types[0] if types else None)
+            yield from (f"parameters[{path!r}]{problem}" for problem in problems)
             if not all(p == REPLICATE or is_shard(p) for p in place):
                 yield f"parameters[{path!r}]: {short(place)} is a partial sum; a parameter rests as R or S"
     for path, values in plan.gradient_values.items():
@@ -191,13 +212,14 @@ def _resting_places(plan: PlanRecord, shapes: Mapping[str, list[tuple[int, ...]]
                 yield f"gradient_values[{path!r}] is {value!r}: {producer!r} has {count} results"
 
 
-def _impossible(plan: PlanRecord, where: str, place: Placements, shape: tuple[int, ...] | None) -> Iterator[str]:
+def _impossible(plan: PlanRecord, place: Placements, shape: tuple[int, ...] | None) -> Iterator[str]:
+    """What is wrong with a placement, to follow the words where it stands."""
     if len(place) != len(plan.mesh):
-        yield f"{where} is placed {short(place)} on the mesh {plan.mesh}"
+        yield f" is placed {short(place)} on the mesh {plan.mesh}"
     elif any(shard_before(p) < 1 for p in place):
-        yield f"{where}: {short(place)} divides a dim into 0 parts"
+        yield f": {short(place)} divides a dim into 0 parts"
     elif shape is not None and not any(is_valid(place, shape, mesh) for mesh in plan.stage_meshes.meshes):
-        yield f"{where}: {short(place)} is not a placement of shape {list(shape)} on the {plan.stage_meshes}"
+        yield f": {short(place)} is not a placement of shape {list(shape)} on the {plan.stage_meshes}"
 
 
 def _copies(plan: PlanRecord) -> Iterator[str]:
@@ -209,7 +231,7 @@ def _copies(plan: PlanRecord) -> Iterator[str]:
 
 
 def _lines(plan: PlanRecord) -> Iterator[str]:
-    kinds = get_args(LineKind)
+    kinds, problems = get_args(LineKind), dict[int, list[str]]()
     for position, line in enumerate(plan.lines):
         where = f"lines[{position}] ({line.kind} {line.name})"
         if line.kind not in kinds or line.phase not in ("forward", "backward"):
@@ -220,29 +242,31 @@ def _lines(plan: PlanRecord) -> Iterator[str]:
             yield f"{where}: {line.seconds} seconds"
         if line.kind in ("reshard", "weight") and not line.steps:
             yield f"{where}: no steps, but it moves a value"
-        yield from _steps(plan, line, where)
+        if id(line.steps) not in problems:  # Lines of a plan that was read share them.
+            problems[id(line.steps)] = list(_steps(plan, line.steps))
+        yield from (f"{where}: {problem}" for problem in problems[id(line.steps)])
     for holding in plan.holdings:
         if holding.kind not in HOLDINGS or holding.bytes < 0:
             yield f"holdings: {holding.bytes} bytes of {holding.kind!r} for {holding.name}"
 
 
-def _steps(plan: PlanRecord, line: PlanLine, where: str) -> Iterator[str]:
+def _steps(plan: PlanRecord, steps: Sequence[ReshardStep]) -> Iterator[str]:
     """Checks that the hops of a line lead from one placement to the next."""
-    for step in line.steps:
+    for step in steps:
         if step.kind not in STEP_KINDS or step.bytes < 0 or not all(axis < len(plan.mesh) for axis in step.axes):
-            yield f"{where}: {step.kind!r} of {step.bytes} bytes over axes {list(step.axes)} of the mesh {plan.mesh}"
+            yield f"{step.kind!r} of {step.bytes} bytes over axes {list(step.axes)} of the mesh {plan.mesh}"
         for text in (step.source, step.target):
             try:
                 fits = len(parse_placements(text)) == len(plan.mesh)
             except OptionsError:
                 fits = False
             if not fits:
-                yield f"{where}: {text!r} is not a placement on the mesh {plan.mesh}"
+                yield f"{text!r} is not a placement on the mesh {plan.mesh}"
         if step.bytes > 0 and step.kind not in COLLECTIVES:
-            yield f"{where}: {step.kind!r} moves {step.bytes} bytes, but is local"
-    for first, second in itertools.pairwise(line.steps):
+            yield f"{step.kind!r} moves {step.bytes} bytes, but is local"
+    for first, second in itertools.pairwise(steps):
         if first.target != second.source:
-            yield f"{where}: one step ends at {first.target}, the next begins at {second.source}"
+            yield f"one step ends at {first.target}, the next begins at {second.source}"
 
 
 def _gradient_lines(plan: PlanRecord) -> Iterator[str]:
@@ -310,7 +334,7 @@ def _pipeline(plan: PlanRecord) -> Iterator[str]:
     for edge, place in pipeline.wires.items():
         if edge.source == edge.target or not all(0 <= c < chunks for c in (edge.source, edge.target)):
             yield f"pipeline.wires from {edge.source} to {edge.target} of {chunks} chunks"
-        yield from _impossible(plan, f"pipeline.wires of {edge.name!r}", place, None)
+        yield from (f"pipeline.wires of {edge.name!r}{problem}" for problem in _impossible(plan, place, None))
     if any(each and len(each) != plan.stages for each in (pipeline.limits, pipeline.devices)):
         yield f"pipeline.limits {pipeline.limits} and devices {pipeline.devices} are not those of {plan.stages} stages"
     if pipeline.hosts and len(pipeline.hosts) != plan.stages:
