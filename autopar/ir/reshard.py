@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate
@@ -126,8 +126,19 @@ def make_hop(tensor: TensorType, source: Placements, target: Placements, mesh: t
         return None
     kind = str(kinds.pop())
     shape: Shape = tuple(int(s) for s in tensor.shape)
-    if not (is_valid(source, shape, mesh) and is_valid(target, shape, mesh)):
-        return None
+    return _hop(tensor, kind, axes, source, target, mesh) if _are_valid(source, target, shape, mesh) else None
+
+
+def _hop(
+    tensor: TensorType,
+    kind: str,
+    axes: tuple[int, ...],
+    source: Placements,
+    target: Placements,
+    mesh: tuple[int, ...],
+) -> Hop | None:
+    """The hop of a kind over ``axes``, in which two valid placements differ."""
+    shape: Shape = tuple(int(s) for s in tensor.shape)
     if not (_is_innermost(source, axes) and _is_innermost(target, axes)):
         return None
     if len(axes) > 1 and not _together(kind, source, target, axes, shape, mesh):
@@ -139,14 +150,44 @@ def make_hop(tensor: TensorType, source: Placements, target: Placements, mesh: t
 
 
 def neighbours(
-    tensor: TensorType, source: Placements, options: tuple[tuple[Placement, ...], ...], mesh: tuple[int, ...]
+    tensor: TensorType,
+    source: Placements,
+    options: tuple[tuple[Placement, ...], ...],
+    mesh: tuple[int, ...],
+    among: Container[Placements] | None = None,
 ) -> Iterator[Hop]:
-    """Every hop from ``source`` to placements drawn from ``options[axis]``, over axes of more than one device."""
+    """Every hop from ``source`` to placements drawn from ``options[axis]``, over axes of more than one device.
+    ``among``: the valid placements, if they are known, of which ``source`` is one."""
+    shape: Shape = tuple(int(s) for s in tensor.shape)
     live = [a for a in range(len(mesh)) if mesh[a] > 1]
     for count in range(1, len(live) + 1):
         for axes in itertools.combinations(live, count):
             for choice in dict.fromkeys(p for a in axes for p in options[a]):
+                if any(source[a] == choice for a in axes):
+                    continue
                 target = tuple(choice if a in axes else p for a, p in enumerate(source))
-                hop = make_hop(tensor, source, target, mesh)
-                if hop is not None and hop.axes == axes:
+                if target not in among if among is not None else not _are_valid(source, target, shape, mesh):
+                    continue
+                kinds = {_kind(source[a], choice) for a in axes}
+                kind = kinds.pop()
+                hop = None if kinds or kind is None else _hop(tensor, kind, axes, source, target, mesh)
+                if hop is not None:
                     yield hop
+
+
+def hops_among(
+    tensor: TensorType,
+    states: Mapping[Placements, int],
+    options: tuple[tuple[Placement, ...], ...],
+    mesh: tuple[int, ...],
+) -> dict[tuple[int, int], Hop]:
+    """Every hop of :func:`neighbours` between valid placements, by their numbers."""
+    return {
+        (start, states[hop.target]): hop
+        for state, start in states.items()
+        for hop in neighbours(tensor, state, options, mesh, states)
+    }
+
+
+def _are_valid(source: Placements, target: Placements, shape: Shape, mesh: tuple[int, ...]) -> bool:
+    return is_valid(source, shape, mesh) and is_valid(target, shape, mesh)

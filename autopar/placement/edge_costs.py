@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
 
 import numpy as np
 
 from autopar.ir.assignment import Recomputed, overlaps_backward
-from autopar.ir.node import SAVED_ACTIVATION, Value
+from autopar.ir.node import SAVED_ACTIVATION, TensorType, Value
 from autopar.ir.placements import Placements
 from autopar.solver.problem import Floats, Ints, Transfer
 
@@ -18,7 +17,7 @@ from .choices import OUTPUTS, Choice, ChoiceSets, operand_place, result_place
 from .edges import TensorEdge
 from .full_precision_reduction import forbid_reductions, full_precision_gradients
 from .fused_kernels import FusedKernels
-from .prices import ReshardTable
+from .prices import Prices, ReshardTable
 
 # None among sources: the value is not available. None among targets: it is not needed.
 _Places = Sequence[Placements | None]
@@ -81,11 +80,7 @@ class Transfers:
         choice_sets = self.choice_sets
         kind = choice_sets.graph.type_of(Value(edge.producer, edge.result))
         times = count * choice_sets.repeats.microbatches
-        cost = np.zeros((len(sources), len(targets)))
-        for (p, source), (q, target) in product(enumerate(sources), enumerate(targets)):
-            if source is not None and target is not None and source != target:
-                cost[p, q] = times * choice_sets.prices.broken(kind, source, target)
-        return cost
+        return times * broken_matrix(choice_sets.prices, kind, sources, targets)
 
     def _transfer(self, edge: TensorEdge, cost: Callable[[_Places, _Places], Floats], kind: str = "") -> Transfer:
         choice_sets, name = self.choice_sets, f"{edge.producer}.{edge.result} {edge.role}{kind}"
@@ -139,6 +134,25 @@ class Transfers:
 def _positions(places: _Places, among: _Places) -> Ints:
     index = {place: i for i, place in enumerate(among)}
     return np.array([index[place] for place in places], dtype=np.int64)
+
+
+def broken_matrix(prices: Prices, kind: TensorType, sources: _Places, targets: _Places) -> Floats:
+    """What :meth:`.Prices.broken` says of every source and target that are there and differ, otherwise 0."""
+    seconds = np.zeros((len(sources), len(targets)))
+    for seat in prices.seats:
+        first, second = (
+            np.array([0 if place is None else int(seat.holds(kind, place, prices.mesh).bytes) for place in places])
+            for places in (sources, targets)
+        )
+        seconds = np.maximum(seconds, (first[:, None] + second) / seat.cluster.device.memory_bandwidth)
+    seconds += prices.cluster.device.launch_seconds
+    seconds[[place is None for place in sources]] = 0.0
+    seconds[:, [place is None for place in targets]] = 0.0
+    rows = {place: p for p, place in enumerate(sources)}
+    for q, place in enumerate(targets):
+        if place in rows:
+            seconds[rows[place], q] = 0.0
+    return seconds
 
 
 def _submatrix(table: ReshardTable, rows: _Places, columns: _Places) -> Floats:

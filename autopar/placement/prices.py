@@ -36,7 +36,7 @@ from autopar.ir.placements import (
     shares_of,
     short,
 )
-from autopar.ir.reshard import Collective, Hop, neighbours
+from autopar.ir.reshard import Collective, Hop, hops_among
 from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
 
 from .fused_kernels import FusedKernels
@@ -384,13 +384,10 @@ class Prices:
         index = {state: i for i, state in enumerate(states)}
         seconds = np.full((len(states), len(states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        hops: dict[tuple[int, int], Hop] = {}
-        for i, state in enumerate(states):
-            for hop in neighbours(kind, state, options, self.mesh):
-                j = index.get(hop.target)
-                if j is not None:
-                    seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
-                    hops[i, j] = hop
+        other = self._tables.get((kind, not bucketed))
+        hops = other.hops if other else hops_among(kind, index, options, self.mesh)
+        for (i, j), hop in hops.items():
+            seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
         best, next_state = _shortest_paths(seconds)
         if self.rooms:
             # On its way from equal rows to others a tensor is whole, which the program's memory does not count.

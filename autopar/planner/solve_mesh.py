@@ -15,6 +15,7 @@ from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import Prices
 from autopar.restriction import words_of
+from autopar.solver.cost_digest import cost_digest
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
@@ -135,11 +136,17 @@ def _solver(request: PlanRequest, timings: Timings) -> Solve:
         problem = instance.problem
         worth = request.worth if problem.memory_limit >= allowed else math.inf
         solution = solve_in_time(problem, request.options, timings, incumbents, worth=worth)
-        if worth <= solution.bound < math.inf:
-            raise TooSlowError(f"plans on mesh {request.mesh}", solution.bound)
+        if worth < math.inf:
+            _check_worth(request, solution)
         return solution
 
     return solve_worth_while
+
+
+def _check_worth(request: PlanRequest, solution: Solution) -> None:
+    """Raises :class:`TooSlowError` if a solution proves that nothing is worth while."""
+    if request.worth <= solution.bound < math.inf:
+        raise TooSlowError(f"plans on mesh {request.mesh}", solution.bound)
 
 
 def _solve_baselines(
@@ -179,12 +186,13 @@ def _solve_unlimited(
         make = partial(_solver(request, timings), instance, starts)
         if instance.is_wide:
             return make()
-        # One of all requests that differ in the limit alone.
+        # One of all requests that differ in bytes alone: in the limit, or in how many microbatches stages hold.
         options, known = request.options, tuple(choices.tobytes() for choices in starts)
-        settings = options.gap, options.solver_seed, options.time_limit, timings.counts(options), known, request.worth
-        before = timings.solving
-        solution = request.shared.once("unlimited", (program,), *settings, make=make, kept=PROGRAMS)
+        settings = options.gap, options.solver_seed, options.time_limit, timings.counts(options), known
+        before, digest = timings.solving, cost_digest(instance.problem)
+        solution = request.shared.once("unlimited", (), digest, *settings, make=make)
         timings.solving = before + solution.seconds  # As much if another plan has found it, as for the baselines.
+        _check_worth(request, solution)
         return solution
 
     return solve_unlimited(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from .eliminate_variables import Fold, eliminate
 from .problem import Group, Ints, Problem, Transfer, without_needless_host
 from .reduce_dominated import undominated
-from .reduction_memo import ReductionMemo
+from .reduction_memo import FiniteMemo, ReductionMemo
 from .simplify_edges import simplify
 
 Mask = NDArray[np.bool_]
@@ -194,27 +194,34 @@ class BoundMemory:
         return replace(problem, groups=moved, memory_fixed=problem.memory_fixed + sum(least) + always), SameChoices()
 
 
-def _supported(problem: Problem, masks: list[Mask]) -> bool:
-    """Clears the masks of choices that have no possible partner across some transfer. Returns whether any was
-    cleared."""
-    changed = False
-    for transfer in problem.transfers:
-        finite: Mask = np.asarray(np.isfinite(transfer.cost))
-        if finite.all():
-            continue
-        for consumer, target in zip(transfer.consumers, transfer.targets, strict=True):
-            rows = np.zeros(finite.shape[0], dtype=bool)
-            columns = np.zeros(finite.shape[1], dtype=bool)
-            rows[transfer.source[masks[transfer.producer]]] = True
-            columns[target[masks[consumer]]] = True
-            ends: tuple[tuple[int, Mask], ...] = (
-                (transfer.producer, np.asarray(finite[:, columns].any(axis=1))[transfer.source]),
-                (consumer, np.asarray(finite[rows].any(axis=0))[target]),
-            )
-            for group, supported in ends:
-                if bool(np.any(masks[group] & ~supported)):
-                    masks[group] = masks[group] & supported
-                    changed = True
+def _support(problem: Problem, masks: list[Mask], finite: FiniteMemo) -> None:
+    """Clears the masks of choices that have no possible partner across some transfer, until all have one."""
+    waiting = [transfer for transfer in problem.transfers if not finite.has(transfer.cost)]
+    changed = set(range(len(masks)))
+    while changed:
+        before, changed = changed, set()
+        for transfer in waiting:
+            if not (before | changed).isdisjoint((transfer.producer, *transfer.consumers)):
+                changed |= _supported(transfer, masks)
+
+
+def _supported(transfer: Transfer, masks: list[Mask]) -> set[int]:
+    """Clears the masks of choices that have no possible partner across ``transfer``. Returns the groups of those."""
+    changed: set[int] = set()
+    finite: Mask = np.asarray(np.isfinite(transfer.cost))
+    for consumer, target in zip(transfer.consumers, transfer.targets, strict=True):
+        rows = np.zeros(finite.shape[0], dtype=bool)
+        columns = np.zeros(finite.shape[1], dtype=bool)
+        rows[transfer.source[masks[transfer.producer]]] = True
+        columns[target[masks[consumer]]] = True
+        ends: tuple[tuple[int, Mask], ...] = (
+            (transfer.producer, np.asarray(finite[:, columns].any(axis=1))[transfer.source]),
+            (consumer, np.asarray(finite[rows].any(axis=0))[target]),
+        )
+        for group, supported in ends:
+            if bool(np.any(masks[group] & ~supported)):
+                masks[group] = masks[group] & supported
+                changed.add(group)
     return changed
 
 
@@ -224,15 +231,14 @@ class DropForbidden:
     device or of the host even if every other group takes its smallest."""
 
     name: ClassVar[str] = "drop-forbidden"
+    finite: FiniteMemo = field(default_factory=FiniteMemo, repr=False)
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
         masks = [np.isfinite(group.cost) for group in problem.groups]
-        while _supported(problem, masks):
-            pass
+        _support(problem, masks, self.finite)
         if all(mask.any() for mask in masks) and problem.is_limited:
             _fit(problem, masks)
-            while _supported(problem, masks):
-                pass
+            _support(problem, masks, self.finite)
         if all(mask.all() for mask in masks):
             return problem, SameChoices()
         return _fewer(problem, masks, [np.arange(len(mask)) for mask in masks])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .problem import Group, Transfer
+import numpy as np
+
+from .problem import Floats, Group, Transfer
 
 _Mark = tuple[object, ...]
 
@@ -39,3 +41,15 @@ class ReductionMemo:
         arrays = (group.cost, group.memory, group.temporary, group.host)
         ends = (tuple(end == index for end in (t.producer, *t.consumers)) for t in incident)
         return (*map(id, arrays), *map(_transfer_mark, incident), *ends)
+
+
+class FiniteMemo:
+    """The arrays of costs that were found to be finite throughout."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Floats, bool]] = {}  # With the array, as above.
+
+    def has(self, cost: Floats) -> bool:
+        if id(cost) not in self._seen:
+            self._seen[id(cost)] = cost, bool(np.isfinite(cost).all())
+        return self._seen[id(cost)][1]

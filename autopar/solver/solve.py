@@ -33,7 +33,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .budget import Budget
+from .budget import Budget, reduced_seconds
 from .coordinate_descent import Neighbourhood, fits, polish, repair, smallest
 from .dual_ascent import NONE, Ascent, Search, ascend
 from .highs import Effort, run
@@ -115,6 +115,7 @@ def _check(problem: Problem) -> None:
 def _explore(search: Search) -> str:
     """Runs the search, and returns its status."""
     reduced, chain = reduce(search.problem)
+    search.budget.spend(reduced_seconds(search.problem, len(chain.links)))
     if is_impossible(reduced) or _too_large(reduced):
         search.exhausted = True
         return _status(search)
