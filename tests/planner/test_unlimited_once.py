@@ -1,0 +1,59 @@
+"""Without a limit of memory, programs that differ in bytes alone have one solution, which is found once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from autopar.ir.microbatching import Repeats
+from autopar.planner import solve_mesh as planner
+from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.solver.cost_digest import cost_digest
+from autopar.solver.problem import memory_of
+from tests.helpers.models import Case, Stack, text
+from tests.helpers.planning import requested
+from tests.solver.test_solve import layered
+
+
+def small() -> Case:
+    return Stack(layers=1, width=16, hidden=32), text(8, 8)
+
+
+def test_stages_that_hold_more_microbatches_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, counting = requested(small, (2,)), Mock(side_effect=planner.solve_in_time)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    monkeypatch.setattr(planner, "solve_in_time", counting)
+
+    def solved(count: int, in_flight: int, worth: float = float("inf")) -> planner.MeshSolution:
+        asked = replace(request, repeats=Repeats(count, in_flight, accumulates=True, stages=4), worth=worth)
+        return planner.solve_only(asked, graph, Timings())
+
+    few, many = solved(4, 2), solved(4, 4)
+    assert counting.call_count == 1
+    assert few.solution.objective == many.solution.objective == pytest.approx(many.breakdown.seconds)
+    assert memory_of(few.instance.problem, few.solution.choices) < memory_of(
+        many.instance.problem, many.solution.choices
+    )
+    with pytest.raises(TooSlowError, match="take at least"):  # What is known already says so.
+        solved(4, 4, worth=0.5 * few.solution.bound)
+    assert counting.call_count == 1
+    assert solved(8, 4).solution.objective > many.solution.objective and counting.call_count == 2
+
+
+def test_the_digest_is_of_seconds_and_of_a_host_that_binds() -> None:
+    problem = layered(6, 3)
+    first = problem.groups[0]
+    more = replace(problem, groups=(replace(first, memory=first.memory + 1.0), *problem.groups[1:]))
+    assert cost_digest(more) == cost_digest(problem)
+    dearer = replace(problem, groups=(replace(first, cost=first.cost + 1.0), *problem.groups[1:]))
+    moved = problem.transfers[0]
+    dearer_move = replace(problem, transfers=(replace(moved, cost=moved.cost + 1.0), *problem.transfers[1:]))
+    held = replace(problem, groups=tuple(replace(g, host=np.ones_like(g.cost)) for g in problem.groups))
+    binding = [replace(held, host_limit=limit) for limit in (1.0, 2.0)]
+    assert len({cost_digest(each) for each in (problem, dearer, dearer_move, *binding)}) == 5
+    assert cost_digest(replace(held, host_limit=100.0)) == cost_digest(problem)
