@@ -22,12 +22,13 @@ from .milp import MixedIntegerProgram
 from .problem import Problem
 
 # Seconds of one update of messages between two groups, and of each entry of its price matrix (measured on 150 slots of
-# 14 to 5000 entries). A sweep of a descent over all groups takes about as long as a sweep over all messages.
+# 14 to 5000 entries, and on 163 to 361 slots with 14,000 to 107,000 entries under a limit of memory, where repairs make
+# a sweep dearer). A sweep of a descent over all groups takes about as long as a sweep over all messages.
 # Measured on two cores, November 2026.
-SLOT_SECONDS, ENTRY_SECONDS = 2e-5, 7e-9
+SLOT_SECONDS, ENTRY_SECONDS = 3.2e-5, 1.1e-8
 # Seconds of one reduction for each consumer of a transfer (measured on programs of 331 to 586 consumers).
 # Measured on two cores, November 2026.
-REDUCED_SECONDS = 3e-5
+REDUCED_SECONDS = 3.6e-5
 # Seconds of an interior point method at RELAXED_NONZEROS nonzeros, and the power with which they grow (measured at
 # 3,000 to 53,000 nonzeros).
 # Measured on two cores, November 2026.
