@@ -13,6 +13,7 @@ from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.timings import Timings
 from autopar.runtime.generation.cache import CacheInputs, hold_all_tokens
 from autopar.runtime.generation.one_token import check_generates, one_token
+from autopar.torch_internals.hugging_face import cache_name
 
 from .errors import OptionsError
 from .options import Options
@@ -54,7 +55,7 @@ def planned_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     rows = int(given[0].shape[0])
     cache = StaticCache(config=model.config, max_cache_len=options.cache_length)
     hold_all_tokens(cache)
-    return (), {**one_token(model, rows, cache), "past_key_values": CacheInputs.of(cache, model, rows)}
+    return (), {**one_token(model, rows, cache), cache_name(model): CacheInputs.of(cache, model, rows)}
 
 
 def prepare_inference(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +14,34 @@ from torch import Tensor, nn
 
 IGNORED_MEMBERS = frozenset(("_original_object_hash",))
 """Attributes of configurations that differ between processes and do not affect any computation."""
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models call their key-value cache, as an argument and as an output: since 5.24, where the other name is
+deprecated, and before."""
+
+
+def cache_name(model: nn.Module) -> str:
+    """What ``model`` calls its cache."""
+    return _cache_name(type(model))
+
+
+@cache
+def _cache_name(kind: type[nn.Module]) -> str:
+    accepted = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[-1])
+
+
+def cache_among(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The cache among the keyword arguments of a call, under either name, and the other arguments. None if there is no
+    cache of transformers."""
+    found = next((arguments[name] for name in CACHE_NAMES if _is_cache(arguments.get(name))), None)
+    return found, {name: value for name, value in arguments.items() if found is None or name not in CACHE_NAMES}
+
+
+def _is_cache(value: object) -> bool:
+    return any(
+        (kind.__module__, kind.__name__) == ("transformers.cache_utils", "Cache") for kind in type(value).__mro__
+    )
 
 
 @contextmanager
@@ -54,5 +84,5 @@ def names_not_saved(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 def length_of_generation(model: nn.Module) -> int:
     """The length for which ``generate`` of ``model`` has last made a static cache, which layers of a sliding window do
-    not tell; 0 if it has not. Relies on ``_previous_max_cache_length`` of models (5.23)."""
+    not tell; 0 if it has not. Relies on ``_previous_max_cache_length`` of models (5.24)."""
     return int(getattr(model, "_previous_max_cache_length", 0))

@@ -19,6 +19,7 @@ from autopar.runtime.execute.index_guards import looks_up
 from autopar.runtime.faults.watch import Watch
 from autopar.runtime.state.loss_scale import LossScale
 from autopar.runtime.state.weights import Weights
+from autopar.torch_internals.hugging_face import CACHE_NAMES
 from autopar.torch_internals.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from .compiled import Compiled
@@ -155,7 +156,7 @@ class CompiledCall:
             return
         told.update(self.signature.lost)
         here, them = ("it is", "it") if len(lost) == 1 else ("they are", "them")
-        cache = any(name.endswith("past_key_values") for name in self.signature.lost)
+        cache = any(name.rpartition(".")[2] in CACHE_NAMES for name in self.signature.lost)
         unneeded = " Pass use_cache=False if it is not needed." if cache else ""
         generates = "; model.generate(...) does so by itself" if cache else ""
         warnings.warn(

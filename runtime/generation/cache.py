@@ -4,7 +4,7 @@ A call of a traced model takes tensors. :class:`CacheInputs` is a cache as a tre
 layer, which stay on the devices (:class:`~autopar.torch_internals.trees.ResidentKey`), and the number of tokens they
 hold. In the traced model the tree is a ``StaticCache`` again, whose layers write into these tensors.
 
-Relies on the attributes of ``transformers.cache_utils.StaticLayer`` (5.23): ``keys``, ``values``,
+Relies on the attributes of ``transformers.cache_utils.StaticLayer`` (5.24): ``keys``, ``values``,
 ``cumulative_length``, ``is_initialized`` and those that ``lazy_initialization`` sets.
 """
 
@@ -69,7 +69,7 @@ def check_cache(cache: Any) -> None:
     if kinds or getattr(cache, "offloading", False):
         what = "a cache in host memory" if not kinds else f"a cache of {', '.join(kinds)}"
         raise AutoparError(
-            f"past_key_values is {what}: an inference module takes a transformers.StaticCache whose layers hold all "
+            f"the cache is {what}: an inference module takes a transformers.StaticCache whose layers hold all "
             "tokens. model.generate(...) makes one by itself"
         )
 

@@ -22,13 +22,12 @@ from autopar.runtime.calls.programs import AnyCall
 from autopar.runtime.calls.resident import cache_slots, give_resident, new_resident
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.state.parameters import broadcast_first
-from autopar.torch_internals.hugging_face import length_of_generation
+from autopar.torch_internals.hugging_face import cache_among, cache_name, length_of_generation
 from autopar.torch_internals.trees import tree_map
 
 from .cache import CacheInputs, check_cache, fill_in, hold_all_tokens
 from .one_token import check_generates, check_prompts, one_token
 
-_CACHE = "past_key_values"
 # What other ways to generate than token by token do with a cache.
 _REARRANGING = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 _NO_TRAINING = (
@@ -38,16 +37,16 @@ _NO_TRAINING = (
 
 
 class InferenceModule(ParallelModule):
-    """See the module docstring. Calls take a ``transformers.StaticCache`` as ``past_key_values``; the first call with a
-    cache makes its tensors, sharded as the plan says."""
+    """See the module docstring. Calls take a ``transformers.StaticCache`` as ``cache`` (``past_key_values`` before
+    transformers 5.24); the first call with a cache makes its tensors, sharded as the plan says."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`ParallelModule.forward`, without gradients."""
         if self._is_whole:
             return self._original(*args, **kwargs)
         with torch.no_grad():
-            cache = kwargs.get(_CACHE)
-            result = super().forward(*args, **kwargs) if cache is None else self._with_cache(cache, args, kwargs)
+            cache, others = cache_among(kwargs)
+            result = super().forward(*args, **kwargs) if cache is None else self._with_cache(cache, args, others)
         return _without_backward(result) if torch.is_grad_enabled() else result
 
     def prepare(self, args: Any, kwargs: Any, outputs: OutputsWanted = "all", *, grad: bool = False) -> AnyCall:
@@ -55,7 +54,8 @@ class InferenceModule(ParallelModule):
         return super().prepare(args, kwargs, "all", grad=False)
 
     def _with_cache(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with a cache, which then holds the tokens of this call too."""
+        """A call with a cache, which then holds the tokens of this call too. ``kwargs`` are the other arguments."""
+        name = cache_name(self._original)
         tokens = _tokens(args, kwargs)
         rows, added = tokens.shape[:2]
         hold_all_tokens(cache)
@@ -63,12 +63,12 @@ class InferenceModule(ParallelModule):
         if not cache.is_initialized:
             self._make_cache(cache, rows)
         _check_room(cache, int(added))
-        self._told_lost.add(_CACHE)  # The caller has it.
-        result = super().forward(*args, **{**kwargs, _CACHE: CacheInputs.of(cache, self._original, rows)})
+        self._told_lost.add(name)  # The caller has it.
+        result = super().forward(*args, **{**kwargs, name: CacheInputs.of(cache, self._original, rows)})
         for layer in cache.layers:
             layer.cumulative_length = layer.cumulative_length + added
-        if _CACHE in getattr(result, "__dataclass_fields__", ()):
-            result[_CACHE] = cache
+        if name in getattr(result, "__dataclass_fields__", ()):
+            result[name] = cache
         return result
 
     def _make_cache(self, cache: Any, rows: int) -> None:
@@ -76,10 +76,11 @@ class InferenceModule(ParallelModule):
         check_generates(self._original)
         inputs = one_token(self._original, rows, cache)
         empty = CacheInputs.of(cache, self._original, rows)
-        call = self.prepare((), {**inputs, _CACHE: empty})
+        prefix = cache_name(self._original)
+        call = self.prepare((), {**inputs, prefix: empty})
         slots = _slots(call)
         inside = call.stages.own if isinstance(call, PipelineCall) else call.groups
-        names = [f"{_CACHE}.{key.key}" for key, _ in empty.with_keys()[0]][1:]
+        names = [f"{prefix}.{key.key}" for key, _ in empty.with_keys()[0]][1:]
         handles = []
         for name, tensor in zip(names, empty.tensors, strict=True):
             if name not in call.caches:
@@ -108,7 +109,7 @@ class InferenceModule(ParallelModule):
 
     def _cache_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of ``generate`` that make its cache one of fixed shapes."""
-        if given.get(_CACHE) is not None or given.get("use_cache") is False:
+        if cache_among(given)[0] is not None or given.get("use_cache") is False:
             return {}
         length = self._compile.options.cache_length  # type: ignore[attr-defined]
         return {
@@ -141,9 +142,9 @@ class InferenceModule(ParallelModule):
                 own.update(replaced)
 
         def prepared(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get(_CACHE) is not None:
+            if (cache := cache_among(kwargs)[0]) is not None:
                 # Before masks are made for it.
-                hold_all_tokens(kwargs[_CACHE], length_of_generation(self._original))
+                hold_all_tokens(cache, length_of_generation(self._original))
             return prepare(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
@@ -189,9 +190,7 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
         if isinstance(value, torch.Tensor):
             return value
-    raise AutoparError(
-        "a call with past_key_values needs input_ids (or inputs_embeds), whose tokens the cache will hold"
-    )
+    raise AutoparError("a call with a cache needs input_ids (or inputs_embeds), whose tokens the cache will hold")
 
 
 def _check_room(cache: Any, added: int) -> None:

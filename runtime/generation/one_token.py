@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.torch_internals.hugging_face import cache_name
 
 
 def check_generates(model: nn.Module) -> None:
@@ -42,13 +43,13 @@ def one_token(model: nn.Module, rows: int, cache: Any, mask: torch.Tensor | None
     """The keyword inputs with which ``generate`` calls ``model`` for one token of each of ``rows`` sequences. ``mask``:
     which tokens of the prompts are not padding, [rows, length]."""
     accepted = inspect.signature(type(model).forward).parameters
-    given: dict[str, Any] = {"use_cache": True}
+    given: dict[str, Any] = {"use_cache": True, cache_name(model): cache}
     if "position_ids" in accepted:
         given["position_ids"] = torch.zeros(rows, 1, dtype=torch.int64)
     if "logits_to_keep" in accepted:
         given["logits_to_keep"] = 1
     ids = torch.zeros(rows, 1, dtype=torch.int64)
     inputs: Mapping[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
-        ids, next_sequence_length=1, past_key_values=cache, attention_mask=mask, **given
+        ids, next_sequence_length=1, attention_mask=mask, **given
     )
     return {**inputs, "return_dict": True}
