@@ -1,4 +1,5 @@
-"""The tests on the versions of torch that autopar supports, from PyPI's default builds (CUDA builds, on Linux).
+"""The tests on the versions of torch that autopar supports, from PyPI's default builds (CUDA builds, on Linux). With
+the newest torch come the newest releases of whatever else requirements-newest.txt names, transformers above all.
 
     nox                      a smoke test on the oldest and the newest
     nox -s tests             the quick suite on each version; nox -s 'tests(2.15.0)' on one
@@ -25,17 +26,14 @@ import nox
 
 ROOT = Path(__file__).parent
 CACHE = Path(os.environ.get("AUTOPAR_NOX", "~/.cache/autopar/nox")).expanduser()
-VERSIONS = (
-    "2.11.0",
-    "2.13.0",
-    "2.14.1",
-    *re.findall(r"^torch==(.+)$", (ROOT / "requirements-newest.txt").read_text(), re.M),
-)
+NEWEST = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "requirements-newest.txt").read_text(), re.M))
+VERSIONS = ("2.11.0", "2.13.0", "2.14.1", NEWEST["torch"])
 JOBS = os.environ.get("JOBS", "2")
 # Seconds: one command of pip, the question whether the index answers, a smoke test, the suite.
 INSTALLING, ASKING, SMOKING, TESTING = 1500, 60, 900, 5400
 
-# Trace, lower, plan, run on processes, verify, the command line, versions, and what differed between versions of torch.
+# Trace, lower, plan, run on processes, verify, generate, the command line, versions, and what differed between versions
+# of torch and of transformers.
 SMOKE = (
     "tests/test_supported.py",
     "tests/trace/test_tracer.py",
@@ -45,6 +43,9 @@ SMOKE = (
     "tests/passes/test_probe.py::test_a_trial_has_an_end",
     "tests/runtime/test_launch.py",
     "tests/runtime/test_executor.py",
+    "tests/runtime/generation/test_generate.py",
+    "tests/test_inference.py",
+    "tests/torch_internals/test_hugging_face.py",
     "tests/verification/test_verify.py",
     "tests/cli/test_command_line.py",
 )
@@ -106,10 +107,8 @@ def commands(folder: Path, torch: str) -> list[list[str]]:
     if stamp(folder).exists() and stamp(folder).read_text() == wanted(torch):
         return [[*pip, "--no-deps", *checkout]]
     folder.mkdir(exist_ok=True)
-    # torch says which setuptools it takes: 2.11 none of the newest.
-    pins = [line for line in constraints().splitlines() if not line.startswith(("torch==", "setuptools=="))]
     kept = folder / "constraints.txt"
-    kept.write_text("\n".join([*pins, f"torch==={torch}"]) + "\n")
+    kept.write_text("\n".join([*pins(torch), f"torch==={torch}"]) + "\n")
     return [
         [sys.executable, "-m", "venv", str(folder)],
         [*pip, "setuptools>=77", f"torch==={torch}"],
@@ -117,14 +116,19 @@ def commands(folder: Path, torch: str) -> list[list[str]]:
     ]
 
 
-def constraints() -> str:
-    """The pinned versions."""
-    return (ROOT / "constraints.txt").read_text()
+def pins(torch: str) -> list[str]:
+    """The versions of everything else: the pinned ones, with the newest torch the newest."""
+    newest = {name: version for name, version in NEWEST.items() if torch == NEWEST["torch"]}
+    # torch says which setuptools it takes: 2.11 none of the newest.
+    apart = {"torch", "setuptools", *newest}
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    newer = [f"{name}=={version}" for name, version in newest.items() if name != "torch"]
+    return [*(line for line in pinned if line.partition("==")[0] not in apart), *newer]
 
 
 def wanted(torch: str) -> str:
     """Changes when an environment has to be installed again."""
-    return hashlib.sha256(f"{torch} {constraints()} {(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()
+    return hashlib.sha256(f"{torch} {pins(torch)} {(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()
 
 
 def stamp(folder: Path) -> Path:

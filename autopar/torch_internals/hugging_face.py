@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -22,12 +22,12 @@ deprecated, and before."""
 
 def cache_name(model: nn.Module) -> str:
     """What ``model`` calls its cache."""
-    return _cache_name(type(model))
+    return _cache_name(type(model).forward)
 
 
-@cache
-def _cache_name(kind: type[nn.Module]) -> str:
-    accepted = inspect.signature(kind.forward).parameters
+@lru_cache(maxsize=256)
+def _cache_name(forward: Callable[..., Any]) -> str:
+    accepted = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[-1])
 
 

@@ -147,7 +147,9 @@ class Step(nn.Module):
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
         """Which of the changed numbers a graph must not contain as constants, see :func:`counted`."""
         return counted(
-            partial(self._run_again, inputs), self.counted, (*self.refilled, *self.__dict__["request"].reads.rewritten)
+            partial(self._run_again, inputs),
+            self.counted,
+            (*self.refilled, *self.__dict__["request"].reads.before.rewritten),
         )
 
     def _run_again(
@@ -166,7 +168,7 @@ class Step(nn.Module):
             returned = Returned()
             with Operations(tensors) as operations, request.reads.restoring():
                 if attributes:
-                    request.reads.carry()
+                    request.reads.before.carry()
                 output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
                 outputs = collect_outputs(output, loss, request.differentiate, returned)
                 operations.add((returned.order, returned.constants, outputs, _gradients(outputs, trainable)))
@@ -275,7 +277,7 @@ def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], s
     """The plain numbers that calls of the model count, and whatever else they change and read; if a second call fails,
     all numbers that change."""
     paths, reads = step.counted, step.__dict__["request"].reads
-    if step.counted or step.refilled or reads.rewritten:
+    if step.counted or step.refilled or reads.before.rewritten:
         with suppress(Exception), _dispatching(symbolic), mode:
             paths = step.counts_on(*inputs)
     return (*paths, *(path for path in reads.written if path not in paths))
@@ -342,10 +344,8 @@ def _recorded(
     except Exception:
         if not repeated.skipped:
             raise
-        request.reads.undo()
         return None
     if repeated.skipped and has_changed_python(request.reads, step.counted, step.refilled):
-        request.reads.undo()
         return None
     return recorder.program(len(inputs) + len(tensors), outputs)
 

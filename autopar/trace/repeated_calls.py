@@ -332,5 +332,4 @@ def _is_same(first: RecordedOp, second: RecordedOp) -> bool:
 def has_changed_python(reads: Reads, counted: Sequence[str], refilled: Sequence[str]) -> bool:
     """Whether a call of the model has changed anything in Python that it reads, as far as that is watched: numbers
     (``counted``) and containers (``refilled``) of its modules, attributes, variables, generators of random numbers."""
-    changes = (counted, refilled, reads.rewritten, reads.written, reads.generators.drawn)
-    return any(changes) or reads.has_changed()
+    return any((counted, refilled, reads.before.rewritten, reads.written, reads.generators.drawn))

@@ -20,7 +20,8 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, buffers_of, children_of, parameters_of
 
-from .reads import Owner, Reads
+from .owners import Owner
+from .reads import Reads
 from .values import MISSING, Expected, Tensor, freeze, sentence, shown, within
 from .variables import is_own_code
 

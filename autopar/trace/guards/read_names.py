@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from .guards import Guards, guards_of
-from .reads import Reads, members_of
+from .owners import members_of
+from .reads import Reads
 from .values import MISSING
 
 Names = tuple[tuple[str, str], ...]

@@ -10,11 +10,8 @@ import argparse
 import functools
 import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +19,10 @@ import torch
 from torch import nn
 
 from autopar.content.code_origin import is_written_by_user
-from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, is_flat_weights
+from autopar.torch_internals.modules import is_flat_weights
 
+from .before import Before
+from .owners import Owner, is_property, members_of
 from .random_numbers import GENERATORS, WatchedGenerators
 from .values import CONTAINERS, MISSING, PLAIN, within
 from .variables import (
@@ -45,60 +44,14 @@ _FOREIGN = {"torch", "numpy", "autopar", *sys.stdlib_module_names} - {"__main__"
 _NO_OWNERS = (torch.Tensor, np.ndarray, types.ModuleType, type, types.BuiltinFunctionType)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """An object whose attributes are read. ``label`` is the path by which it was first reached
-    (``model.layers.0.config``); ``of`` is the attribute of another object that led to it, None for a module of the
-    model."""
-
-    value: Any
-    label: str
-    of: tuple[int, str] | None = None
-
-    @property
-    def members(self) -> dict[str, Any]:
-        """Its attributes; empty if it has only slots."""
-        return _members(self.value) or {}
-
-    @property
-    def has_members(self) -> bool:
-        """Whether it has a ``__dict__``, and so can be given any attribute."""
-        return _members(self.value) is not None
-
-    def get(self, name: str) -> object:
-        """The attribute that the object itself stores under that name, also in a slot."""
-        own = _members(self.value)
-        if own is not None:
-            return own.get(name, MISSING)
-        try:
-            return object.__getattribute__(self.value, name)
-        except AttributeError:
-            return MISSING
-
-    def set(self, name: str, value: object) -> None:
-        """Sets an attribute, or deletes it if ``value`` is MISSING."""
-        own = _members(self.value)
-        if own is None:
-            object.__delattr__(self.value, name) if value is MISSING else object.__setattr__(self.value, name, value)
-        elif value is MISSING:
-            del own[name]
-        else:
-            own[name] = value
-
-
-def _members(value: object) -> dict[str, Any] | None:
-    try:
-        members = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return members if isinstance(members, dict) else None
-
-
 class Reads:
     """Reads of the objects that ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by the id of their object;
-    ``variables`` are those of functions, globals, closures and classes, by namespace and name. A call may change an
-    attribute after it reads it, so that the next call reads something else: ``rewritten`` are such attributes of
-    objects, ``written`` such plain tensors of modules, by path."""
+    ``variables`` are those of functions, globals, closures and classes, by namespace and name. What a call itself has
+    put into an attribute before it reads it (a flag that says that it is being traced) does not depend on what was
+    there, and is not among them.
+
+    A call may change what it has read, so that the next call reads something else. ``before`` has what attributes of
+    objects, variables and containers were; ``written`` are plain tensors of modules that were replaced, by path."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.owners: dict[int, Owner] = {}
@@ -109,15 +62,12 @@ class Reads:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._kinds: dict[type, None] = {}
         self._names: set[str] = set()
-        self.rewritten: dict[str, None] = {}
+        self.before = Before()
         self.written: dict[str, None] = {}
-        self._after: dict[tuple[int, str], object] = {}
+        self._put: set[tuple[int, str]] = set()
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self._first: dict[tuple[int, str], object] = {}
-        self._watched: dict[type, object] = {}
+        self._watched: dict[type, dict[str, object]] = {}
         self._is_on = False
-        self._values: dict[tuple[int, str], object] = {}
-        self._contents: list[tuple[Any, Any]] = []
         for path, module in model.named_modules():
             self._own(module, f"model.{path}" if path else "model", None)
         if loss_fn is not None:
@@ -188,14 +138,16 @@ class Reads:
             key = id(variable.space), variable.name
             if key not in self.variables:
                 self.variables[key] = variable
-                self._values[key] = variable.value()
-                self._contents += _copies_of(variable.value())
+                if not variable.is_of_library:
+                    self.before.keep(variable, variable.name, variable.value())
                 self.follow(variable.value(), variable.label, None)
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Records reads inside the ``with`` block. Restores afterwards what the model wrote to attributes that it had
-        read from objects other than its modules."""
+        """Records reads inside the ``with`` block. Restores afterwards what the model wrote to variables, and to
+        attributes of objects other than its modules."""
+        self.before.begin()
+        self._put.clear()
         try:
             self._is_on = True
             self._watch(nn.Module)
@@ -206,37 +158,40 @@ class Reads:
         finally:
             self._is_on = False
             for kind, own in self._watched.items():
-                if own is MISSING:
-                    del kind.__getattribute__
-                else:
-                    kind.__getattribute__ = own  # type: ignore[method-assign,assignment]
+                for name, function in own.items():
+                    delattr(kind, name) if function is MISSING else setattr(kind, name, function)
             self._watched.clear()
-            self._restore()
-
-    def carry(self) -> None:
-        """Gives objects the attributes that a first call left in them."""
-        for (identity, name), value in self._after.items():
-            self.owners[identity].set(name, value)
+            self.before.restore()
+            self._note_replaced()
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Restores what the model writes inside the ``with`` block to attributes that it has read from objects."""
+        """Restores what the model writes inside the ``with`` block to variables and attributes that it has read."""
         try:
             yield
         finally:
-            self._restore()
+            self.before.restore()
 
     def _watch(self, kind: type) -> None:
-        """Records what is read from instances of ``kind``."""
+        """Records what is read from instances of ``kind``, and written to them."""
         if kind in self._watched:
             return
-        inner: Callable[[Any, str], Any] = kind.__getattribute__  # type: ignore[assignment]
+        get: Callable[[Any, str], Any] = kind.__getattribute__  # type: ignore[assignment]
+        put: Callable[[Any, str, Any], None] = kind.__setattr__  # type: ignore[assignment]
 
         def read(owner: Any, name: str) -> Any:
-            return self._note(owner, name, inner) if id(owner) in self.owners else inner(owner, name)
+            return self._note(owner, name, get) if id(owner) in self.owners else get(owner, name)
 
-        self._watched[kind] = vars(kind).get("__getattribute__", MISSING)
-        kind.__getattribute__ = read  # type: ignore[method-assign,assignment]
+        def write(owner: Any, name: str, value: Any) -> None:
+            record = self.owners.get(id(owner))
+            old = MISSING if record is None else record.get(name)
+            put(owner, name, value)
+            if record is not None:
+                self._note_write(record, name, old)
+
+        names = ("__getattribute__", "__setattr__")
+        self._watched[kind] = {name: vars(kind).get(name, MISSING) for name in names}
+        kind.__getattribute__, kind.__setattr__ = read, write  # type: ignore[method-assign,assignment]
 
     def _note(self, owner: Any, name: str, inner: Callable[[Any, str], Any]) -> Any:
         key = id(owner), name
@@ -251,46 +206,34 @@ class Reads:
                 for each in members.keys() - MACHINERY:
                     self._note(owner, each, inner)
             return members
-        self.read[key] = None
-        if key[0] not in self.tree:
-            self._first[key] = record.get(name)
-            self._contents += _copies_of(record.get(name))
+        is_own = key in self._put
+        if not is_own:
+            self.read[key] = None
+            self._keep(record, name, record.get(name))
         value = inner(owner, name)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not is_own:
             self._tensors[key] = value
         self.follow(value, f"{record.label}.{name}", key)
         return value
 
-    def _restore(self) -> None:
-        for (identity, name), old in self._first.items():
-            owner = self.owners[identity]
-            if owner.get(name) is not old:
-                self.rewritten[f"{owner.label}.{name}".removeprefix("model.")] = None
-                self._after.setdefault((identity, name), owner.get(name))
-                owner.set(name, old)
+    def _note_write(self, owner: Owner, name: str, old: object) -> None:
+        """Notes that the model has written to an attribute, whose value was ``old``."""
+        key = id(owner.value), name
+        if name not in MACHINERY and key not in self.read and not is_property(owner.value, name):
+            self._put.add(key)
+            self._keep(owner, name, old)
+
+    def _keep(self, owner: Owner, name: str, value: object) -> None:
+        if id(owner.value) not in self.tree:  # What modules of the model have is restored elsewhere.
+            self.before.keep(owner, name, value)
+
+    def _note_replaced(self) -> None:
         for (identity, name), tensor in self._tensors.items():
             owner = self.owners[identity]
             now = owner.get(name)
             if isinstance(now, torch.Tensor) and now is not tensor:
                 self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
         self._tensors.clear()
-
-    def has_changed(self) -> bool:
-        """Whether a variable, or a container in a variable or in an attribute of an object, is no longer what it was
-        when it was first met."""
-        is_other = any(self.variables[key].value() is not value for key, value in self._values.items())
-        return is_other or any(_ids_in(container) != _ids_in(saved) for container, saved in self._contents)
-
-    def undo(self) -> None:
-        """Gives variables, and the containers in variables and in attributes of objects, what they had when they were
-        first met, so that the model can run as if it had not run."""
-        for container, saved in self._contents:
-            if _ids_in(container) != _ids_in(saved):
-                container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(saved)
-        for key, value in self._values.items():
-            if self.variables[key].value() is not value:
-                self.variables[key].put(value)
 
     def is_reachable(self, owner: Owner) -> bool:
         """Whether an object can still be reached where it was, and was not created by the call alone."""
@@ -301,32 +244,6 @@ class Reads:
         now = members_of(holder).get(name, MISSING)
         is_there = now is owner.value or any(item is owner.value for _, item in within(now))
         return (is_there or now is MISSING or isinstance(now, nn.Module)) and self.is_reachable(holder)
-
-
-def _copies_of(value: object) -> list[tuple[Any, Any]]:
-    """The containers that can be changed among ``value`` and what is inside it, each with a copy."""
-    found: dict[int, tuple[Any, Any]] = {}
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, CONTAINERS) and id(each) not in found:
-            found[id(each)] = each, copy(each)
-            waiting += each.values() if isinstance(each, Mapping) else each
-    return [(each, saved) for each, saved in found.values() if type(each) in (dict, list, set, deque)]
-
-
-def _ids_in(container: Any) -> list[int]:
-    if isinstance(container, Mapping):
-        return [id(part) for item in container.items() for part in item]
-    return [id(item) for item in container]
-
-
-def members_of(owner: Owner) -> Mapping[str, Any]:
-    """The attributes of an object, for a module with its children, buffers and parameters."""
-    if isinstance(owner.value, nn.Module):
-        own = owner.members
-        return {**own[CHILDREN], **own[BUFFERS], **own[PARAMETERS], **own}
-    return owner.members
 
 
 def _is_watchable(kind: type) -> bool:

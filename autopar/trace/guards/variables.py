@@ -36,9 +36,18 @@ class Variable:
         elif isinstance(self.space, types.CellType):
             self.space.cell_contents = value
         elif isinstance(self.space, type):
-            setattr(next(kind for kind in self.space.__mro__ if self.name in vars(kind)), self.name, value)
+            setattr(self._class_that_has_it(), self.name, value)
         else:
             setattr(self.space, self.name, value)
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether it is what the class inherits from a library, which autopar may have replaced for the time being."""
+        return isinstance(self.space, type) and not is_written_by_user(self._class_that_has_it())
+
+    def _class_that_has_it(self) -> type:
+        assert isinstance(self.space, type)
+        return next(kind for kind in self.space.__mro__ if self.name in vars(kind))
 
     def get(self, name: str, default: Any) -> Any:
         """As :meth:`dict.get`."""
