@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError, OptionsError
 from autopar.runtime import run_local
+from autopar.torch_internals.hugging_face import cache_name
 from tests.helpers.generating import make, prompts
 from tests.helpers.planning import CLUSTER
 
@@ -106,7 +107,10 @@ def test_one_process_generates_the_same_tokens_in_two_programs() -> None:
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     ids = prompts("qwen2")["input_ids"][:, 3:]
     with torch.no_grad():
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        name = cache_name(make("qwen2"))  # The other one, below, works as well.
+        first = model(input_ids=ids, use_cache=True, **{name: cache})
+        assert first[name] is cache
+        logits = first.logits
         again = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
         right = make("qwen2")(torch.cat([ids, ids[:, :1]], 1)).logits
     torch.testing.assert_close(torch.cat([logits, again], 1), right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -30,6 +31,13 @@ def test_the_project_says_the_same() -> None:
     minors = range(supported.PYTHON[0][1], supported.PYTHON[1][1])
     named = [c.removeprefix("Programming Language :: Python :: ") for c in project["classifiers"] if "Python ::" in c]
     assert named == [f"3.{minor}" for minor in minors]
+
+
+def test_the_page_on_inference_names_the_versions_that_are_tested() -> None:
+    page = (ROOT / "docs/howto/inference.md").read_text()
+    for file in ("constraints.txt", "requirements-newest.txt"):
+        found = re.search(r"^transformers==(\d+\.\d+)", (ROOT / file).read_text(), re.M)
+        assert found and re.search(rf"run with transformers [^\n]*\b{re.escape(found[1])}\b", page), file
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.0+cu132", "2.15.1.dev20261101"])
