@@ -21,7 +21,7 @@ deprecated, and before."""
 
 
 def cache_name(model: nn.Module) -> str:
-    """What ``model`` calls its cache."""
+    """What ``model`` calls its cache. Relies on the name of an argument of its forward (5.24)."""
     return _cache_name(type(model).forward)
 
 
@@ -33,7 +33,7 @@ def _cache_name(forward: Callable[..., Any]) -> str:
 
 def cache_among(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The cache among the keyword arguments of a call, under either name, and the other arguments. None if there is no
-    cache of transformers."""
+    cache of transformers. Relies on the home of its class ``Cache`` (5.24)."""
     found = next((arguments[name] for name in CACHE_NAMES if _is_cache(arguments.get(name))), None)
     return found, {name: value for name, value in arguments.items() if found is None or name not in CACHE_NAMES}
 
