@@ -16,8 +16,7 @@ from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.modules import is_about_flat_weights
 from autopar.torch_internals.tensors import storage_key
 from autopar.torch_internals.trees import tree_map
-
-from .model_state import contents_of, refill
+from autopar.trace.guards.containers import contents_of, refill
 
 # The mode, members and hooks of any module.
 _OWN = frozenset(vars(nn.Module()))

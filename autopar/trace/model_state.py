@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +11,9 @@ import torch
 from torch import nn
 
 from autopar.torch_internals.modules import buffers_of, parameters_of
+from autopar.trace.guards.containers import contents_of, refill
 
 Role = Literal["param", "buffer", "constant"]
-_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @dataclass(frozen=True)
@@ -88,29 +86,6 @@ def model_state(model: nn.Module) -> tuple[State, ...]:
         State(first.role, names[0], tensor, tuple(slots), tuple(names[1:]))
         for first, tensor, names, slots in by_id.values()
     )
-
-
-def contents_of(values: Iterable[object]) -> list[tuple[Any, Any]]:
-    """The containers among ``values`` and inside them, each with a copy: members, hooks, caches of a model."""
-    copies: dict[int, tuple[Any, Any]] = {}
-    queue: deque[Any] = deque(values)
-    while queue:
-        value = queue.popleft()
-        if type(value) in _CONTAINERS and id(value) not in copies:
-            copies[id(value)] = (value, copy(value))
-            queue.extend(value.values() if isinstance(value, dict) else value)
-        elif type(value) is tuple:
-            queue.extend(value)
-    return list(copies.values())
-
-
-def refill(container: Any, saved: Any) -> None:
-    """Replaces the items of ``container`` by those of ``saved``, see :func:`contents_of`."""
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(saved)
-    else:
-        container.update(saved)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.trace.model_state import contents_of, refill
-
+from .containers import contents_of, refill
 from .owners import Owner
 from .variables import Variable
 
