@@ -155,7 +155,7 @@ def _wired(plan: PlanRecord) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _shapes(text: str) -> tuple[tuple[int, ...], ...] | None:
+def _shapes(text: str) -> Shapes:
     """The shapes in the types of a node, such as ``f32[8, 4], i64[]``; None if ``text`` is not a list of types."""
     plain = text.partition(", stored ")[0]
     if not re.fullmatch(_TYPES, plain):

@@ -68,8 +68,8 @@ def _pattern(affine: str, tracking: bool, dtype: str | None) -> Pattern:
 
 
 def kernel_input(site: Site) -> Value:
-    """What the kernel of a match normalises."""
-    return site[_names(site)[0]]
+    """What the kernel of a match takes first: what it normalises, or its gradient."""
+    return site[site.pattern.section.inputs[0]]
 
 
 def kernel_result(site: Site) -> str:
@@ -77,11 +77,6 @@ def kernel_result(site: Site) -> str:
     value = site.pattern.section.outputs[0]
     assert value is not None
     return value.node
-
-
-def _names(site: Site) -> tuple[str, ...]:
-    """The pattern's names of what a match takes, the input first."""
-    return tuple(site.pattern.section.inputs)
 
 
 def row_placements(column: Placements) -> Placements:
@@ -97,7 +92,7 @@ def _is_batch_norm(site: Site) -> bool:
     count = math.prod(shape[dim] for dim in others)
     if len(shape) < 2 or list(argument["dims"]) != others or argument["count"] != count:
         return False
-    rows = _names(site)[1:]
+    rows = site.pattern.section.inputs[1:]
     # A column of weights may match as the weights, if its reshape is placed otherwise than the rest.
     if any(tuple(site.shape(name)) != (shape[1],) for name in rows):
         return False
@@ -115,7 +110,7 @@ def build(site: Site) -> Replacement | None:
     """The kernel, and its statistics in the shape in which others use them."""
     if not _is_batch_norm(site):
         return None
-    given, result = _names(site), kernel_result(site)
+    given, result = site.pattern.section.inputs, kernel_result(site)
     kept = ("new_mean", "new_variance") if "running_mean" in given else ()
     row = row_placements(site.home(site["mean"]))
     statistics = TensorType((site.shape("wide")[1],), site.type("mean").dtype)
@@ -140,7 +135,7 @@ def build(site: Site) -> Replacement | None:
 
 
 def _call(site: Site) -> tuple[str, tuple[Arg, ...]]:
-    given, x, eps = _names(site), kernel_input(site), site.argument("eps")
+    given, x, eps = site.pattern.section.inputs, kernel_input(site), site.argument("eps")
     weights = (site["weight"], site["bias"]) if "weight" in given else (None, None)
     if "running_mean" not in given:
         return "aten._native_batch_norm_legit.no_stats", (x, *weights, True, 0.0, eps)

@@ -65,8 +65,8 @@ def _forward(site: Site) -> Site | None:
         of_scale &= site["scale"] == forward["scale"]
     inverse = math.isclose(site.argument("inverse_count") * forward.argument("count"), 1.0, rel_tol=1e-9)
     given, own = (s["weight"] if "weight" in s.pattern.section.inputs else None for s in (forward, site))
-    of_scale &= site.type(_gradient(site)).dtype == forward.graph.type_of(kernel_input(forward)).dtype
-    return forward if of_scale and inverse and given == own and _saves_no_more(site) else None
+    dtypes = {site.graph.type_of(kernel_input(each)).dtype for each in (forward, site)}
+    return forward if len(dtypes) == 1 and of_scale and inverse and given == own and _saves_no_more(site) else None
 
 
 def _saves_no_more(site: Site) -> bool:
@@ -74,11 +74,6 @@ def _saves_no_more(site: Site) -> bool:
     inside = {node.name for node in site.match.nodes.values()}
     users = site.occurrences.users[site["centred"]]
     return all(user.phase == "forward" or user.name in inside for user in users)
-
-
-def _gradient(site: Site) -> str:
-    """The pattern's name of the gradient that the kernel takes."""
-    return str(site.pattern.section.inputs[0])
 
 
 def build(site: Site) -> Replacement | None:
@@ -92,7 +87,7 @@ def build(site: Site) -> Replacement | None:
     weight = site["weight"] if "weight" in site.pattern.section.inputs else None
     trained = "weight_gradient" in site.match.nodes
     mask = (True, trained, True)
-    gradient, x, eps = site[_gradient(site)], kernel_input(forward), forward.argument("eps")
+    gradient, x, eps = kernel_input(site), kernel_input(forward), forward.argument("eps")
     args: tuple[Arg, ...] = (gradient, x, weight, None, None, mean, scale, True, eps, mask)
     result = kernel_result(site)
     types: list[TensorType | None] = [site.type(result), None, site.type("bias_gradient")]

@@ -217,13 +217,13 @@ class _Splitter:
     def _fuses(self) -> bool:
         """Whether two operations of the current piece can share a pass over memory: one reads what the other makes, or
         both read the same."""
-        seen: dict[Value, Value] = {}
+        base: dict[Value, Value] = {}
         read: set[Value] = set()
         made: set[str] = set()
         for instruction in self._current:
-            kind, values = self._kind(instruction), {seen.get(value, value) for value in instruction.operands}
+            kind, values = self._kind(instruction), {base.get(value, value) for value in instruction.operands}
             if kind == "view":
-                seen.update(dict.fromkeys((Value(instruction.name, i) for i in range(instruction.results)), *values))
+                base |= {Value(instruction.name, i): value for value in values for i in range(instruction.results)}
             elif kind in ("fused", "lookup"):
                 if values & read or any(value.node in made for value in values):
                     return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -212,14 +213,9 @@ class _Record:
 
 def _divided(total: int, parts: Mapping[str, int]) -> dict[str, int]:
     """``total`` bytes in the proportion of ``parts``."""
-    found: dict[str, int] = {}
-    before = 0
-    for name, count in parts.items():
-        begin = before
-        before += count
-        end = total * before // max(sum(parts.values()), 1)
-        found[name] = end - total * begin // max(sum(parts.values()), 1)
-    return found
+    whole = max(sum(parts.values()), 1)
+    ends = (total * end // whole for end in accumulate(parts.values(), initial=0))
+    return {name: end - begin for name, (begin, end) in zip(parts, pairwise(ends), strict=True)}
 
 
 class _NoPeers:

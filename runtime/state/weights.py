@@ -184,7 +184,7 @@ def add_gradient(parameter: nn.Parameter, local: torch.Tensor) -> bool:
     assert isinstance(parameter, DTensor)
     gradient = parameter.grad
     if gradient is None:
-        parameter.grad = dtensor_like(laid_out_like(local, parameter), parameter)
+        parameter.grad = gradient_like(parameter, local)
         return True
     if not is_placed_like(gradient, parameter):
         return False
