@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .registry import Decomposition, aten
+from .registry import Decomposition, accumulating, aten
 
 # Operations that take the input first, and give the result, statistics, and what torch notes besides.
 FORWARD = (
@@ -27,7 +26,6 @@ FORWARD = (
     aten.cudnn_batch_norm,
 )
 BACKWARD = (aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward, aten.batch_norm_backward)
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 def in_float32(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
@@ -38,9 +36,9 @@ def in_float32(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
 
 def _widened(how: Callable[..., Any]) -> Decomposition:
     def decomposed(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.dtype not in _NARROW:
+        if accumulating(x.dtype) == x.dtype:
             return how(x, *args, **kwargs)
-        result, *others = how(x.to(torch.float32), *args, **kwargs)
+        result, *others = how(x.to(accumulating(x.dtype)), *args, **kwargs)
         return (result.to(x.dtype), *others)
 
     return decomposed

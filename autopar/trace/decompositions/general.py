@@ -33,7 +33,7 @@ from . import batch_norm
 from .mixed_precision import MIXED
 from .products import PRODUCTS
 from .random import RANDOM
-from .registry import Decomposition, Table, aten, into
+from .registry import Decomposition, Table, accumulating, aten, into
 from .strides import STRIDES
 
 _OURS: Table = {}
@@ -82,11 +82,6 @@ def decomposition_table() -> dict[OpOverload, Decomposition]:
     return {**{op: how for op, how in table.items() if not _OUT & set(overload_name(op).split("_"))}, **ours}
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's kernels accumulate."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _dims(tensor: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     """``dim`` as a list; None and the empty list mean all of them."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
@@ -116,13 +111,13 @@ def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtyp
     """A sum divided by a count; the count is global, so that it needs no communication."""
     result = dtype or x.dtype
     dims = _dims(x, dim)
-    wide = x.to(_wide(result))
+    wide = x.to(accumulating(result))
     average: Tensor = _sum(wide, dims, keepdim) / _count(x, dims)
     return average.to(result)
 
 
 def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
-    dims, wide = _dims(x, dim), x.to(_wide(x.dtype))
+    dims, wide = _dims(x, dim), x.to(accumulating(x.dtype))
     count = _count(x, dims)
     average = _sum(wide, dims, True) / count
     difference = wide - average
@@ -172,7 +167,7 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """``x - max - log(sum(exp(x - max)))``: one maximum and one sum per row."""
     if x.dim() == 0 or _is_empty(x):
         return torch.zeros_like(x, dtype=torch.float32 if half_to_float else x.dtype)
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(accumulating(x.dtype))
     shifted = wide - aten.amax.default(wide, [dim], True)
     result: Tensor = shifted - _sum(shifted.exp(), [dim], True).log()
     return result if half_to_float else result.to(x.dtype)
@@ -182,7 +177,7 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """``max + log(sum(exp(x - max)))``: one maximum and one sum."""
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    dims, wide = _dims(x, dim), x.to(_wide(x.dtype))
+    dims, wide = _dims(x, dim), x.to(accumulating(x.dtype))
     if _is_empty(x):  # Nothing has a maximum.
         return _sum(wide.exp(), dims, keepdim).log().to(x.dtype)
     if x.dim() == 0 and not x.is_complex():
@@ -200,7 +195,7 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = Fals
     if x.is_complex() or ord in (math.inf, -math.inf, 0) or x.dim() == 0:
         return NotImplemented
     result = dtype or x.dtype
-    wide, dims = x.to(_wide(result)), _dims(x, dim)
+    wide, dims = x.to(accumulating(result)), _dims(x, dim)
     if ord == 1:
         return _sum(wide.abs(), dims, keepdim).to(result)
     if ord == 2:

@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.ops import random as random_ops
 from autopar.torch_internals.operators import OpOverload
 
-from .registry import Decomposition, Table, aten, into
+from .registry import Decomposition, Table, accumulating, aten, into
 
 draw: Any = torch.ops.autopar
 assert random_ops.DRAWS
@@ -75,8 +75,7 @@ def _integers(low: Any, high: Any, size: Any, dtype: torch.dtype, device: Any) -
 
 def _exponential(size: Any, dtype: torch.dtype, device: Any) -> Any:
     """The standard exponential distribution, never 0."""
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    return -torch.log1p(-_uniform(size, wide, device).clamp_min(_TINY)).to(dtype)
+    return -torch.log1p(-_uniform(size, accumulating(dtype), device).clamp_min(_TINY)).to(dtype)
 
 
 # ---- tensors made from nothing ----------------------------------------

@@ -15,6 +15,11 @@ Decomposition = Callable[..., Any]
 Table = dict[OpOverload, Decomposition]
 
 
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's kernels accumulate."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def into(table: Table) -> Callable[..., Callable[[Decomposition], Decomposition]]:
     """A decorator that takes operations, and registers a function of their arguments as their decomposition."""
 
