@@ -13,10 +13,14 @@ ALLOCATIONS = 200_000
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
     """Makes garbage collections rare: tracing and planning create many objects that stay alive, and collections would
-    take a fifth of their time. Also a decorator."""
-    saved = gc.get_threshold()
+    take a fifth of their time. What existed before, torch's modules above all, they leave out. Also a decorator."""
+    saved, freezes = gc.get_threshold(), not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     gc.set_threshold(max(saved[0], ALLOCATIONS), *saved[1:])
     try:
         yield
     finally:
         gc.set_threshold(*saved)
+        if freezes:
+            gc.unfreeze()

@@ -51,6 +51,10 @@ BASELINE_SECONDS = 4.0
 # Chosen, not measured.
 SMALLEST_SECONDS = 3.0
 
+# What a cost breakdown counts is at most so many times what its step holds: it adds activations, gradients and the
+# largest operation, which a step may hold one after the other.
+COUNTED_AT_MOST = 3
+
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
 UNTIED_NODES = 10_000
@@ -208,7 +212,7 @@ def _take_cheapest(request: PlanRequest, best: MeshSolution, others: Sequence[So
         if math.isfinite(evaluate(best.instance.problem, other.choices)):
             same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
             cheaper = MeshSolution.of(best.instance, same)
-            if _fits(request, cheaper):
+            if _may_fit(request, cheaper) and _fits(request, cheaper):
                 return cheaper
     return best
 
@@ -319,6 +323,11 @@ def _solve_with_more(
 
 def _fits(request: PlanRequest, solved: MeshSolution) -> bool:
     return peak_bytes(solved) <= memory_limit_of(request)
+
+
+def _may_fit(request: PlanRequest, solved: MeshSolution) -> bool:
+    """Whether a rehearsal, which takes long, is needed to see that a step does not fit."""
+    return solved.breakdown.memory.peak <= COUNTED_AT_MOST * memory_limit_of(request)
 
 
 def _needed(solved: MeshSolution) -> Needed:

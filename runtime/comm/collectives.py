@@ -69,10 +69,21 @@ def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int, shares: 
         cut = [piece.narrow(dim + 1, 0, unit * n) for piece, n in zip(each, shares, strict=True)]
         return torch.cat(cut, dim + 1).flatten(dim, dim + 1)
     if before == 1 and parts * length != size:
-        cut = [piece.narrow(dim, 0, chunk_bounds(size, parts, k)[1]) for k, piece in enumerate(pieces)]
-        return torch.cat(cut, dim)
+        return _join_padded(pieces, dim, size)
     split = pieces.unflatten(dim + 1, (before, length)).movedim(0, dim + 1)
     return split.flatten(dim, dim + 2).contiguous()  # type: ignore[no-any-return]
+
+
+def _join_padded(pieces: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """As :func:`join_pieces`, of pieces of ``torch.chunk``: full ones, at most one shorter, and empty ones. Of
+    thousands of ranks, as few operations as of two: the full ones are copied at once."""
+    length = pieces.shape[dim + 1]
+    full, rest = divmod(size, length)
+    joined = pieces.new_empty((*pieces.shape[1 : dim + 1], size, *pieces.shape[dim + 2 :]))
+    joined.narrow(dim, 0, full * length).unflatten(dim, (full, length)).copy_(pieces[:full].movedim(0, dim))
+    if rest:
+        joined.narrow(dim, full * length, rest).copy_(pieces[full].narrow(dim, 0, rest))
+    return joined
 
 
 def pad_to(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:

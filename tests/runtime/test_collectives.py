@@ -33,6 +33,7 @@ from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
 from autopar.runtime.pipeline.stage_mesh import StageGroups
+from autopar.torch_internals.modes import TorchDispatchMode
 from tests.helpers.marks import needs_groups_in_order, slow_but
 
 DTYPES = (
@@ -94,6 +95,25 @@ def test_split_and_join_are_inverse(shape: tuple[int, ...], dim: int, before: in
         placements = (shard(dim, before),)
         assert torch.equal(pieces[index].narrow(dim, 0, length), take_local(tensor, placements, (parts,), (index,)))
     expect(join_pieces(pieces, dim, before, shape[dim]), tensor, (shape, dim))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of the dispatcher."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("size", "parts"), [(9, 7), (10, 7), (25, 3072)])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_pieces_of_many_ranks_are_joined_at_once(dim: int, size: int, parts: int) -> None:
+    tensor = torch.arange(6 * size).reshape([*(2, 3)[:dim], size, *(2, 3)[dim:]])
+    with Operations() as counted:
+        expect(join_pieces(split_pieces(tensor, dim, 1, parts), dim, 1, size), tensor, (dim, size))
+    assert counted.count < 50
 
 
 @pytest.mark.parametrize("before", [1, 3])
