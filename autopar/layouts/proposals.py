@@ -8,8 +8,8 @@ restrictions, and decides by its own prices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from autopar.restriction import Restriction
 
 from .model import LayoutModel
 from .precision import DTYPES, call_computed_in
-from .search import best_layout
+from .search import LayoutSearchResult, best_layout
 from .space import PLANNED
 
 # How many layouts are proposed. Chosen: solving one takes as long as pricing all.
@@ -53,13 +53,30 @@ def proposed_layouts(
         )
     except AutoparError:  # Layouts are for models of layers; others are planned without proposals.
         return Proposals()
-    proposals: dict[tuple[int, ...], Layout] = {}
-    for priced in found.ranked:
-        layout = priced.layout
-        if layout.pipeline > 1:
-            proposals.setdefault((layout.tensor, layout.pipeline, layout.data), _restriction(layout))
+    staged = [_restriction(priced.layout) for priced in found.ranked if priced.layout.pipeline > 1]
+    degrees = {_degrees(layout): layout for layout in reversed(staged)}
     rule = None if found.rule is None else _restriction(found.rule.layout)
-    return Proposals(tuple(proposals.values())[:PROPOSED], rule)
+    quick = _quick(found, degrees.keys(), memory_limit_of(request))
+    if found.rule is not None and rule is not None:
+        quick.setdefault(rule, found.rule.predicted.step_seconds)
+    proposed = [layout for layout in dict.fromkeys(staged) if degrees[_degrees(layout)] is layout][:PROPOSED]
+    proposals = Proposals(tuple(proposed), rule, quick)
+    return replace(proposals, layouts=tuple(filter(proposals.is_near, proposed)))
+
+
+def _degrees(layout: Layout) -> tuple[int, ...]:
+    return layout.tensor, layout.pipeline, layout.data
+
+
+def _quick(found: LayoutSearchResult, degrees: Collection[tuple[int, ...]], limit: int) -> dict[Layout, float]:
+    """Of everything that was tried with one of ``degrees``, the seconds of the quickest that fits."""
+    seconds: dict[Layout, float] = {}
+    for quick in found.tried:
+        if _degrees(quick.layout) in degrees:
+            layout = _restriction(quick.layout)
+            own = quick.seconds if quick.peak <= limit else math.inf
+            seconds[layout] = min(own, seconds.get(layout, math.inf))
+    return seconds
 
 
 def _precision_of(model: nn.Module) -> Precision:

@@ -23,11 +23,11 @@ from .trials import SIMULATED, LayoutSearch, node_size, quick_layout
 
 @dataclass(frozen=True)
 class LayoutSearchResult:
-    """The best layouts, best first. ``considered``: how many were priced; ``fitting``: how many of these fit; ``gap``:
-    the largest optimality gap of their placement programs."""
+    """The best layouts, best first. ``tried``: all that were priced; ``fitting``: how many of these fit; ``gap``: the
+    largest optimality gap of their placement programs."""
 
     ranked: tuple[Priced, ...]
-    considered: int
+    tried: tuple[Quick, ...]
     fitting: int
     gap: float
     rule: Priced | None
@@ -35,6 +35,10 @@ class LayoutSearchResult:
     @property
     def best(self) -> Priced:
         return self.ranked[0]
+
+    @property
+    def considered(self) -> int:
+        return len(self.tried)
 
 
 def best_layout(
@@ -70,7 +74,7 @@ def best_layout(
         priced = sorted([*priced, *quicker], key=lambda layout: layout.predicted.step_seconds)[:SIMULATED]
     gap = max(placed.gap for placed in model.every_placed)
     rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
-    return LayoutSearchResult(tuple(priced), len(tried), search.fitting(tried), gap, rule)
+    return LayoutSearchResult(tuple(priced), tuple(tried), search.fitting(tried), gap, rule)
 
 
 def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> list[Quick]:

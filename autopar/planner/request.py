@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cluster.description import Cluster
@@ -18,13 +18,24 @@ from autopar.placement.fused_kernels import FusedKernels
 from .axis_roles import AxisRole
 from .shared_work import SharedWork
 
+# By how much a quick price may be off, relative to that of another layout.
+# Chosen: GPT 1T on 3072 devices in 32 stages instead of 16 took 3% more by quick prices, and 5% by those of plans.
+NEAR = 1.05
+
 
 @dataclass(frozen=True)
 class Proposals:
-    """Layouts worth trying, the most promising first, and what a rule of thumb chooses (None: nothing)."""
+    """Layouts worth trying, the most promising first, and what a rule of thumb chooses (None: nothing). ``quick``: what
+    these, and others like them, take in seconds by prices that are quick to have; infinite if they do not fit."""
 
     layouts: tuple[Layout, ...] = ()
     rule: Layout | None = None
+    quick: Mapping[Layout, float] = field(default_factory=dict)
+
+    def is_near(self, layout: Layout) -> bool:
+        """Whether quick prices leave open that ``layout`` is the quickest. They do where it has none."""
+        least = min(self.quick.values(), default=math.inf)
+        return self.quick.get(layout, 0.0) <= NEAR * least
 
 
 Propose = Callable[["PlanRequest"], Proposals]

@@ -149,8 +149,8 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
         return _of_arrangements(arrangements(request), pinned, timings)
     if not timings.is_spent(request.options):
         quickest = min(solved, key=lambda layout: solved[layout].least)
-        tried += _other_microbatches(request, quickest, tried.least, solve)
-        tried += _rule_of_thumb(proposals.rule, solved, solve)
+        tried += _other_microbatches(request, proposals, quickest, tried.least, solve)
+        tried += _rule_of_thumb(proposals, solved, solve)
     own = replace(request, options=without_stages(request.options), worth=_worth(request, tried))
     return tried + _of_arrangements(arrangements(own), pinned, timings)
 
@@ -160,10 +160,17 @@ def _worth(request: PlanRequest, tried: Tried) -> float:
     return min(candidate.seconds * _safety_factor(request, candidate) for candidate in tried.candidates)
 
 
-def _rule_of_thumb(rule: Layout | None, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]) -> Tried:
-    """What the layout of the rule of thumb takes; ``solved``: what other layouts do."""
+def _rule_of_thumb(
+    proposals: Proposals, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]
+) -> Tried:
+    """What the layout of the rule of thumb takes; ``solved``: what other layouts do. One that is far from the quickest
+    is not solved: its quick price says so."""
+    rule = proposals.rule
     if rule is None:
         return Tried()
+    if rule not in solved and not proposals.is_near(rule) and math.isfinite(proposals.quick[rule]):
+        slow = TooSlowError(words_of(rule), proposals.quick[rule], is_proven=False)
+        return Tried(excluded=(Excluded(RULE, slow),))
     found = solved.get(rule) or solve(rule)
     best = min(found.candidates, key=lambda candidate: candidate.seconds, default=None)
     errors = [failure.error for failure in found.failures if isinstance(failure.error, InfeasibleError)]
@@ -174,18 +181,21 @@ def _rule_of_thumb(rule: Layout | None, solved: Mapping[Layout, Tried], solve: C
     )
 
 
-def _other_microbatches(request: PlanRequest, layout: Layout, best: float, solve: Callable[[Layout], Tried]) -> Tried:
+def _other_microbatches(
+    request: PlanRequest, proposals: Proposals, layout: Layout, best: float, solve: Callable[[Layout], Tried]
+) -> Tried:
     """Candidates like those of ``layout``, which takes ``best`` seconds, with larger and smaller microbatches: as long
-    as these are quicker, and their bound says that they could be."""
+    as these are quicker, and their bound and their quick price say that they could be."""
     tried = Tried()
     for factor in (2.0, 0.5):
         seconds, size = best, layout.microbatch * factor
         while size.is_integer() and request.batch % (layout.data * size) == 0:
             count = request.batch // (layout.data * int(size))
             division = Division(layout.pipeline, layout.data, layout.tensor, count, 1)
-            if bounds_of(request, whole_step(request)).seconds(division) >= seconds:
+            other = replace(layout, microbatch=int(size))
+            if not proposals.is_near(other) or bounds_of(request, whole_step(request)).seconds(division) >= seconds:
                 break
-            found = solve(replace(layout, microbatch=int(size)))
+            found = solve(other)
             tried += found
             if found.least >= seconds:
                 break

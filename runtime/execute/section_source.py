@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -61,7 +61,9 @@ class Source:
         self._operations = operations
         self._device = device
         self._taken: set[str] = {"inputs", "float", "piece", "span", "_"}
+        self._counts: dict[str, Iterator[int]] = {}
         self._called: dict[str, str] = {}
+        self._bound: dict[object, str] = {}
         self._bucketed: set[Value] = set()
         self._written = in_place(section) if reuse else {}
         self._replaced = replaced or {}
@@ -109,7 +111,7 @@ class Source:
         base = re.sub(r"\W", "_", name)
         if keyword.iskeyword(base) or not base.isidentifier():
             base = f"v_{base}"
-        identifier, count = base, itertools.count(1)
+        identifier, count = base, self._counts.setdefault(base, itertools.count(1))
         while identifier in self._taken:
             identifier = f"{base}_{next(count)}"
         self._taken.add(identifier)
@@ -137,6 +139,12 @@ class Source:
         self.namespace[bound] = arg
         return bound
 
+    def _shared(self, arg: Hashable, name: str) -> str:
+        """One name for a constant that many instructions have."""
+        if arg not in self._bound:
+            self._bound[arg] = self._constant(arg, name)
+        return self._bound[arg]
+
     def _arg(self, arg: Arg) -> str:
         match arg:
             case Value():
@@ -149,7 +157,9 @@ class Source:
                 return repr(int(arg) if arg.is_integer else float(arg))
             case torch.device():
                 # A graph names one device, that of its trace: here it is this rank's.
-                return self._constant(self._device, "device")
+                return self._shared(self._device, "device")
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return self._shared(arg, str(arg).replace("torch.", ""))
             case float() if arg != arg or abs(arg) == float("inf"):
                 return f'float("{arg}")'
             case None | bool() | int() | float() | str() | complex():

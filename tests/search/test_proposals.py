@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -26,14 +28,18 @@ from tests.helpers.planning import requested
 
 # Bytes with which no plan without stages fits.
 SCARCE = 64_000
+NOTHING: Mapping[Layout, float] = {}
 TWO_STAGES = Layout(pipeline=2, tensor=2, microbatch=1, interleave=1)
 
 
-def request(*layouts: Layout, rule: Layout | None = None, **options: object) -> PlanRequest:
-    """A request to plan the test model Stack on (2, 2), with ``layouts`` proposed, and that of a ``rule`` of thumb."""
+def request(
+    *layouts: Layout, rule: Layout | None = None, quick: Mapping[Layout, float] = NOTHING, **options: object
+) -> PlanRequest:
+    """A request to plan the test model Stack on (2, 2), with ``layouts`` proposed, that of a ``rule`` of thumb, and
+    ``quick`` prices of some."""
     open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
     asked = requested("stack", (2, 2), **{**open_ones, **options})
-    return replace(asked, propose=lambda _: Proposals(layouts, rule))
+    return replace(asked, propose=lambda _: Proposals(layouts, rule, quick))
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +66,17 @@ def test_the_best_of_each_kind_is_priced(layouts: tuple[Layout, ...]) -> None:
         said = plan.excluded.get(kind.partition(":")[0], "")
         assert (kind in tried(plan)) != said.startswith(("at least", "about")), f"{kind} is not among {tried(plan)}"
         assert kind[:9] in str(plan) and said in str(plan)
+
+
+def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
+    rule, larger = replace(TWO_STAGES, pipeline=4, tensor=1), replace(TWO_STAGES, microbatch=2)
+    far = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.2, larger: 1.06}), Timings())
+    assert "4 stages" not in tried(far) and far.excluded["rule of thumb"] == "about 1.2 s"
+    near = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.04, larger: 1.0}), Timings())
+    assert "rule of thumb: 4 stages" in tried(near)
+    assert far.searched is not None and near.searched is not None and far.searched.solved < near.searched.solved
+    unfit = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: math.inf}), Timings())
+    assert "rule of thumb: 4 stages" in tried(unfit), "whether it fits is for its own program to say"
 
 
 def test_a_kind_that_does_not_fit_says_by_how_much() -> None:
