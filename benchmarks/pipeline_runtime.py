@@ -45,7 +45,7 @@ from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.runtime import Compiled, ParallelModule, Request, run_local
 from autopar.search.chunks import WirePrice, place_chunks
-from autopar.search.pipeline import scheduled
+from autopar.search.fitting_schedules import scheduled
 from autopar.trace.tracer import trace
 
 from .report import describe_machine, emit, make_table

@@ -18,7 +18,7 @@ from typing import Any
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, simulate
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import chain, loop_placement, v_placement
-from autopar.search.schedule_solver import solve_schedule
+from autopar.search.schedules.schedule_solver import solve_schedule
 
 from .report import describe_machine, emit, make_table
 

@@ -203,7 +203,7 @@ class StageCompiler:
         name, each = planned.name, planned.chunks // planned.stages
         if name not in SCHEDULES:
             name = "gpipe" if planned.placement == planned.placement[: planned.stages] * each else "zb-v"
-        from autopar.search.pipeline import scheduled  # Here, since it loads the solvers.
+        from autopar.search.fitting_schedules import scheduled  # Here, since it loads the solvers.
 
         schedule = scheduled((name, each), planned.stages, pieces.count, staged)
         schedule = schedule.reordered(_order(schedule, planned))

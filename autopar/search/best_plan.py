@@ -50,7 +50,7 @@ from .candidate import (
     why_excluded,
 )
 from .division_bounds import Division, bounds_of, covered, searched
-from .pipeline import MOST_CHUNKS
+from .pipeline_request import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
 from .segments import stage_pins
 
@@ -160,9 +160,7 @@ def _worth(request: PlanRequest, tried: Tried) -> float:
     return min(candidate.seconds * _safety_factor(request, candidate) for candidate in tried.candidates)
 
 
-def _rule_of_thumb(
-    proposals: Proposals, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]
-) -> Tried:
+def _rule_of_thumb(proposals: Proposals, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]) -> Tried:
     """What the layout of the rule of thumb takes; ``solved``: what other layouts do. One that is far from the quickest
     is not solved: its quick price says so."""
     rule = proposals.rule

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from autopar.errors import InfeasibleError
 from autopar.options import SOLVED
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
+from autopar.search.schedules.schedule_size import MOST_COMPUTATIONS, computations
 
-from .pipeline import PipelineSolution
+from .fitting_schedules import PipelineSolution
 from .pipeline_breakdown import PipelineBreakdown, price_stages, wire_prices
 from .pipeline_record import planned_pipeline
 from .rehearsed_memory import held_beyond
-from .schedule_cpsat import MOST_COMPUTATIONS, computations
-from .schedule_solver import SolvedSchedule, solve_schedule
+
+if TYPE_CHECKING:
+    from autopar.search.schedules.schedule_solver import SolvedSchedule
 
 # A solved schedule must save this share of the step, unless it is requested.
 # Chosen: as Options.gap; a named order is easier to read and to trust.
@@ -67,6 +70,10 @@ def with_solved_schedule(solution: PipelineSolution, search: ScheduleSearch) -> 
 def _solve(solution: PipelineSolution, search: ScheduleSearch) -> SolvedSchedule:
     """Solves for a schedule. The simulated bytes do not include temporaries, so these are subtracted from the
     limits."""
+    from autopar.search.schedules.schedule_solver import (
+        solve_schedule,  # Here, since it loads CP-SAT, which few plans need.
+    )
+
     breakdown, schedule = solution.breakdown, solution.pipeline.schedule
     limits = tuple(
         limit - max(breakdown.breakdowns[c].memory.temporary for c in held)

@@ -17,7 +17,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import working_dtype
 from autopar.placement.prices import Prices
 
-from .pipeline import PipelineSolution
+from .fitting_schedules import PipelineSolution
 from .pipeline_breakdown import PipelineBreakdown, in_flight_at_peak
 from .shared_parameters import shared_parameters
 

@@ -23,9 +23,10 @@ from .attempts import attempts
 from .candidate import Candidate, Failure, named_axes
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
+from .fitting_schedules import PipelineSolution
 from .infeasible import pipeline_infeasible
-from .pipeline import MOST_CHUNKS, PipelineRequest, PipelineSolution
 from .pipeline_predicted import staged_predicted
+from .pipeline_request import MOST_CHUNKS, PipelineRequest
 from .rehearsed_memory import search_within
 from .stage_meshes import StageLayout
 from .stage_problems import StagePrograms

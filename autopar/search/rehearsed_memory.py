@@ -22,8 +22,10 @@ from autopar.planner.mesh_solution import InRoom, counted_peak
 from autopar.planner.rehearsed_memory import ExactMemory, of_step, reason_of
 from autopar.runtime.rehearse.rehearsal import rehearse
 
-from .pipeline import PipelineRequest, PipelineSolution, search
+from .fitting_schedules import PipelineSolution
+from .pipeline import search
 from .pipeline_predicted import rank_holdings, rank_steps
+from .pipeline_request import PipelineRequest
 from .shared_parameters import shared_parameters
 
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.

@@ -41,7 +41,8 @@ from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 from autopar.solver.problem import Solution, evaluate
 
-from .pipeline import inner_repeats, price_schedule
+from .fitting_schedules import price_schedule
+from .pipeline import inner_repeats
 from .stage_meshes import StageLayout
 from .to_plan import staged_plan
 

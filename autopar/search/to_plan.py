@@ -20,7 +20,7 @@ from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 
-from .pipeline import PipelineSolution
+from .fitting_schedules import PipelineSolution
 from .pipeline_predicted import (
     gradient_values,
     new_nodes,

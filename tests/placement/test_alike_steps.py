@@ -13,7 +13,7 @@ from torch import nn
 from autopar import Plan
 from autopar.placement.alike_steps import forms_of
 from autopar.placement.placed_step import PlacedStep
-from autopar.search import pipeline, pipeline_breakdown
+from autopar.search import fitting_schedules, pipeline_breakdown
 from autopar.search.chunks import Chunk
 from autopar.search.pipeline_breakdown import PipelineBreakdown, price_stages
 from tests.helpers.marks import slow_but
@@ -81,7 +81,7 @@ def test_what_is_priced_once_is_what_each_chunk_has(monkeypatch: pytest.MonkeyPa
         spared.append(len(chunks) - len({id(price) for price in together.prices.chunks}))
         return together
 
-    monkeypatch.setattr(pipeline, "price_stages", both)
+    monkeypatch.setattr(fitting_schedules, "price_stages", both)
     assert _plan(microbatches=4, **fields).stages == fields["stages"]
     assert max(spared) > 0
 

@@ -69,14 +69,13 @@ def test_the_best_of_each_kind_is_priced(layouts: tuple[Layout, ...]) -> None:
 
 
 def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
-    rule, larger = replace(TWO_STAGES, pipeline=4, tensor=1), replace(TWO_STAGES, microbatch=2)
-    far = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.2, larger: 1.06}), Timings())
-    assert "4 stages" not in tried(far) and far.excluded["rule of thumb"] == "about 1.2 s"
-    near = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.04, larger: 1.0}), Timings())
-    assert "rule of thumb: 4 stages" in tried(near)
-    assert far.searched is not None and near.searched is not None and far.searched.solved < near.searched.solved
-    unfit = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: math.inf}), Timings())
-    assert "rule of thumb: 4 stages" in tried(unfit), "whether it fits is for its own program to say"
+    rule = Layout(pipeline=4, microbatch=1)
+    far = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.2}), Timings())
+    assert far.excluded["rule of thumb"] == "about 1.2 s"
+    for quick in (1.04, math.inf):  # Whether it fits is for its own program to say.
+        near = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: quick}), Timings())
+        assert near.excluded["rule of thumb"] not in ("about 1.2 s", f"about {quick} s")
+        assert far.predicted == near.predicted
 
 
 def test_a_kind_that_does_not_fit_says_by_how_much() -> None:

@@ -20,11 +20,12 @@ from autopar.placement.memory_bound import held_bytes, saved_bytes
 from autopar.planner.timings import Timings
 from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
-from autopar.search import pipeline
+from autopar.search import fitting_schedules, pipeline
 from autopar.search.best_plan import best_plan
-from autopar.search.pipeline import cut_and_price, schedule_choices
+from autopar.search.fitting_schedules import cut_and_price
 from autopar.search.pipeline_breakdown import _counts_at_peak
 from autopar.search.pipeline_predicted import rank_steps
+from autopar.search.pipeline_request import schedule_choices
 from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
@@ -138,7 +139,7 @@ def test_stages_in_another_order_keep_their_chunks() -> None:
 def test_no_pipeline_holds_less_than_its_estimate(
     monkeypatch: pytest.MonkeyPatch, name: str, recompute: str | None
 ) -> None:
-    estimated, peaks, price = list[float](), list[int](), pipeline.cut_and_price
+    estimated, peaks, price = list[float](), list[int](), fitting_schedules.cut_and_price
 
     def each_of(own: Estimates, found: Found) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
         for each in found:
@@ -151,7 +152,7 @@ def test_no_pipeline_holds_less_than_its_estimate(
         return solution
 
     monkeypatch.setattr(Estimates, "in_order", each_of)
-    monkeypatch.setattr(pipeline, "cut_and_price", priced)
+    monkeypatch.setattr(fitting_schedules, "cut_and_price", priced)
     monkeypatch.setattr(pipeline, "PRICED", 9)
     best_plan(requested(name, (2,), stages=2, microbatches=4, recompute=recompute), Timings())
     assert len(peaks) > 2 and all(0 < least <= peak for least, peak in zip(estimated, peaks, strict=True))
@@ -200,9 +201,9 @@ def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, 
         priced.append((on_blocks[0], cut_and_price(*arguments)))
         return priced[-1][1]
 
-    monkeypatch.setattr(pipeline, "price_segments", segments)
+    monkeypatch.setattr(fitting_schedules, "price_segments", segments)
     monkeypatch.setattr(Estimates, "in_order", every)
-    monkeypatch.setattr(pipeline, "cut_and_price", priced_at)
+    monkeypatch.setattr(fitting_schedules, "cut_and_price", priced_at)
     monkeypatch.setattr(pipeline, "PRICED", 99)
     options = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "recompute": "none", "offload": offload}
     best_plan(requested(source, (2,), WITH_HOST, **options), Timings())

@@ -16,7 +16,7 @@ from autopar.schedule.check import check
 from autopar.schedule.messages import complete
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule, chain, loop_placement, v_placement
-from autopar.search.schedule_solver import OPTIMAL, SolvedSchedule, named_schedules, solve_schedule
+from autopar.search.schedules.schedule_solver import OPTIMAL, SolvedSchedule, named_schedules, solve_schedule
 
 
 def uneven(*times: float, backward: float = 1.0, wire: float = 0.1) -> PipelinePrices:

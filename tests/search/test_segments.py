@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.search import pipeline
-from autopar.search.pipeline import PipelineSolution, cut_and_price
+from autopar.search import fitting_schedules
+from autopar.search.fitting_schedules import PipelineSolution, cut_and_price
 from autopar.search.schedules.cuts import Segments
 from autopar.search.segments import price_segments
 from tests.helpers.models import Case
@@ -44,8 +44,8 @@ def test_what_rests_is_known_before_anything_is_cut(monkeypatch: pytest.MonkeyPa
         solutions.append(cut_and_price(*arguments))
         return solutions[-1]
 
-    monkeypatch.setattr(pipeline, "price_segments", segments_of)
-    monkeypatch.setattr(pipeline, "cut_and_price", priced)
+    monkeypatch.setattr(fitting_schedules, "price_segments", segments_of)
+    monkeypatch.setattr(fitting_schedules, "cut_and_price", priced)
     # Gradients are sums over data ranks, and more than their shards is held while microbatches add to them.
     planned(_layers, (4, 2), stages=4, microbatches=4, schedule="1f1b", zero=zero)
     (segments,) = found

@@ -126,6 +126,10 @@ class Estimates:
         """``found``, the quickest by its estimate first."""
         return in_order(found, self._bound, self._seconds) if len(found) > 1 else iter(found)
 
+    def is_below(self, chosen: tuple[Arranged, tuple[str, ...]], seconds: float) -> bool:
+        """Whether the estimate is below ``seconds``."""
+        return self._bound(chosen) < seconds and self._seconds(chosen) < seconds
+
     def _bound(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
         arranged, cuts = chosen
         prices, split = self._prices(arranged, cuts), SCHEDULES[arranged.kind[0]].delays

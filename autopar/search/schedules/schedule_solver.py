@@ -23,7 +23,8 @@ from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule, held_chunks
 
 from .list_scheduling import greedy_orders
-from .schedule_cpsat import MOST_COMPUTATIONS, Limits, ScheduleProgram, computations, whole_bytes
+from .schedule_cpsat import Limits, ScheduleProgram, whole_bytes
+from .schedule_size import MOST_COMPUTATIONS, computations
 
 # Rounding durations to ticks lowers the bound by about this share.
 OPTIMAL = 0.002

@@ -40,7 +40,8 @@ from autopar.schedule.dependencies import Wiring, prerequisites, producers
 from autopar.schedule.messages import Orders
 from autopar.schedule.schedule import Schedule, held_chunks
 
-SPLIT: tuple[Kind, ...] = ("forward", "input_gradient", "weight_gradient")
+from .schedule_size import SPLIT
+
 Limits = tuple[float, ...] | None
 # Chosen: rounding to them loses about 0.2% of a step (OPTIMAL of schedule_solver.py), and larger integers slow CP-SAT.
 TICKS = 1000  # of the longest computation
@@ -48,13 +49,6 @@ TICKS = 1000  # of the longest computation
 UNITS = 1e6  # of a memory limit
 # Chosen: deterministic time is about seconds of one core, so only a machine that is this busy meets the guard.
 GUARD = 60.0  # seconds by the clock for each deterministic one
-# Chosen: the largest that benchmarks/results/schedules.json has solved has 768.
-MOST_COMPUTATIONS = 800
-
-
-def computations(placement: tuple[int, ...], microbatches: int) -> int:
-    """How many computations a step has if backward is split."""
-    return len(placement) * microbatches * len(SPLIT)
 
 
 def whole_bytes(prices: PipelinePrices, chunk: int) -> float:

@@ -18,7 +18,8 @@ from autopar.schedule.dependencies import Wiring, prerequisites
 from autopar.schedule.messages import Orders
 from autopar.schedule.schedule import held_chunks
 
-from .schedule_cpsat import SPLIT, Limits, travel_seconds, whole_bytes
+from .schedule_cpsat import Limits, travel_seconds, whole_bytes
+from .schedule_size import SPLIT
 
 _URGENCIES: tuple[tuple[Kind, ...], ...] = (
     ("input_gradient", "forward", "weight_gradient"),
