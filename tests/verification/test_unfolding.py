@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,15 @@ from autopar.ir.chunk_program import SECTIONS
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.program import Section
 from autopar.plans.plan import Plan
+from autopar.runtime.comm import collectives
+from autopar.runtime.comm.groups import AxisGroup
+from autopar.runtime.launch import run_local
+from autopar.runtime.pipeline.point_to_point import Messenger
 from autopar.runtime.rehearse.transcript import Event, Received, Sent, Started, transcript
 from autopar.verification.unfolding import Unfolded, disagreeing, spread_ranks, unfold, unmatched
 from benchmarks.published_models import build
 from benchmarks.scale import CASES as SCALE
-from benchmarks.twins import CASES, unfolded, verified
+from benchmarks.twins import CASES, small_gpt2, unfolded, verified
 
 CLUSTER, MESH = "dgx-a100-80gb", (16, 8)
 PIPELINE = Layout(pipeline=2, data=16, tensor=4, microbatch=1, interleave=2, schedule="interleaved")
@@ -191,6 +196,59 @@ def test_only_the_batch_that_was_planned_is_unfolded() -> None:
     model, (ids, _) = wide()
     with pytest.raises(PlanMismatchError, match="the batch has 32 rows, but the plan was made for 64"):
         unfold(model, planned(PIPELINE), (ids[:32], ids[:32]), cluster=CLUSTER, ranks=(0,))
+
+
+def _plainly(event: Event) -> tuple[object, ...]:
+    """Without names, which only a transcript has."""
+    if isinstance(event, Started):
+        return event.kind, event.op, str(event.dtype), event.shape, len(event.group)
+    return type(event).__name__, event.peer, str(event.dtype), event.shape
+
+
+def _started_by_a_process(rank: int, world: int, text: str) -> list[tuple[object, ...]]:
+    """What a process starts in a step under a plan."""
+    parallel = autopar.parallelize(small_gpt2(), (world,), plan=Plan.from_json(text), cluster=CLUSTER)
+    batch = CASES["gpt2"].twin_batch()
+    parallel.step(**batch)
+    notes: list[tuple[object, ...]] = []
+    exchange, send, receive = collectives._exchange, Messenger.send, Messenger.receive
+
+    def exchanging(group: AxisGroup, kind: str, operand: torch.Tensor, op: str = "") -> Any:
+        notes.append((kind, op, str(operand.dtype), tuple(operand.shape), group.size))
+        return exchange(group, kind, operand, op)
+
+    def sending(self: Messenger, tensors: Any, crossings: Any, stage: int) -> None:
+        note("Sent", self, tensors, crossings, stage)
+        send(self, tensors, crossings, stage)
+
+    def receiving(self: Messenger, crossings: Any, stage: int) -> Any:
+        arrival = receive(self, crossings, stage)
+        note("Received", self, arrival.tensors, crossings, stage)
+        return arrival
+
+    def note(kind: str, self: Messenger, tensors: Any, crossings: Any, stage: int) -> None:
+        for tensor, crossing in zip(tensors, crossings, strict=True):
+            for piece in crossing.pieces:
+                peer = self.stages.ranks[self.stages.peer(stage, piece.device)]
+                notes.append((kind, peer, str(tensor.dtype), tuple(piece.of(tensor).shape)))
+
+    collectives._exchange, Messenger.send, Messenger.receive = exchanging, sending, receiving  # type: ignore[method-assign]
+    parallel.step(**batch)
+    return notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pipeline=2 data=2 microbatch=2 schedule=1f1b zero=1", "data=2 tensor=2 zero=3"])
+def test_processes_start_what_transcripts_say(layout: str) -> None:
+    """Tied weights included, which the two stages share."""
+    model, batch = small_gpt2(), CASES["gpt2"].twin_batch()
+    options = Options(layout=Layout.parse(layout))
+    plan = autopar.plan(model, (4,), batch, cluster=CLUSTER, options=options)
+    found = unfold(model, plan, batch, cluster=CLUSTER)
+    assert found.unmatched == () and found.sampled == (0, 1, 2, 3)
+    assert found.events > 60
+    for rank, notes in enumerate(run_local(_started_by_a_process, 4, timeout=200.0, args=(plan.to_json(),))):
+        assert notes == list(map(_plainly, found.transcripts[rank])), f"rank {rank}"
 
 
 @pytest.mark.slow
