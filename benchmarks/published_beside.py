@@ -20,11 +20,12 @@ all of that is hidden now, is the least that stalls took, as far as gathers and 
 Its model of 10B gives 24 ps of each byte, this one 17.
 
 *Experts of GPT-OSS in Megatron-Core.* Two parts of its experts are operations of their own where no kernel has the
-whole block (that of MXFP8, `cutedsl_fused_grouped_mlp`). Both halves of what the activation takes are clamped and joined
-before the fused activation (`fusions/fused_bias_geglu.py`, `weighted_bias_quick_geglu_impl`), once more where recipes
-recompute it (`moe_act`). The second bias is multiplied by each row's weight, which is in fp32, and added expert by
-expert (`moe/experts.py`, `_apply_bias`); the first is added by the product. Counted are the bytes that these read and
-write by torch's rules for dtypes, forward and backward, and the rows read for the sum of the first bias's gradient.
+whole block (that of MXFP8, `cutedsl_fused_grouped_mlp`). Both halves of what the activation takes are clamped and
+joined before the fused activation (`fusions/fused_bias_geglu.py`, `weighted_bias_quick_geglu_impl`), once more where
+recipes recompute it (`moe_act`). The second bias is multiplied by each row's weight, which is in fp32, and added
+expert by expert (`moe/experts.py`, `_apply_bias`); the first is added by the product. Counted are the bytes that these
+read and write by torch's rules for dtypes, forward and backward, and the rows read for the sum of the first bias's
+gradient.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ class PublishedCase:
         logits = self.batch * self.shape.seq * self.shape.vocab / self.devices
         metrics = metrics_seconds(self.row, self.cluster, logits)
         stalled = stalled_seconds(self.row, self.layout, self.batch)
-        return (
-            metrics + stalled + rows_seconds(self.row, self.cluster, self.shape.experts, self.shape.hidden, self._rows)
-        )
+        experts, width = self.shape.experts, self.shape.hidden
+        return metrics + stalled + rows_seconds(self.row, self.cluster, experts, width, self._rows)
 
     @property
     def _rows(self) -> float:
