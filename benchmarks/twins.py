@@ -126,13 +126,13 @@ CASES: Mapping[str, Case] = {
         "GPT 1T",
         "gpt-1t",
         "pipeline=16 data=24 tensor=8 microbatch=1 " + _V,
-        f"{_GRID} {_V}",
+        f"{_GRID} {_V} recompute=selective",
     ),
     "llama3-405b": _of_scale(
         "Llama 3 405B",
         "llama3-405b",
         "pipeline=16 data=128 tensor=8 microbatch=1 interleave=4 schedule=interleaved sequence_parallel=true",
-        f"{_GRID} interleave=2 schedule=interleaved sequence_parallel=true",
+        f"{_GRID} interleave=2 schedule=interleaved sequence_parallel=true recompute=selective",
     ),
     "switch-1.6t": _of_scale("Switch 1.6T", "switch-1.6t", "data=2048 expert=2048", "data=8 expert=8"),
 }
