@@ -18,6 +18,14 @@ DeepSpeed's pull request 1453 of October 2021, which prefetches weights and gath
 parameters on 64 A100s went from 67.61 to 116.06 TFLOP/s of each. What it gained beyond the network's time, even if
 all of that is hidden now, is the least that stalls took, as far as gathers and reductions are all that it made faster.
 Its model of 10B gives 24 ps of each byte, this one 17.
+
+*Experts of GPT-OSS in Megatron-Core.* Two parts of its experts are operations of their own where no kernel has the
+whole block (that of MXFP8, `cutedsl_fused_grouped_mlp`). Both halves of what the activation takes are clamped and
+joined before the fused activation (`fusions/fused_bias_geglu.py`, `weighted_bias_quick_geglu_impl`), once more where
+recipes recompute it (`moe_act`). The second bias is multiplied by each row's weight, which is in fp32, and added
+expert by expert (`moe/experts.py`, `_apply_bias`); the first is added by the product. Counted are the bytes that these
+read and write by torch's rules for dtypes, forward and backward, and the rows read for the sum of the first bias's
+gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from typing import Any
 from autopar.cluster.description import Cluster
 from autopar.layout import Layout
 
-from .published_shape import number
+from .published_shape import Experts, number
 from .published_systems import ZERO_OF_2021, system
 
 WITH_METRICS = r"llm-foundry"
@@ -70,3 +78,27 @@ def stalled_seconds(row: Mapping[str, Any], layout: Layout, batch: int) -> float
     microbatches = batch // (layout.data * layout.microbatch)
     sent = sharded_bytes(number(row["model"], "params"), layout.recompute == "full")
     return microbatches * sent * stall_of_a_byte()
+
+
+# Megatron-Bridge's recipes of GPT-OSS without that kernel, and those that recompute the activation.
+IN_OPERATIONS, RECOMPUTED = r"megatron-bridge.*gpt oss.* bf16", r"gpt oss.* (g?b200|h100) "
+# Bytes of an element that the activation gives: two halves clamped, and joined, in 16 bits; backward each clamp reads
+# its operand too, and the gradients of both halves are joined.
+CLAMPED, CLAMPED_BACKWARD = 2 * (2 + 2) + 2 * (2 + 2), 2 * (2 + 2 + 2) + 2 * (2 + 2)
+# Bytes of an element of a row that leaves its expert: the bias times the weight is written; the row and that are read,
+# their sum written; joined; cast. Backward the gradient is cast; cast back for the row, and joined; multiplied by the
+# weight and summed for the bias; multiplied by the bias and summed for the weight.
+WEIGHTED, WEIGHTED_BACKWARD = 4 + (2 + 4 + 4) + (4 + 4) + (4 + 2), (2 + 4) + (4 + 2) + (2 + 2) + 2 * (4 + 4 + 4)
+# Bytes of an element that the activation gives, of which its operand has two: read for the first bias's gradient.
+SUMMED = 2 * 2
+
+
+def rows_seconds(row: Mapping[str, Any], cluster: Cluster, experts: Experts | None, width: int, rows: float) -> float:
+    """Seconds of a step spent on operations that others fuse, by memory bandwidth. ``rows`` of ``width`` elements is
+    how many a device's experts are sent in a step, in all layers."""
+    words = system(row)
+    if experts is None or not re.search(IN_OPERATIONS, words, re.DOTALL):
+        return 0.0
+    again = CLAMPED if re.search(RECOMPUTED, words, re.DOTALL) else 0
+    moved = experts.ffn * (CLAMPED + again + CLAMPED_BACKWARD + SUMMED) + width * (WEIGHTED + WEIGHTED_BACKWARD)
+    return rows * moved / cluster.device.memory_bandwidth

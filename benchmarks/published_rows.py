@@ -16,7 +16,7 @@ from autopar.layout import Layout
 from autopar.layouts.space import Space
 from autopar.schedule.named import SCHEDULES
 
-from .published_beside import metrics_seconds, stalled_seconds
+from .published_beside import metrics_seconds, rows_seconds, stalled_seconds
 from .published_clusters import cluster_of
 from .published_fields import check_fields, shown
 from .published_flops import published_seconds
@@ -69,7 +69,18 @@ class PublishedCase:
         """Seconds of the step that its trainer spent beside training."""
         logits = self.batch * self.shape.seq * self.shape.vocab / self.devices
         metrics = metrics_seconds(self.row, self.cluster, logits)
-        return metrics + stalled_seconds(self.row, self.layout, self.batch)
+        stalled = stalled_seconds(self.row, self.layout, self.batch)
+        experts, width = self.shape.experts, self.shape.hidden
+        return metrics + stalled + rows_seconds(self.row, self.cluster, experts, width, self._rows)
+
+    @property
+    def _rows(self) -> float:
+        """Rows that a device's experts are sent in a step, in all layers."""
+        experts, shape = self.shape.experts, self.shape
+        if experts is None:
+            return 0.0
+        blocks = sum(map(experts.in_layer, range(shape.layers)))
+        return self.batch * shape.seq * experts.chosen * blocks / self.devices
 
     @property
     def sweep(self) -> tuple[object, ...]:

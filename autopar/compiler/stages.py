@@ -7,7 +7,7 @@ on the stage that stores it, and its placements are solved anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,8 @@ from autopar.ir.placements import REPLICATE, Placements
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.ir.stage_meshes import Mesh
 from autopar.ir.staged_graph import Staged
+from autopar.passes.lower.lower import Path
+from autopar.passes.lower.lower_chunk import Wires
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
@@ -37,7 +39,7 @@ from autopar.schedule.schedule import Schedule
 from autopar.search.chunks import place_chunks
 from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
-from .pipeline import pipeline_program
+from .pipeline import PlacedChunk, pipeline_program
 
 Annotate = Callable[[Graph, Mesh], Graph]
 # From a graph that is annotated for a mesh, where its parameters rest there, and the names of the caches there.
@@ -51,6 +53,26 @@ class CompiledStages:
 
     program: PipelineProgram
     caches: Mapping[str, Placements]
+
+
+@dataclass(frozen=True)
+class PlacedStages:
+    """All stages, cut and placed: what the programs of all ranks have in common. ``caches`` as in
+    :class:`CompiledStages`, all others as in :func:`.pipeline.pipeline_program`."""
+
+    pieces: Microbatched
+    staged: Staged
+    chunks: Sequence[PlacedChunk]
+    wires: Wires
+    schedule: Schedule
+    paths: Sequence[Path]
+    caches: Mapping[str, Placements]
+
+    def program(self, device: int) -> PipelineProgram:
+        """That of the ``device``-th of all devices."""
+        return pipeline_program(
+            self.pieces, self.staged, self.chunks, self.wires, self.schedule, device, self.paths, BUCKET_BYTES
+        )
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,10 @@ class StageCompiler:
     def planned(self, graph: Graph, symbolic: Graph) -> CompiledStages:
         """The program of the planned step; ``graph`` is concrete and without saved activations, ``symbolic`` is the
         same with a symbolic batch size."""
+        return self._compiled(self.placed(graph, symbolic))
+
+    def placed(self, graph: Graph, symbolic: Graph) -> PlacedStages:
+        """The stages of the planned step."""
         pieces = self._pieces(graph, symbolic)
         staged, saving = cut(pieces, self.pipeline.cuts), SaveActivations()(pieces.graph)
         names = {node.target: node.name for node in saving.placeholders("param")}
@@ -83,7 +109,7 @@ class StageCompiler:
         for part in nodes_by_mesh(self.plan, staged):
             prices = self.planned_prices(saving, part if self.pipeline.meshes else None)
             placed |= dict.fromkeys(part.chunks, (self.plan.assignment(names, part.chunks), prices))
-        return self._program(pieces, staged, placed)
+        return self._stages(pieces, staged, placed)
 
     def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
@@ -103,7 +129,7 @@ class StageCompiler:
             prices, own = self._prices(second, part), part.names if self.pipeline.meshes else None
             refit = refit_plan(self.plan, first, second, part.chunks, own)
             placed |= dict.fromkeys(part.chunks, (refit, prices))
-        return self._program(pieces, staged, placed, checked=True)
+        return self._compiled(self._stages(pieces, staged, placed, checked=True))
 
     def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
@@ -128,7 +154,7 @@ class StageCompiler:
             caches = [name for chunk in part.graphs.values() for name in chunk.caches]
             solved = self.solve(annotated, part.mesh, self._resting(part, homes), caches)
             placed |= dict.fromkeys(part.chunks, (solved, self._prices(annotated, part)))
-        return self._program(pieces, staged, placed, checked=trains)
+        return self._compiled(self._stages(pieces, staged, placed, checked=trains))
 
     def _resting(self, part: ChunkNodes, homes: Mapping[str, int]) -> Mapping[str, ParameterPlacement]:
         """Where parameters rest for the chunks of ``part``: as planned, by whichever devices of such a mesh, and whole
@@ -177,9 +203,12 @@ class StageCompiler:
         cluster = part_of_cluster(self.plan, self.cluster, part)
         return Prices.of(cluster, part.mesh, annotated, limits=self.plan.device_limits)
 
-    def _program(
+    def _compiled(self, stages: PlacedStages) -> CompiledStages:
+        return CompiledStages(stages.program(self.index), stages.caches)
+
+    def _stages(
         self, pieces: Microbatched, staged: Staged, placed: Mapping[int, Placed], checked: bool = False
-    ) -> CompiledStages:
+    ) -> PlacedStages:
         schedule, meshes = self._schedule(staged, pieces), self.plan.stage_meshes
         pairs = tuple((edge.source, edge.target) for edge in staged.edges)
         links = wire_prices(self.cluster, schedule.placement, [meshes.ranks(s) for s in range(meshes.stages)], pairs)
@@ -192,10 +221,9 @@ class StageCompiler:
             for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
                 check_memory(self.plan, peak, limit, pieces.graph)
         paths = [prices[held[0]].path for held in schedule.held]
-        program = pipeline_program(pieces, staged, chunks, wires, schedule, self.index, paths, BUCKET_BYTES)
         rests = {name: placed[chunk][0] for chunk, graph in enumerate(staged.chunks) for name in graph.caches}
         caches = {name: rests[name].resting(pieces.graph)[name] for name in pieces.graph.caches if name in rests}
-        return CompiledStages(program, caches)
+        return PlacedStages(pieces, staged, chunks, wires, schedule, paths, caches)
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""

@@ -67,7 +67,8 @@ _SLOTS = {
     "gradients": "gradient",
 }
 _PORTS = ("receives", "sends", "gradient_receives", "gradient_sends")
-_SECTIONS = (
+# The names of its sections.
+SECTIONS = (
     "refresh",
     "forward",
     "input_gradient",
@@ -155,7 +156,7 @@ class ChunkProgram:
     def to_text(self) -> str:
         """The text form, which :meth:`from_text` reads; constants print by name only."""
         head = f"# chunk {self.chunk}, rank at {self.coordinate} of mesh {self.mesh}"
-        sections = (getattr(self, name).to_text() for name in _SECTIONS)
+        sections = (getattr(self, name).to_text() for name in SECTIONS)
         return "\n".join([head, *self._slot_lines(), *sections]) + "\n"
 
     def _slot_lines(self) -> Iterator[str]:
@@ -173,7 +174,7 @@ class ChunkProgram:
         head = _HEAD.match(lines[0]) if lines else None
         if head is None:
             raise GraphError('the program of a chunk starts with a line such as "# chunk 1, rank at (0,) of mesh (2,)"')
-        body = parse_body("the program of a chunk", lines[1:], _SLOTS, _SECTIONS)
+        body = parse_body("the program of a chunk", lines[1:], _SLOTS, SECTIONS)
         fields: dict[str, Any] = {name: Section.of(section) for name, section in body.sections.items()}
         for name, entries in body.slots.items():
             make = Port.of if name in _PORTS else _slot

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -114,8 +113,13 @@ def _without_padding(tensor: torch.Tensor, dim: int, before: int, length: int) -
     return split.flatten(dim, dim + 1).contiguous()  # type: ignore[no-any-return]
 
 
-def _exchange(group: AxisGroup) -> ModuleType:
-    return gloo if group.backend == "gloo" else native
+def _exchange(group: AxisGroup, kind: str, operand: torch.Tensor, op: str = "") -> Callable[..., Any]:
+    """The backend's form of the collective ``kind``, which is about to start with ``operand``."""
+    if group.listener is not None:
+        group.listener.started(kind, op, operand, group)
+    backend = gloo if group.backend == "gloo" else native
+    form: Callable[..., Any] = getattr(backend, kind)
+    return form
 
 
 def _bucket(
@@ -162,7 +166,8 @@ class Collectives:
         group = self._over(axes)
         if group.size == 1 or tensor.numel() == 0:
             return Handle(lambda: tensor)
-        return Handle(_exchange(group).all_reduce(tensor.contiguous(), op, group))
+        operand = tensor.contiguous()
+        return Handle(_exchange(group, "all_reduce", operand, op)(operand, op, group))
 
     def all_gather(
         self, tensor: torch.Tensor, axes: Axes, dim: int, size: int, before: int = 1, shares: Sequence[int] = ()
@@ -175,7 +180,7 @@ class Collectives:
         padded = _padded(tensor, dim, before, longest_chunk(size // before, group.size, of_each))
         if padded.numel() == 0:
             return Handle(lambda: tensor.new_empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])))
-        received = _exchange(group).all_gather(padded, group)
+        received = _exchange(group, "all_gather", padded)(padded, group)
         return Handle(lambda: join_pieces(received(), dim, before, size, of_each))
 
     def reduce_scatter(
@@ -187,7 +192,7 @@ class Collectives:
             return Handle(lambda: take_shard(tensor, dim, before, group.size, group.index, of_each))
         length = _local_length(tensor.shape[dim], before, group, of_each)
         pieces = split_pieces(tensor, dim, before, group.size, of_each)
-        received = _exchange(group).reduce_scatter(pieces, op, group)
+        received = _exchange(group, "reduce_scatter", pieces, op)(pieces, op, group)
         return Handle(lambda: _without_padding(received(), dim, before, length))
 
     def all_to_all(
@@ -211,7 +216,8 @@ class Collectives:
         longest = longest_chunk(gather_size // gather_before, group.size, gathered)
         padded = _padded(tensor, gather_dim, gather_before, longest)
         pieces = split_pieces(padded, scatter_dim, scatter_before, group.size, scattered)
-        received: Finish = _exchange(group).all_to_all(pieces, group) if pieces.numel() else lambda: pieces
+        send = _exchange(group, "all_to_all", pieces) if pieces.numel() else None
+        received: Finish = (lambda: pieces) if send is None else send(pieces, group)
 
         def finish() -> torch.Tensor:
             pieces_of_rank = _without_padding(received(), scatter_dim + 1, scatter_before, length)
@@ -243,7 +249,7 @@ class Collectives:
             pad_to(tensor, dim, -(-size // before // group.size) * before)
             for tensor, (dim, before, size) in zip(tensors, where, strict=True)
         ]
-        received = _bucket(padded, lambda flat: _exchange(group).all_gather(flat, group), 0)
+        received = _bucket(padded, lambda flat: _exchange(group, "all_gather", flat)(flat, group), 0)
         return Handle(lambda: [join_pieces(p, *w) for p, w in zip(received(), where, strict=True)])
 
     def reduce_scatter_bucket(
@@ -261,7 +267,7 @@ class Collectives:
         where = list(zip(dims, befores or [1] * len(dims), strict=True))
         lengths = [_local_length(t.shape[d], b, group) for t, (d, b) in zip(tensors, where, strict=True)]
         pieces = [split_pieces(t, d, b, group.size) for t, (d, b) in zip(tensors, where, strict=True)]
-        received = _bucket(pieces, lambda flat: _exchange(group).reduce_scatter(flat, op, group), 1)
+        received = _bucket(pieces, lambda flat: _exchange(group, "reduce_scatter", flat, op)(flat, op, group), 1)
         return Handle(
             lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
         )
@@ -290,11 +296,13 @@ class Collectives:
     def _exchanging(self, name: str, operands: tuple[Any, ...], axes: Axes, starts: Sequence[int]) -> Any:
         group = self._over(axes)
         if group.imagined:
+            if group.listener is not None:
+                group.listener.started(name, "", operands[name.endswith("backward")], group)
             return LOCAL_OPS[f"autopar.{name.removeprefix('exchanged_')}.default"](*operands, 0)
         block = EXCHANGES[name](*operands, starts)
         message = next(block)
         while True:
-            exchange = _exchange(group).all_to_all_uneven
+            exchange = _exchange(group, "all_to_all_uneven", message.rows)
             arrived = exchange(message.rows, message.sends, message.receives, group)
             try:
                 message = block.send(arrived())

@@ -12,9 +12,9 @@ import inspect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,19 @@ from autopar.runtime.torch_internals.dtensors import without_advice_to_flatten
 from .settle_threads import settle_at_exit
 
 
+class Listener(Protocol):
+    """Hears of each collective of an imagined group when it starts: its ``kind``, the reduction ``op`` ("" for none),
+    and the ``operand`` as it is handed to the backend."""
+
+    def started(self, kind: str, op: str, operand: torch.Tensor, group: AxisGroup) -> None: ...
+
+
 @dataclass(frozen=True)
 class AxisGroup:
     """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``. ``group`` is
     None for a single device, or if the group is ``imagined``: then buffers are allocated as that backend needs them,
     and nothing is sent (:mod:`autopar.runtime.rehearse.rehearsal`). ``axes`` are those mesh axes, without axes of one
-    device."""
+    device. ``listener`` is told of what an imagined group would send."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -40,6 +47,7 @@ class AxisGroup:
     device_type: str = "cpu"
     imagined: str = ""
     axes: tuple[int, ...] = ()
+    listener: Listener | None = field(default=None, compare=False)
 
     @property
     def backend(self) -> str:

@@ -45,10 +45,15 @@ def exchanges(program: ChunkProgram, ports: Iterable[Port], device: int, mesh_of
 class ChunkExecutable:
     """The sections of ``program`` on ``groups`` of the mesh inside its stage. ``mesh_of``: that of any chunk's stage.
     Creating one is collective there. Raises :class:`ExecutionError` if the program is for another rank. With a
-    ``compilation`` pieces of the sections are compiled."""
+    ``compilation`` pieces of the sections are compiled. ``around`` each section: what runs it, given what would."""
 
     def __init__(
-        self, program: ChunkProgram, groups: MeshGroups, mesh_of: MeshOf, compilation: Compilation | None = None
+        self,
+        program: ChunkProgram,
+        groups: MeshGroups,
+        mesh_of: MeshOf,
+        compilation: Compilation | None = None,
+        around: Callable[[Run], Run] = lambda run: run,
     ) -> None:
         if groups.shape != program.mesh or groups.coordinate != program.coordinate:
             raise ExecutionError(
@@ -60,7 +65,7 @@ class ChunkExecutable:
         self.program = program
 
         def run(section: Section) -> Run:
-            return runner(section, groups, where, compilation)
+            return around(runner(section, groups, where, compilation))
 
         self._refresh, self._forward = run(program.refresh), run(program.forward)
         self._input_gradient, self._backward = run(program.input_gradient), run(program.backward)

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
 from autopar.ir.placements import Placements
+from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.wire_pieces import Layout
 
 from .point_to_point import Arrival, Crossing, Messenger
-from .stage_mesh import StageGroups
+
+
+class Seat(Protocol):
+    """A rank's place in a pipeline: its ``stage``, and its ``index`` among the devices of that."""
+
+    @property
+    def meshes(self) -> StageMeshes: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def index(self) -> int: ...
 
 
 class SharedWeights:
     """Sends shared parameters and sums their gradients. Every rank iterates over parameters and stages in the same
-    order, so that messages match."""
+    order, so that messages match. ``messenger`` makes what sends them, for a seat."""
 
-    def __init__(self, program: PipelineProgram, stages: StageGroups) -> None:
-        self.program, self.stages = program, stages
+    def __init__(
+        self, program: PipelineProgram, stages: Seat, messenger: Callable[[Any], Messenger] = Messenger
+    ) -> None:
+        self.program, self.stages, self.messenger = program, stages, messenger
         self.shared = [p for p in program.parameters if len(p.chunks) > 1]
 
     def spread(self, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Stored local tensors by path, with those of other stages' parameters received from their owners."""
-        messenger, arriving = Messenger(self.stages), {}
+        messenger, arriving = self.messenger(self.stages), {}
         for parameter in self.shared:
             path, owner = parameter.slot.target, self._stage(parameter.owner)
             for stage in self._stages(parameter, parameter.chunks):
@@ -42,7 +56,7 @@ class SharedWeights:
         totals: dict[str, torch.Tensor] = {}
         for (_, path), part in parts.items():
             totals[path] = totals[path].add_(part) if path in totals else part
-        messenger, arriving = Messenger(self.stages), list[tuple[str, Arrival]]()
+        messenger, arriving = self.messenger(self.stages), list[tuple[str, Arrival]]()
         for parameter in self.shared:
             path, owner = parameter.slot.target, self._stage(parameter.owner)
             for stage in self._stages(parameter, parameter.gradients):

@@ -21,7 +21,7 @@ from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import local_shape
 from autopar.ir.program import Program, TensorSlot
 from autopar.ops.attention_kernels import kernels_of
-from autopar.runtime.comm.groups import AxisGroup, MeshGroups
+from autopar.runtime.comm.groups import AxisGroup, Listener, MeshGroups
 from autopar.runtime.execute.executor import own_constants, runner
 from autopar.runtime.execute.host_tier import HostCopy
 from autopar.runtime.pipeline.action_loop import PipelineRun
@@ -59,13 +59,18 @@ class Footprint:
 
 class ImaginedGroups(MeshGroups):
     """Groups of the rank at ``coordinate`` of a mesh of ``shape``, without other ranks; ``backend`` decides which
-    buffers collectives allocate, on ``device``."""
+    buffers collectives allocate, on ``device``. ``listener`` hears of each collective."""
 
     def __init__(
-        self, shape: tuple[int, ...], coordinate: tuple[int, ...], backend: str, device: torch.device = META
+        self,
+        shape: tuple[int, ...],
+        coordinate: tuple[int, ...],
+        backend: str,
+        device: torch.device = META,
+        listener: Listener | None = None,
     ) -> None:
         self.shape, self.coordinate = shape, coordinate
-        self._backend, self._device = backend, device
+        self._backend, self._device, self._listener = backend, device, listener
         self._by_axes: dict[tuple[int, ...], AxisGroup] = {}
 
     @property
@@ -76,7 +81,8 @@ class ImaginedGroups(MeshGroups):
         index = 0
         for axis in axes:
             index = index * self.shape[axis] + self.coordinate[axis]
-        return AxisGroup(None, math.prod(self.shape[a] for a in axes), index, self._device.type, self._backend, axes)
+        size = math.prod(self.shape[a] for a in axes)
+        return AxisGroup(None, size, index, self._device.type, self._backend, axes, self._listener)
 
 
 def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: torch.device = META) -> Footprint:
@@ -86,40 +92,40 @@ def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: 
     with kernels_of("cuda" if backend == "nccl" else "cpu"):
         if isinstance(program, Program):
             groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
-            return _rehearse_whole(_without_data(program), groups)
+            return _rehearse_whole(without_data(program), groups)
         inside = program.meshes.meshes[program.stage]
         groups = ImaginedGroups(inside, program.coordinate[1:], backend, device)
-        chunks = {index: _without_data(chunk) for index, chunk in program.chunks.items()}
+        chunks = {index: without_data(chunk) for index, chunk in program.chunks.items()}
         return _rehearse_stages(replace(program, chunks=chunks), groups)
 
 
-def _without_data(program: AnyProgram) -> AnyProgram:
+def without_data(program: AnyProgram) -> AnyProgram:
     """``program``, with constants that are on the meta device."""
     constants = {name: constant.to("meta") for name, constant in program.constants.items()}
     return replace(program, constants=constants)
 
 
-def _empty(slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
+def empty_slot(slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
     shape = local_shape(slot.shape, slot.placements, groups.shape, groups.coordinate)
     return torch.empty(shape, dtype=slot.dtype, device=groups.device)
 
 
-def _stored(program: AnyProgram, slots: Sequence[TensorSlot], empty: Callable[[TensorSlot], torch.Tensor]) -> list[Any]:
+def stored_parameters(program: AnyProgram, slots: Sequence[TensorSlot], groups: MeshGroups) -> list[Any]:
     """The stored parameters in ``slots``; those in host memory take none of the device's."""
     refresh = program.refresh
     away = {i.args[0].node for i in refresh.instructions if i.op == "host.rest" and isinstance(i.args[0], Value)}
     names = dict(zip((slot.target for slot in program.parameters), refresh.inputs, strict=True))
 
     def made(slot: TensorSlot) -> Any:
+        data = empty_slot(slot, groups)
         if names.get(slot.target) not in away:
-            return empty(slot)
-        data = empty(slot)
+            return data
         return HostCopy(data.shape, data.stride(), data.dtype)
 
     return list(map(made, slots))
 
 
-def _forward_inputs(
+def forward_inputs(
     slots: Iterable[TensorSlot],
     working: Mapping[str, torch.Tensor],
     constants: Mapping[str, torch.Tensor],
@@ -136,10 +142,10 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
     )
 
     def empty(slot: TensorSlot) -> torch.Tensor:
-        return _empty(slot, groups)
+        return empty_slot(slot, groups)
 
     stored, constants = (
-        _stored(program, program.parameters, empty),
+        stored_parameters(program, program.parameters, groups),
         own_constants(program.placeholders, program.constants, groups),
     )
     with torch.no_grad(), StorageMeter() as meter:
@@ -147,7 +153,7 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
         working = refresh(list(stored))
         record.add("weight", working, ())
         by_path = dict(zip((slot.target for slot in program.parameters), working, strict=True))
-        inputs = _forward_inputs(program.placeholders, by_path, constants, empty)
+        inputs = forward_inputs(program.placeholders, by_path, constants, empty)
         record.add("input", inputs, ())
         values = forward(list(inputs))
         del working, by_path
@@ -218,7 +224,7 @@ def _divided(total: int, parts: Mapping[str, int]) -> dict[str, int]:
     return {name: end - begin for name, (begin, end) in zip(parts, pairwise(ends), strict=True)}
 
 
-class _NoPeers:
+class NoPeers:
     """A messenger without peers: keeps messages for other stages as long as a real one does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -241,7 +247,7 @@ class _NoPeers:
 def _caches(program: PipelineProgram, groups: MeshGroups) -> dict[tuple[str, int], torch.Tensor]:
     """The caches that rest on the device, by name and microbatch."""
     slots = [s for chunk in program.chunks.values() for s in chunk.placeholders if s.kind == "cache"]
-    return {(slot.target, k): _empty(slot, groups) for slot in slots for k in range(program.microbatches)}
+    return {(slot.target, k): empty_slot(slot, groups) for slot in slots for k in range(program.microbatches)}
 
 
 def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
@@ -253,13 +259,13 @@ def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
     stored: dict[str, Any] = {}
     for parameter in owned:
         owner, slot = program.chunks[parameter.owner], parameter.slot
-        (stored[slot.target],) = _stored(owner, [slot], lambda each: _empty(each, groups))
+        (stored[slot.target],) = stored_parameters(owner, [slot], groups)
     with torch.no_grad(), StorageMeter() as meter:
         record = _Record(meter, list(stored.values()))
         working: dict[int, dict[str, torch.Tensor]] = {}
         for index, chunk in chunks.items():
             slots = chunk.program.parameters
-            parameters = [stored[s.target] if s.target in stored else _empty(s, groups) for s in slots]
+            parameters = [stored[s.target] if s.target in stored else empty_slot(s, groups) for s in slots]
             working[index] = dict(zip((s.target for s in slots), chunk.refresh(parameters), strict=True))
             record.add("weight", list(working[index].values()), ())
 
@@ -269,13 +275,13 @@ def _rehearse_stages(program: PipelineProgram, groups: MeshGroups) -> Footprint:
         def inputs(index: int, microbatch: int) -> Tensors:
             def empty(slot: TensorSlot) -> torch.Tensor:
                 own = resting.get((slot.target, microbatch)) if slot.kind == "cache" else None
-                return _empty(slot, groups) if own is None else own
+                return empty_slot(slot, groups) if own is None else own
 
             chunk = chunks[index]
-            return _forward_inputs(chunk.program.placeholders, working[index], chunk.constants, empty)
+            return forward_inputs(chunk.program.placeholders, working[index], chunk.constants, empty)
 
-        tangents = {i: [_empty(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
-        run = _Rehearsed(program, chunks, _NoPeers(groups.device), inputs, tangents, record=record)  # type: ignore[arg-type]
+        tangents = {i: [empty_slot(s, groups) for s in c.program.tangents] for i, c in chunks.items()}
+        run = _Rehearsed(program, chunks, NoPeers(groups.device), inputs, tangents, record=record)  # type: ignore[arg-type]
         run.run()
         gradients = [value for values in run.gradients.values() for value in values]
         names = [slot.target for i in run.gradients for slot in chunks[i].program.gradients]

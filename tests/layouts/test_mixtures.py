@@ -97,6 +97,18 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
 
 
+@pytest.mark.parametrize(("ranks", "times"), [(1, 0), (4, 2), (16, 0)])
+def test_rows_of_an_all_to_all_are_put_in_the_order_of_several_experts(ranks: int, times: int) -> None:
+    """And back, in each phase: each row is read and written. Those of one expert are in order as they arrive."""
+    layout = Layout(data=16, expert=ranks)
+    by_rows, by_tokens = (
+        price_block(block(rows=1e6), dataclasses.replace(layout, dispatch=d), H100) for d in ("rows", "tokens")
+    )
+    passed = times * 1e6 * 2 * 1024 * 2 / H100.device.memory_bandwidth
+    assert by_rows.forward - by_tokens.forward == pytest.approx(passed, rel=0.02, abs=1e-9)
+    assert by_rows.backward - by_tokens.backward == pytest.approx(passed, rel=0.02, abs=1e-9)
+
+
 def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
     cost = price_block(block(), Layout(expert=4, data=4), H100)
     assert cost.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)

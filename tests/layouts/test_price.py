@@ -279,12 +279,6 @@ def test_grouped_and_gated_models_are_priced() -> None:
     assert found.fits and found.predicted.comm_seconds > 0
 
 
-def test_eager_modules_keep_and_move_more() -> None:
-    fused, eager = (model().sections(Layout(eager=globs), A100).layers[1] for globs in ((), ("*",)))
-    assert eager.saved > fused.saved
-    assert eager.forward.compute > fused.forward.compute
-
-
 def test_a_limit_too_small_says_by_how_much() -> None:
     options = autopar.Options(memory_limit=1 << 20)
     found = autopar.price(build(SHAPE), batch(), A100, layout=Layout(), options=options)

@@ -160,12 +160,14 @@ def price_block(block: Block, layout: Layout, cluster: Cluster) -> BlockCost:
         return passes(width * (1 + 2 * operand_bytes / block.itemsize)) if is_fp8 else 0.0
 
     wide, up, down = block.width, block.up, block.down
-    # Rows are gathered in the order of their experts; results are weighted and added up for each token.
-    forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + 2 * passes(2 * wide)
+    # Rows are gathered in the order of their experts; results are weighted and added up for each token. What an
+    # all-to-all of rows delivers is in the order of its senders: it is put in that of several experts, and back.
+    orders = 4 if layout.dispatch == "rows" and layout.expert > 1 and held > 1 else 2
+    forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + orders * passes(2 * wide)
     backward = (
         *(product(each, wide, up), product(up, wide, each, added)),
         *(product(each, down, wide), product(wide, down, each, added)),
-        *(passes(2 * up + down), 2 * passes(2 * wide), casts(wide), casts(up)),
+        *(passes(2 * up + down), orders * passes(2 * wide), casts(wide), casts(up)),
     )
     exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
     # Only products read the rows in backward, in fp8 if they were cast.

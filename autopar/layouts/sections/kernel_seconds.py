@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from autopar.cost import compute_seconds, family_of, node_seconds
+from autopar.cost.compute.op_families import DRAW
 from autopar.cost.compute.roofline import accumulating_seconds
 from autopar.cost.kernels.kernel import Kernels, is_alias, origin, readers
 from autopar.ir.graph import Graph
@@ -133,6 +134,11 @@ class KernelPrices:
             return self._casting_seconds(node) + self._fp8_seconds(node) * self._misalignment_factor(node)
         if not self._is_eager(node):
             return self._planned(self.prices, node) * self._misalignment_factor(node)
+        if (
+            family_of(node.op) is DRAW
+        ):  # Other libraries draw in the kernel that writes the numbers, unlike the runtime.
+            drawn = sum(self.local(Value(node.name, index)) for index in range(len(node.types)))
+            return compute_seconds(self.prices.cluster, 0.0, drawn, torch.float32)
         return 0.0 if is_alias(node) or family_of(node.op).is_view else self._planned(self.prices.uncompiled, node)
 
     def _planned(self, prices: Prices, node: Node) -> float:
