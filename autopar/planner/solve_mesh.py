@@ -231,7 +231,8 @@ def _enforce_memory_limit(
             raise ShortOfMemoryError(f"the quickest placements on mesh {request.mesh} do not fit")
         beyond = None if quickest is None else _needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
-        best = _take_cheapest(request, best, others)
+        if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
+            best = _take_cheapest(request, best, others)
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings)
     return _with_bound(request, best, free.seconds)
