@@ -191,8 +191,8 @@ class StageCompiler:
             limits = self.plan.stage_limits
             for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
                 check_memory(self.plan, peak, limit, pieces.graph)
-        paths = [prices[held[0]].path for held in schedule.held]
-        program = pipeline_program(pieces, staged, chunks, wires, schedule, self.index, paths, BUCKET_BYTES)
+        paths, messages = [prices[held[0]].path for held in schedule.held], prices[0].messages
+        program = pipeline_program(pieces, staged, chunks, wires, schedule, self.index, paths, BUCKET_BYTES, messages)
         rests = {name: placed[chunk][0] for chunk, graph in enumerate(staged.chunks) for name in graph.caches}
         caches = {name: rests[name].resting(pieces.graph)[name] for name in pieces.graph.caches if name in rests}
         return CompiledStages(program, caches)

@@ -132,6 +132,26 @@ def _bucket(
     return finish
 
 
+def _gathered(tensors: Sequence[torch.Tensor], group: AxisGroup) -> Callable[[], list[torch.Tensor]]:
+    """Gathers ``tensors`` in one message, as bytes if their dtypes differ; the results have the shape
+    [n, *tensor.shape]."""
+
+    def gather(flat: torch.Tensor) -> Finish:
+        return _exchange(group).all_gather(flat, group) if flat.numel() else lambda: flat.new_empty((group.size, 0))
+
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return _bucket(tensors, gather, 0)
+    received = _bucket([tensor.reshape(-1).view(torch.uint8) for tensor in tensors], gather, 0)
+
+    def finish() -> list[torch.Tensor]:
+        # A copy of each piece, since a dtype has to begin at a multiple of its size.
+        typed = zip(received(), tensors, strict=True)
+        return [piece.contiguous().view(t.dtype).unflatten(-1, t.shape) if t.dim() else piece for piece, t in typed]
+
+    return finish
+
+
 class Collectives:
     """The operations of :mod:`autopar.ir.program`, bound to ``groups``; named there as
     ``collective.<method>``."""
@@ -229,10 +249,10 @@ class Collectives:
             return Handle(lambda: list(tensors))
         where = list(zip(dims, befores or [1] * len(dims), sizes, strict=True))
         padded = [
-            pad_to(tensor, dim, -(-size // before // group.size) * before)
+            _padded(tensor, dim, before, longest_chunk(size // before, group.size))
             for tensor, (dim, before, size) in zip(tensors, where, strict=True)
         ]
-        received = _bucket(padded, lambda flat: _exchange(group).all_gather(flat, group), 0)
+        received = _gathered(padded, group)
         return Handle(lambda: [join_pieces(p, *w) for p, w in zip(received(), where, strict=True)])
 
     def reduce_scatter_bucket(
@@ -251,9 +271,7 @@ class Collectives:
         lengths = [_local_length(t.shape[d], b, group) for t, (d, b) in zip(tensors, where, strict=True)]
         pieces = [split_pieces(t, d, b, group.size) for t, (d, b) in zip(tensors, where, strict=True)]
         received = _bucket(pieces, lambda flat: _exchange(group).reduce_scatter(flat, op, group), 1)
-        return Handle(
-            lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
-        )
+        return Handle(lambda: [_without_padding(p, *w, n) for p, w, n in zip(received(), where, lengths, strict=True)])
 
     def slice(
         self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1, shares: Sequence[int] = ()
