@@ -147,7 +147,7 @@ def _gathered(tensors: Sequence[torch.Tensor], group: AxisGroup) -> Callable[[],
     def finish() -> list[torch.Tensor]:
         # A copy of each piece, since a dtype has to begin at a multiple of its size.
         copies = (piece.clone(memory_format=torch.contiguous_format) for piece in received())
-        return [c.view(t.dtype).view(group.size, *t.shape) for c, t in zip(copies, tensors, strict=True)]
+        return [c.flatten().view(t.dtype).view(group.size, *t.shape) for c, t in zip(copies, tensors, strict=True)]
 
     return finish
 
