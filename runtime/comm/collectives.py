@@ -249,7 +249,7 @@ class Collectives:
             return Handle(lambda: list(tensors))
         where = list(zip(dims, befores or [1] * len(dims), sizes, strict=True))
         padded = [
-            _padded(tensor, dim, before, longest_chunk(size // before, group.size))
+            pad_to(tensor, dim, -(-size // before // group.size) * before)
             for tensor, (dim, before, size) in zip(tensors, where, strict=True)
         ]
         received = _gathered(padded, group)
@@ -271,7 +271,9 @@ class Collectives:
         lengths = [_local_length(t.shape[d], b, group) for t, (d, b) in zip(tensors, where, strict=True)]
         pieces = [split_pieces(t, d, b, group.size) for t, (d, b) in zip(tensors, where, strict=True)]
         received = _bucket(pieces, lambda flat: _exchange(group).reduce_scatter(flat, op, group), 1)
-        return Handle(lambda: [_without_padding(p, *w, n) for p, w, n in zip(received(), where, lengths, strict=True)])
+        return Handle(
+            lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
+        )
 
     def slice(
         self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1, shares: Sequence[int] = ()

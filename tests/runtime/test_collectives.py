@@ -167,7 +167,7 @@ def exchanges(collectives: Collectives) -> None:
 
 def buckets(collectives: Collectives) -> None:
     group = collectives.groups.over((0,))
-    cuts = [*CUTS, *STRIDED, ((7,), 0, 1), ((21, 2), 0, 3)]
+    cuts = [*CUTS, *STRIDED, ((7,), 0, 1)]
     dims, befores, sizes = [c[1] for c in cuts], [c[2] for c in cuts], [c[0][c[1]] for c in cuts]
     kinds = [torch.float32, torch.bfloat16]
     parts = [[whole(shape, kinds[i % 2]) for i, (shape, _, _) in enumerate(cuts)] for _ in range(group.size)]
