@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from .graph import Graph
 from .node import TensorType, Value
 
-# Bytes of gathered weights at which a message is full, and of the largest weight that is sent in one.
-# Chosen between what a message costs and what copying does; see docs/cost-model.md, "Messages of weights".
+# Bytes of gathered weights at which a message is full.
+# Chosen: the traffic of one takes as long as it does to begin, with eight A100 (31 us each).
 MESSAGE_BYTES = 4 << 20
+# Bytes of the largest weight that is sent in a message.
+# Chosen: copying it twice costs a twentieth of a message's latency, on A100 and on gloo.
 SMALL_BYTES = 1 << 20
 # A message has at most this part of all weights, since two are in memory at once.
 # Chosen: as much as a block of a model of four, which FSDP2 gathers at once.
