@@ -8,8 +8,8 @@ where they are issued, because the next computation needs them.
 
 The first gather of a window overlaps nothing, and neither does the reduction of the last bucket. While the first bucket
 fills, there is nothing to reduce yet. So the share of one piece (the largest parameter, a message of small ones, or a
-bucket) of the messages and of the computation of a window is not counted. The rest is a queue that is never empty and is served while the
-window lasts.
+bucket) of the messages and of the computation of a window is not counted. The rest is a queue that is never empty and
+is served while the window lasts.
 
 For one backward, let G be the seconds of gathers and C those of computation, R those of all reductions, and g and r the
 shares of gathers and reductions that can be hidden. Messages slow computing down meanwhile, so of M seconds
