@@ -2,8 +2,8 @@
 
 Every operation becomes its local form on the rank's shards. Every reshard that the assignment implies becomes the hops
 it was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
-program are those of the cost breakdown. Gradient reductions and weight refreshes are coalesced into buckets, since many
-small collectives pay their latency many times.
+program are those of the cost breakdown. Gradient reductions, weight refreshes and gathers of small weights are
+coalesced into buckets, since many small collectives pay their latency many times.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 wait moves down to just before the first use of its tensor. If only a model output waits, such as the reduced loss of
   a step, the caller waits instead, so that ranks need not synchronise in the middle of a step.
 - The fetch of a saved activation from host memory starts just before the wait for the previous one, too.
-- The gather of a weight, whose shard exists from the beginning, starts just before the wait for the previous such
-  gather: one weight is in flight while the one before is used, so at most one more gathered weight is in memory.
+- The gather of a weight, or of a message of several, whose shards exist from the beginning, starts just before the wait
+  for the previous such gather: one is in flight while the one before is used, so at most one more is in memory.
 
 Other collectives start where their operand is computed, where lowering puts them.
 
