@@ -118,4 +118,4 @@ class _Graphs:
         graph, assignment = self.recomputed
         prices = Prices.of(self.cluster, self.plan.mesh, annotate(self.saved, self.plan.mesh, self.plan.shares))
         coordinate = coordinate_of(self.rank, self.plan.mesh)
-        return Lowering(graph, assignment, coordinate, prices.path, BUCKET_BYTES)
+        return Lowering(graph, assignment, coordinate, prices.path, BUCKET_BYTES, prices.messages)

@@ -150,7 +150,7 @@ def own_step(model: Whole, kind: Kind, stages: int, count: int, batch: tuple[tor
         links = {(edge.source, edge.target): WirePrice(1e-5, 1e9) for edge in staged.edges}
         placed, wires = place_chunks(staged, [replicated(whole, (1,))] * chunks, [prices] * chunks, links)
         rank, paths = dist.get_rank(), [prices.path] * stages
-        program = pipeline_program(pieces, staged, placed, wires, schedule, rank, paths, BUCKET_BYTES)
+        program = pipeline_program(pieces, staged, placed, wires, schedule, rank, paths, BUCKET_BYTES, prices.messages)
         return Compiled(program, traced.signature, None, str(schedule))
 
     parallel = ParallelModule(model, mesh, compile)

@@ -78,9 +78,9 @@ def shard_fully(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def fsdp(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:
-    """Weights sharded over all four processes."""
-    mesh = init_device_mesh(device, (4,))
-    return training_step(shard_fully(model, mesh), slice_of(batch, dist.get_rank(), 4))
+    """Weights sharded over all processes."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    return training_step(shard_fully(model, mesh), slice_of(batch, dist.get_rank(), dist.get_world_size()))
 
 
 def hsdp(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:
@@ -104,8 +104,8 @@ def shard_heads(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def tp(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:
-    """Every product split over four processes, the batch whole."""
-    return training_step(shard_heads(model, init_device_mesh(device, (4,))), batch)
+    """Every product split over all processes, the batch whole."""
+    return training_step(shard_heads(model, init_device_mesh(device, (dist.get_world_size(),))), batch)
 
 
 def fsdp_tp(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:

@@ -35,7 +35,7 @@ from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
-from autopar.placement.prices import BUCKET_BYTES, Prices, exchanged_bytes
+from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import ChunkNodes
 from autopar.planner.fixed_parameters import Places, Resting, fixed_assignment
 from autopar.planner.plan_graph import check_devices, check_same_graph
@@ -348,9 +348,8 @@ class Compiler:
         padding = None
         if self.options.last_batch == "pad" and batch == self.plan.batch:
             padding = PaddedRows(base.graph, batch, base.traced.holds_for, self.ranks)
-        guards = base.traced.reads
-        signature = base.traced.signature
-        return Compiled(program, signature, self.plan, fingerprint, guards, planned, padding, caches)
+        traced = base.traced
+        return Compiled(program, traced.signature, self.plan, fingerprint, traced.reads, planned, padding, caches)
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
@@ -364,7 +363,7 @@ class Compiler:
         mesh, key = (part.mesh, part.chunks) if part else (self.plan.mesh, ())
         if key not in self._through:
             self._through[key] = offers(self.plan, graph, partial(self._annotate_alike, mesh=mesh), self.ranks, part)
-        return Prices(part_of_cluster(self.plan, self.cluster, part), mesh, self._through[key], exchanged_bytes(graph))
+        return Prices.of(part_of_cluster(self.plan, self.cluster, part), mesh, graph, options=self._through[key])
 
     def _annotate_alike(self, graph: Graph, mesh: tuple[int, ...] | None = None) -> Graph:
         assert self.plan is not None
@@ -382,7 +381,8 @@ class Compiler:
     ) -> Compiled:
         assert self.plan is not None
         graph, assignment = recomputed(graph, assignment)
-        job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
+        place = coordinate_of(self.ranks.index, self.plan.mesh)
+        job = Lowering(graph, assignment, place, prices.path, BUCKET_BYTES, prices.messages)
         program = overlap(lower(job, graph.outputs))
         return self._as_compiled(program, assignment.resting(graph), graph, base, batch, planned=planned)
 

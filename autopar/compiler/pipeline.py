@@ -14,6 +14,7 @@ from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, Staged
 from autopar.ir.program import Program
 from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Staged
+from autopar.ir.weight_messages import WeightMessages
 from autopar.passes.lower.lower import Lowering, Path, lower, stored_slot
 from autopar.passes.lower.lower_chunk import ChunkLowering, Wires, lower_chunk
 from autopar.passes.pipeline.microbatch import Microbatched
@@ -40,10 +41,11 @@ def pipeline_program(
     device: int,
     paths: Sequence[Path],
     bucket_bytes: int,
+    messages: WeightMessages,
 ) -> PipelineProgram:
     """The program of the ``device``-th of all devices.
 
-    Gradients of inputs are left out: a step gives none. ``paths``, by stage, and ``bucket_bytes`` as in
+    Gradients of inputs are left out: a step gives none. ``paths``, by stage, ``bucket_bytes`` and ``messages`` as in
     :class:`~autopar.passes.lower.lower.Lowering`. Raises :class:`PlanMismatchError` if the parts do not belong
     together, or if chunks store a parameter they share differently, and :class:`ScheduleError` if the schedule is not
     proven to run.
@@ -61,6 +63,7 @@ def pipeline_program(
             inside if index in indices else (0,) * len(inside),
             paths[schedule.placement[index]],
             bucket_bytes,
+            messages,
         )
         for index, chunk in enumerate(chunks)
     ]
@@ -123,7 +126,7 @@ def _prove(schedule: Schedule) -> None:
 def prelude_program(graph: Graph) -> Program:
     """The program of what is computed once a step and for the whole batch, by every rank alone."""
     unplaced = Assignment((), {}, {})
-    job = Lowering(graph, unplaced, (), lambda kind, source, target, bucketed: (), 0)
+    job = Lowering(graph, unplaced, (), lambda kind, source, target, sent: (), 0)
     return lower(job, graph.outputs)
 
 

@@ -66,10 +66,10 @@ class SeveralRanks(Compiler):
     ) -> Compiled:
         assert self.plan is not None
         graph, assignment = recomputed(graph, assignment)
-        mesh, path = self.plan.mesh, prices.path
+        mesh, path, messages = self.plan.mesh, prices.path, prices.messages
 
         def make(rank: int) -> Program:
-            job = Lowering(graph, assignment, coordinate_of(rank, mesh), path, BUCKET_BYTES)
+            job = Lowering(graph, assignment, coordinate_of(rank, mesh), path, BUCKET_BYTES, messages)
             return overlap(lower(job, graph.outputs))
 
         self._make = make

@@ -21,6 +21,7 @@ from autopar.ir.placements import REPLICATE, Placements
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.ir.stage_meshes import Mesh
 from autopar.ir.staged_graph import Staged
+from autopar.ir.weight_messages import WeightMessages
 from autopar.passes.lower.lower import Path
 from autopar.passes.lower.lower_chunk import Wires
 from autopar.passes.pipeline.cut import cut
@@ -66,13 +67,13 @@ class PlacedStages:
     wires: Wires
     schedule: Schedule
     paths: Sequence[Path]
+    messages: WeightMessages
     caches: Mapping[str, Placements]
 
     def program(self, device: int) -> PipelineProgram:
         """That of the ``device``-th of all devices."""
-        return pipeline_program(
-            self.pieces, self.staged, self.chunks, self.wires, self.schedule, device, self.paths, BUCKET_BYTES
-        )
+        placed = self.pieces, self.staged, self.chunks, self.wires, self.schedule
+        return pipeline_program(*placed, device, self.paths, BUCKET_BYTES, self.messages)
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,10 @@ class StageCompiler:
             limits = self.plan.stage_limits
             for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
                 check_memory(self.plan, peak, limit, pieces.graph)
-        paths = [prices[held[0]].path for held in schedule.held]
+        paths, messages = [prices[held[0]].path for held in schedule.held], prices[0].messages
         rests = {name: placed[chunk][0] for chunk, graph in enumerate(staged.chunks) for name in graph.caches}
         caches = {name: rests[name].resting(pieces.graph)[name] for name in pieces.graph.caches if name in rests}
-        return PlacedStages(pieces, staged, chunks, wires, schedule, paths, caches)
+        return PlacedStages(pieces, staged, chunks, wires, schedule, paths, messages, caches)
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""

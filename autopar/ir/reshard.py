@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.distributed.tensor import Partial, Replicate
 
@@ -42,6 +43,10 @@ from .placements import (
     short,
 )
 from .program import CollectiveKind
+
+Sent = Literal["alone", "bucketed", "forward", "backward"]
+"""How a tensor is sent: alone, in a bucket that is filled once a step (gradients, refreshed weights), or as a weight
+that one phase gathers, small ones in messages of several (:mod:`.weight_messages`)."""
 
 
 @dataclass(frozen=True, slots=True)

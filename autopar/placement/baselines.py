@@ -13,7 +13,8 @@ knows the number of labels that count. Under DDP no rank does, and DDP averages 
 batch norm are those of the whole batch, as under SyncBatchNorm.
 
 FSDP2 gathers the weights of a block (an element of a list of modules) in one all-gather, and weights outside of blocks
-once a step. A plan gathers tensor by tensor. The figures of the FSDP baseline are those of FSDP2.
+once a step. A plan gathers small weights in messages of its own (:mod:`autopar.ir.weight_messages`), large ones singly.
+The figures of the FSDP baseline are those of FSDP2.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Samples:
 
 
 def _by_blocks(breakdown: CostBreakdown, instance: Instance) -> dict[int, CostLine]:
-    """The lines of ``breakdown``, by position, that cost less if weights are gathered block by block."""
+    """The lines of ``breakdown``, by position, that cost something else if weights are gathered block by block."""
     gathers = {i: line for i, line in enumerate(breakdown.lines) if line.kind == "weight"}
     sums = Counter[object]()
     for line in gathers.values():
@@ -166,8 +167,15 @@ def _by_blocks(breakdown: CostBreakdown, instance: Instance) -> dict[int, CostLi
             changed[i] = replace(line, seconds=0.0)
             continue
         saved = sum(_saved(instance, wire, sums[_group(line, wire)]) for wire in line.collectives)
+        saved -= _saved_by_messages(instance, line)
         changed[i] = replace(line, seconds=max(0.0, line.seconds - line.times * saved))
     return changed
+
+
+def _saved_by_messages(instance: Instance, line: CostLine) -> float:
+    """Seconds that a weight saves each time because it is gathered in a message."""
+    kind, hop = instance.graph[line.name].type, instance.prices.hop
+    return sum(hop(kind, each) - hop(kind, each, sent=line.phase) for each in line.hops)
 
 
 def _group(line: CostLine, wire: Collective) -> object:

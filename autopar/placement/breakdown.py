@@ -122,14 +122,15 @@ def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
     broken = _inside_kernels(operands, prices.fused)
     for use in reshards:
         bucketed = use.role in ("gradient", "refresh")
-        table = prices.table(use.kind, bucketed=bucketed)
+        is_weight = use.value.node in assignment.parameters
+        table = prices.table(use.kind, sent="bucketed" if bucketed else use.phase if is_weight else "alone")
         is_hidden = use.role == "output" and overlaps_backward(graph, use.value)
         direct = make_hop(use.kind, use.source, use.target, prices.mesh) if is_hidden else None
         hops = (direct,) if direct is not None else table.path(use.source, use.target)
         kind: LineKind = "reshard"
         if bucketed:
             kind = use.role  # type: ignore[assignment]
-        elif use.value.node in assignment.parameters:
+        elif is_weight:
             kind = "weight"
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
         seconds = 0.0 if is_hidden else table.cost(use.source, use.target)

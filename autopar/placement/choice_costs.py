@@ -105,7 +105,7 @@ class ChoiceCosts:
         seconds += optimizer_seconds(prices, node, place, optimizer)
         seconds += offload_seconds(prices, node, place, optimizer)
         if place.weight != place.optimizer:
-            seconds += prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
+            seconds += prices.table(node.type, sent="bucketed").cost(place.optimizer, place.weight)
         visiting = piece_bytes(prices, node, place, optimizer)
         if place.offload == "nvme" and not prices.cluster.device.has_host:
             visiting *= NVME_BUFFERS

@@ -21,6 +21,7 @@ from autopar.solver.problem import Transfer
 
 from .axis_names import weight_values
 from .choices import OUTPUTS, Choice, operand_place, result_place
+from .edge_costs import how_sent
 from .edges import TensorEdge
 from .formulation import Instance
 
@@ -80,7 +81,7 @@ def _without_gathers(instance: Instance, edge: TensorEdge, transfer: Transfer) -
     kind = instance.graph.type_of(Value(edge.producer, edge.result))
 
     def communicates(source: Placements, target: Placements) -> bool:
-        path = instance.prices.path(kind, source, target, edge.role == "gradient")
+        path = instance.prices.path(kind, source, target, how_sent(instance.graph, edge))
         return any(hop.collective is not None for hop in path)
 
     return without_moves(instance, edge, transfer, communicates)

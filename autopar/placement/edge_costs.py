@@ -9,15 +9,18 @@ from functools import cached_property, partial
 import numpy as np
 
 from autopar.ir.assignment import Recomputed, overlaps_backward
+from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, TensorType, Value
 from autopar.ir.placements import Placements
+from autopar.ir.reshard import Sent
 from autopar.solver.problem import Floats, Ints, Transfer
 
 from .choices import OUTPUTS, Choice, ChoiceSets, operand_place, result_place
 from .edges import TensorEdge
 from .full_precision_reduction import forbid_reductions, full_precision_gradients
 from .fused_kernels import FusedKernels
-from .prices import Prices, ReshardTable
+from .prices import Prices
+from .reshard_table import ReshardTable
 
 # None among sources: the value is not available. None among targets: it is not needed.
 _Places = Sequence[Placements | None]
@@ -29,6 +32,15 @@ def consumers_inside(edge: TensorEdge, fused: FusedKernels | None) -> tuple[tupl
         return ()
     value = Value(edge.producer, edge.result)
     return tuple(c for c in edge.consumers if c[1] >= 0 and c[0] != OUTPUTS and fused.is_inside(value, (c[0],)))
+
+
+def how_sent(graph: Graph, edge: TensorEdge) -> Sent:
+    """How the value of an edge is sent: gradients in buckets, weights with others that the phase gathers."""
+    if edge.role == "gradient":
+        return "bucketed"
+    if graph[edge.producer].op != "param":
+        return "alone"
+    return "forward" if edge.role == "forward" else "backward"
 
 
 def breaks_kernel(edge: TensorEdge, fused: FusedKernels | None) -> bool:
@@ -100,7 +112,7 @@ class Transfers:
         reshard that ``breaks`` a kernel costs what that adds."""
         choice_sets, value = self.choice_sets, Value(edge.producer, edge.result)
         is_gradient = edge.role == "gradient"
-        table = choice_sets.prices.table(choice_sets.graph.type_of(value), bucketed=is_gradient)
+        table = choice_sets.prices.table(choice_sets.graph.type_of(value), sent=how_sent(choice_sets.graph, edge))
         times = 1 if is_gradient else choice_sets.repeats.microbatches
         cost = count * times * _submatrix(table, sources, targets)
         if not is_gradient and overlaps_backward(choice_sets.graph, value):

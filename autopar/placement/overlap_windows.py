@@ -7,9 +7,9 @@ bucket is sent as soon as it is full (:mod:`autopar.passes.lower.reduce_last_mic
 where they are issued, because the next computation needs them.
 
 The first gather of a window overlaps nothing, and neither does the reduction of the last bucket. While the first bucket
-fills, there is nothing to reduce yet. So the share of one piece (the largest parameter, or a bucket) of the messages
-and of the computation of a window is not counted. The rest is a queue that is never empty and is served while the
-window lasts.
+fills, there is nothing to reduce yet. So the share of one piece (the largest parameter, a message of small ones, or a
+bucket) of the messages and of the computation of a window is not counted. The rest is a queue that is never empty and
+is served while the window lasts.
 
 For one backward, let G be the seconds of gathers and C those of computation, R those of all reductions, and g and r the
 shares of gathers and reductions that can be hidden. Messages slow computing down meanwhile, so of M seconds
@@ -37,6 +37,7 @@ from autopar.cost.overlap import hidden_seconds, taken_by_messages
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
 from autopar.ir.node import RECOMPUTED, Phase
+from autopar.ir.weight_messages import WeightMessages
 
 from .prices import BUCKET_BYTES, exchanged_bytes
 
@@ -119,16 +120,20 @@ class OverlapWindow:
 def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> HiddenShares:
     """The shares of a graph that is divided among ``stages``. Each stage has a piece that overlaps nothing."""
     sizes = [int(node.type.bytes) for node in graph.placeholders("param")]
-    return shares_of_sizes(sizes, exchanged_bytes(graph), cluster, stages)
+    messages = WeightMessages.of(graph)
+    message = min(messages.limit, max(messages.small.values(), default=0))
+    return shares_of_sizes(sizes, exchanged_bytes(graph), cluster, stages, message)
 
 
-def shares_of_sizes(sizes: Iterable[int], exchanged: int, cluster: Cluster, stages: int = 1) -> HiddenShares:
+def shares_of_sizes(
+    sizes: Iterable[int], exchanged: int, cluster: Cluster, stages: int = 1, message: int = 0
+) -> HiddenShares:
     """The shares of parameters of ``sizes`` bytes, of whose gradients ``exchanged`` bytes are reduced; neither is
-    sharded."""
+    sharded. ``message``: the bytes of those that are gathered together."""
     largest = sorted(sizes, reverse=True)
     if not cluster.overlaps or not sum(largest):
         return HiddenShares()
-    gathered = 1.0 - sum(largest[:stages]) / sum(largest)
+    gathered = max(0.0, 1.0 - sum(max(size, message) for size in largest[:stages]) / sum(largest))
     reduced = 1.0 - sum(max(size, BUCKET_BYTES) for size in largest[:stages]) / exchanged if exchanged else 0.0
     return HiddenShares(gathered, min(gathered, max(0.0, reduced)), taken_by_messages(cluster))
 

@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cluster.description import Cluster
 from autopar.cluster.groups import least_device
 from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
 from autopar.cost.collective.collective import copying_seconds
 from autopar.cost.kernels.share import Share, share_seconds
-from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, TensorType
 from autopar.ir.placements import (
@@ -34,12 +32,13 @@ from autopar.ir.placements import (
     local_shape,
     shard_dim,
     shares_of,
-    short,
 )
-from autopar.ir.reshard import Collective, Hop, hops_among
+from autopar.ir.reshard import Collective, Hop, Sent, hops_among
+from autopar.ir.weight_messages import WeightMessages
 from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
 
 from .fused_kernels import FusedKernels
+from .reshard_table import ReshardTable, shortest_paths
 from .rooms import Room, between_shares, counted_bytes, rooms_of
 
 # Bytes of a bucket of gradients. Chosen: the default of DDP's bucket_cap_mb in torch (25 MiB).
@@ -100,51 +99,6 @@ def local_bytes(kind: TensorType, placements: Placements, mesh: tuple[int, ...])
     return int(local_type(kind, placements, mesh).bytes)
 
 
-@dataclass(frozen=True, eq=False)
-class ReshardTable:
-    """The cheapest paths between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``,
-    infinite if there is none, and the hops (:class:`autopar.ir.reshard.Hop`) of the paths."""
-
-    states: tuple[Placements, ...]
-    seconds: NDArray[np.float64]
-    hops: dict[tuple[int, int], Hop]
-    next_state: NDArray[np.int64]
-
-    @cached_property
-    def index(self) -> dict[Placements, int]:
-        return {state: i for i, state in enumerate(self.states)}
-
-    def cost(self, source: Placements, target: Placements) -> float:
-        return float(self.seconds[self.index[source], self.index[target]])
-
-    def path(self, source: Placements, target: Placements) -> tuple[Hop, ...]:
-        """The hops from ``source`` to ``target``; none if they are equal. Raises :class:`PlanMismatchError` if there is
-        no path."""
-        if not {source, target} <= self.index.keys() or not np.isfinite(self.cost(source, target)):
-            raise PlanMismatchError(
-                f"no reshard leads from {short(source)} to {short(target)}; the plan is for other shapes"
-            )
-        state, end, hops = self.index[source], self.index[target], []
-        while state != end:
-            following = int(self.next_state[state, end])
-            hops.append(self.hops[state, following])
-            state = following
-        return tuple(hops)
-
-
-def _shortest_paths(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Floyd-Warshall: the least cost between all pairs, and the first step of each path."""
-    best = seconds.copy()
-    count = len(best)
-    next_state = np.tile(np.arange(count), (count, 1))
-    for middle in range(count):
-        through = best[:, middle, None] + best[None, middle, :]
-        better = through < best - 1e-18
-        best = np.where(better, through, best)
-        next_state = np.where(better, next_state[:, middle, None], next_state)
-    return best, next_state
-
-
 @dataclass(frozen=True)
 class Seat:
     """One of the devices, at ``coordinate`` of the mesh, or several like it; ``cluster`` has its rates."""
@@ -167,7 +121,7 @@ class Prices:
     bucket never holds more than these. ``whole``: the cluster, of which :meth:`on_block` takes the block ``block``.
     ``fused``: the kernels of the graph, if its pieces are compiled; operations are priced by themselves otherwise.
     ``limits``: bytes that each device of the cluster may hold, by rank, where that matters; ``room``: the one whose
-    bytes count, None for whichever counts most.
+    bytes count, None for whichever counts most. ``messages``: those in which small weights are gathered.
     """
 
     cluster: Cluster
@@ -179,6 +133,7 @@ class Prices:
     fused: FusedKernels | None = None
     limits: tuple[int, ...] = ()
     room: Room | None = None
+    messages: WeightMessages = field(default_factory=WeightMessages)
     _calls: dict[object, tuple[Any, Strategy]] = field(default_factory=dict)
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
@@ -191,11 +146,13 @@ class Prices:
         graph: Graph,
         fused: FusedKernels | None = None,
         limits: tuple[int, ...] = (),
+        options: Mapping[TensorType, Options] | None = None,
     ) -> Prices:
         """The prices of an annotated graph. ``fused``: its kernels, if pieces of it are compiled; ``limits``: see
-        :class:`Prices`."""
-        options = placement_options(graph, mesh)
-        return Prices(cluster, mesh, options, exchanged_bytes(graph), fused=fused, limits=limits)
+        :class:`Prices`; ``options``: its :func:`placement_options`, if they are known."""
+        through = placement_options(graph, mesh) if options is None else options
+        messages = WeightMessages.of(graph)
+        return Prices(cluster, mesh, through, exchanged_bytes(graph), fused=fused, limits=limits, messages=messages)
 
     @property
     def devices(self) -> int:
@@ -326,20 +283,30 @@ class Prices:
         each = (collective_seconds(self.cluster, self.mesh, "all_to_all", axes, size * IMBALANCE) for size in sizes)
         return hops, sum(each)
 
-    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+    def hop(self, kind: TensorType, hop: Hop, *, sent: Sent = "alone") -> float:
         """Seconds of one hop, the copies that make its shards contiguous included."""
         if hop.collective is None:
             return self.cluster.device.launch_seconds
         wire, copies = hop.collective, self._copies(kind, hop)
-        if not bucketed or wire.kind == "all_to_all":  # All-to-alls are not bucketed.
+        bucket = self._bucket_bytes(kind, wire, sent)
+        if bucket is None:
             return copies + collective_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes)
-        bucket = self._bucket_bytes(kind, wire.bytes)
         packing = self._copying(kind, hop)
         return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
 
-    def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
-        """The most bytes of a bucket in which a tensor of this type is sent, with ``nbytes`` of it on the wire."""
-        return bucket_bytes(nbytes, self.exchanged / max(1, int(kind.bytes)))
+    def _bucket_bytes(self, kind: TensorType, wire: Collective, sent: Sent) -> float | None:
+        """The most bytes of a bucket in which a tensor of this type is sent; None if it is sent alone."""
+        if sent == "bucketed":  # All-to-alls are not bucketed.
+            tensors = self.exchanged / max(1, int(kind.bytes))
+            return None if wire.kind == "all_to_all" else bucket_bytes(wire.bytes, tensors)
+        if wire.kind != "all_gather" or self._sent(kind, sent) == "alone":
+            return None
+        together = self.messages.message_bytes(kind, wire.bytes, sent)
+        return together if together > wire.bytes else None
+
+    def _sent(self, kind: TensorType, sent: Sent) -> Sent:
+        """How a tensor of this type is sent, of which large weights are gathered alone."""
+        return sent if sent == "bucketed" or self.messages.takes(kind) else "alone"
 
     def _copies(self, kind: TensorType, hop: Hop) -> float:
         """Seconds of copies. Collectives work on dim 0 of contiguous buffers; for any other dim, the tensor is read and
@@ -367,28 +334,28 @@ class Prices:
             for seat in self.seats
         )
 
-    def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:
+    def table(self, kind: TensorType, *, sent: Sent = "alone") -> ReshardTable:
         """The reshard table of tensors of this type, between all placements that occur in the graph."""
-        key = (kind, bucketed)
+        key = (kind, self._sent(kind, sent))
         if key not in self._tables:
-            self._tables[key] = self._make_table(kind, self.options[kind], bucketed)
+            self._tables[key] = self._make_table(kind, self.options[kind], key[1])
         return self._tables[key]
 
-    def path(self, kind: TensorType, source: Placements, target: Placements, bucketed: bool = False) -> tuple[Hop, ...]:
+    def path(self, kind: TensorType, source: Placements, target: Placements, sent: Sent = "alone") -> tuple[Hop, ...]:
         """The hops with which a reshard is priced."""
-        return self.table(kind, bucketed=bucketed).path(source, target)
+        return self.table(kind, sent=sent).path(source, target)
 
-    def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool) -> ReshardTable:
+    def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], sent: Sent) -> ReshardTable:
         shape = tuple(map(int, kind.shape))
         states = tuple(p for p in product(*options) if is_valid(p, shape, self.mesh))
         index = {state: i for i, state in enumerate(states)}
         seconds = np.full((len(states), len(states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        other = self._tables.get((kind, not bucketed))
-        hops = other.hops if other else hops_among(kind, index, options, self.mesh)
+        others = (self._tables.get((kind, other)) for other in get_args(Sent))
+        hops = next((other.hops for other in others if other), None) or hops_among(kind, index, options, self.mesh)
         for (i, j), hop in hops.items():
-            seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
-        best, next_state = _shortest_paths(seconds)
+            seconds[i, j] = self.hop(kind, hop, sent=sent)
+        best, next_state = shortest_paths(seconds)
         if self.rooms:
             # On its way from equal rows to others a tensor is whole, which the program's memory does not count.
             best[between_shares(states, self.shares)] = np.inf

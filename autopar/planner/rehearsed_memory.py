@@ -44,7 +44,7 @@ def exact_memory(step: PlacedStep, holdings: tuple[ResidentTensor, ...]) -> Exac
     graph, prices = step.graph, step.prices
     if step.repeats != ONCE or not graph.gradients:
         return ExactMemory(None, holdings)
-    job = Lowering(graph, step.assignment, prices.fullest, prices.path, BUCKET_BYTES)
+    job = Lowering(graph, step.assignment, prices.fullest, prices.path, BUCKET_BYTES, prices.messages)
     try:
         footprint = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
     except Exception as error:  # Any operation may lack an implementation for tensors without data.

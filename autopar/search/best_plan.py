@@ -288,8 +288,8 @@ def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> It
     # Chosen: as Options.gap.
     if fsdp is not None and fsdp.peak_bytes <= plan.least_limit and fsdp.step_seconds < 0.99 * seconds:
         yield (
-            f"FSDP2 is priced at {fsdp.step_seconds / seconds:.0%} of this: it gathers the weights of a block in one "
-            "all-gather, where a plan gathers tensor by tensor"
+            f"FSDP2 is priced at {fsdp.step_seconds / seconds:.0%} of this: it gathers all weights of a block in one "
+            "all-gather, where a plan gathers large ones one by one"
         )
 
 

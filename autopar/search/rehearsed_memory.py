@@ -166,6 +166,7 @@ def _program(solution: PipelineSolution, rank: int, prices: Prices) -> PipelineP
             inside,
             prices.path,
             BUCKET_BYTES,
+            prices.messages,
         )
         for c in held
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed.tensor import Partial
 
@@ -115,7 +116,7 @@ class Buckets:
     :data:`IN_FLIGHT` are in flight it waits for the oldest, since each keeps its buffers. ``finish`` starts the
     remaining buckets and waits for all. A path of several collectives goes through one bucket for each. Results are
     returned by the key given to ``add``. With ``waits`` false ``add`` waits for none, and ``finish`` starts the buckets
-    beyond :data:`IN_FLIGHT`.
+    beyond :data:`IN_FLIGHT`. ``module``: the one that the messages belong to, if any.
     """
 
     emitter: Emitter
@@ -125,25 +126,28 @@ class Buckets:
     open: dict[object, list[_Member]] = field(default_factory=dict)
     started: list[tuple[Value, list[_Member]]] = field(default_factory=list)
     later: list[list[_Member]] = field(default_factory=list)
-    results: dict[object, Value] = field(default_factory=dict)
+    results: dict[Any, Value] = field(default_factory=dict)
+    module: str = ""
 
     def add(self, key: object, value: Value, kind: TensorType, path: tuple[Hop, ...]) -> None:
         """Sends ``value`` along ``path``. Its leading local hops, and those after a collective, run unbucketed."""
         while path and path[0].collective is None:
-            value, path = self.emitter.hop(value, path[0], kind), path[1:]
+            value, path = self.emitter.hop(value, path[0], kind, self.module), path[1:]
         if not path:
             self.results[key] = value
             return
         arguments = dict(hop_arguments(path[0], kind, self.emitter.mesh, self.emitter.coordinate))
         # Pieces of several all-to-alls, or of unequal shares, have no common layout, so they are not bucketed.
         alone = key if path[0].kind == "all_to_all" or "shares" in arguments else None
-        group = (path[0].kind, path[0].axes, arguments.get("op"), kind.dtype, alone)
+        # What is only gathered may be packed as bytes.
+        dtype = None if path[0].kind == "all_gather" else kind.dtype
+        group = (path[0].kind, path[0].axes, arguments.get("op"), dtype, alone)
         members = self.open.setdefault(group, [])
         members.append(_Member(key, value, kind, path))
         if sum(member.path[0].collective.bytes for member in members if member.path[0].collective) >= self.limit:
             self._start(self.open.pop(group))
 
-    def finish(self) -> Mapping[object, Value]:
+    def finish(self) -> Mapping[Any, Value]:
         """Starts open buckets, waits for all in order, and returns the values by key."""
         self.waits = True
         for members in self.later:
@@ -162,7 +166,7 @@ class Buckets:
     def _finish_oldest(self) -> None:
         """Waits for the bucket that started first, and sends its members along the rest of their paths."""
         handle, members = self.started.pop(0)
-        done = self.emitter.emit(f"{handle.node}_wait", "collective.wait", (handle,), (), len(members))
+        done = self.emitter.emit(f"{handle.node}_wait", "collective.wait", (handle,), (), len(members), self.module)
         for index, member in enumerate(members):
             self.add(member.key, Value(done.node, index), member.kind, member.path[1:])
 
@@ -180,8 +184,8 @@ class Buckets:
         each = [dict(hop_arguments(m.path[0], m.kind, mesh, coordinate)) for m in members]
         op = f"collective.{members[0].path[0].kind}"
         if len(members) == 1:
-            return self.emitter.emit(self.name, op, (members[0].value,), tuple(each[0].items()))
+            return self.emitter.emit(self.name, op, (members[0].value,), tuple(each[0].items()), 1, self.module)
         shared = {k: v for k, v in each[0].items() if k in ("axes", "op")}
         listed = {f"{k}s": tuple(a[k] for a in each) for k in each[0] if k not in shared}
         values = tuple(member.value for member in members)
-        return self.emitter.emit(self.name, f"{op}_bucket", (values,), tuple((shared | listed).items()))
+        return self.emitter.emit(self.name, f"{op}_bucket", (values,), tuple((shared | listed).items()), 1, self.module)

@@ -2,13 +2,15 @@
 
 Every operation becomes its local form on the rank's shards. Every reshard that the assignment implies becomes the hops
 it was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
-program are those of the cost breakdown. Gradient reductions and weight refreshes are coalesced into buckets, since many
-small collectives pay their latency many times.
+program are those of the cost breakdown. Gradient reductions, weight refreshes and gathers of small weights are
+coalesced into buckets, since many small collectives pay their latency many times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,7 +21,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import CAST, SAVED_ACTIVATION, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.ir.placements import Placements, Strategy
 from autopar.ir.program import Program, Section, TensorSlot
-from autopar.ir.reshard import Hop, make_hop
+from autopar.ir.reshard import Hop, Sent, make_hop
+from autopar.ir.weight_messages import WeightMessages
 from autopar.ops.masked import layout_for
 from autopar.passes.native.restore import restore
 from autopar.passes.rule_language.compose import op_call
@@ -28,8 +31,9 @@ from autopar.passes.rule_language.registry import LocalCall, LocalContext, Opera
 from .caches import in_place
 from .emit import Buckets, Emitter
 from .fuse_bias import FUSED, biased_products
+from .weight_gathers import Messages, gathered_together
 
-Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
+Path = Callable[[TensorType, Placements, Placements, Sent], tuple[Hop, ...]]
 # A tensor to host memory, and from there; and a stored weight that rests there.
 STORE, FETCH, REST = "host.store", "host.fetch", "host.rest"
 CONTIGUOUS = (("memory_format", torch.contiguous_format),)
@@ -42,8 +46,9 @@ class Lowering:
     """The input of lowering: ``assignment`` of ``graph`` (with saved activations and concrete sizes) for the rank at
     ``coordinate``.
 
-    ``path(type, source, target, bucketed)`` returns the hops a reshard was priced with. Gradients and refreshed weights
-    are sent in buckets of about ``bucket_bytes``. Nodes without an entry in the assignment (outputs that were not
+    ``path(type, source, target, sent)`` returns the hops a reshard was priced with; ``sent``: see
+    :mod:`autopar.ir.reshard`. Gradients and refreshed weights are sent in buckets of about ``bucket_bytes``,
+    small weights that a phase gathers in ``messages``. Nodes without an entry in the assignment (outputs that were not
     planned for) run replicated.
     """
 
@@ -52,6 +57,7 @@ class Lowering:
     coordinate: tuple[int, ...]
     path: Path
     bucket_bytes: int
+    messages: WeightMessages = field(default_factory=WeightMessages)
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -67,6 +73,11 @@ class Lowering:
         if value.node in self.assignment.parameters:
             return self.assignment.parameters[value.node].weight
         return self.strategy(self.graph[value.node]).outputs[value.index]
+
+    def moved(self, value: Value, target: Placements, phase: Phase) -> tuple[Hop, ...]:
+        """The hops that take a value from home to ``target`` in ``phase``."""
+        sent: Sent = phase if value.node in self.assignment.parameters else "alone"
+        return self.path(self.graph.type_of(value), self.home(value), target, sent)
 
     def result_place(self, output: Output) -> Placements:
         """The placements of a result of the model."""
@@ -98,7 +109,7 @@ class Lowering:
 class NodeLowerer:
     """Lowers the nodes of one phase to one section. ``local``: the local value of each value so far; ``moved``: of each
     resharded value; ``factors``: the operands of products that are fused with a later sum; ``away``: the copies in host
-    memory of saved activations and weights."""
+    memory of saved activations and weights; ``messages``: the weights that are gathered together."""
 
     job: Lowering
     phase: Phase
@@ -107,6 +118,7 @@ class NodeLowerer:
     moved: dict[tuple[Value, Placements], Value] = field(default_factory=dict)
     factors: dict[str, tuple[Arg, ...]] = field(default_factory=dict)
     away: dict[Value, Value] = field(default_factory=dict)
+    messages: Messages = field(default_factory=dict)
 
     def here(self, value: Value) -> Value:
         """The local value of ``value``; reads one that rests in host memory at its first use in this phase."""
@@ -136,11 +148,26 @@ class NodeLowerer:
         home = self.job.home(value)
         if home == target:
             return self.here(value)
-        if (value, target) not in self.moved:
-            kind = self.job.graph.type_of(value)
-            path = self.job.path(kind, home, target, False)
+        if (value, target) in self.moved:
+            return self.moved[value, target]
+        if together := self.messages.get((value, target)):
+            message = Buckets(self.emitter, sys.maxsize, "weights", module=module)
+            for each in together:
+                message.add((each.value, each.target), self.here(each.value), each.kind, each.path)
+            self.moved.update(message.finish())
+        else:
+            path, kind = self.job.moved(value, target, self.phase), self.job.graph.type_of(value)
             self.moved[value, target] = self.emitter.hops(self.here(value), path, kind, module)
         return self.moved[value, target]
+
+    def lower_all(self, needed: Set[str], early: Set[str] = frozenset()) -> Iterator[Node]:
+        """Lowers the ``needed`` nodes of the phase in order, and yields each. ``early``: those of them that will run in
+        a section of their own."""
+        nodes = [n for n in self.job.graph.nodes if n.name in needed and n.phase == self.phase and not n.is_placeholder]
+        self.messages = gathered_together(self.job, nodes, self.phase, early)
+        for node in nodes:
+            self.lower(node)
+            yield node
 
     def give(self, value: Value, target: Placements) -> Value:
         """:meth:`take` for a result of the model, which may be resharded by a single collective
@@ -234,9 +261,7 @@ def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Se
     lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
     inputs = [node.name for node in job.graph.nodes if node.is_placeholder and node.op != "tangent"]
     lowerer.begin(inputs)
-    nodes = [n for n in job.graph.nodes if n.name in needed and n.phase == "forward" and not n.is_placeholder]
-    for node in nodes:
-        lowerer.lower(node)
+    deque(lowerer.lower_all(needed), 0)
     saved = saved_values(job.graph, needed)
     outputs = [lowerer.give(o.value, job.result_place(o)) for o in results if o.value is not None]
     outputs += [lowerer.saved(value) for value in saved]
@@ -281,10 +306,8 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
 
     for value in (*saved, *tangents):
         send(value.node)
-    for node in job.graph.nodes:
-        if node.name in needed and node.phase == "backward" and not node.is_placeholder:
-            lowerer.lower(node)
-            send(node.name)
+    for node in lowerer.lower_all(needed):
+        send(node.name)
     done = buckets.finish()
     outputs = without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
     return emitter.section("backward", inputs, outputs)
@@ -296,8 +319,8 @@ def send_gradient(job: Lowering, buckets: Buckets, position: int, output: Output
     assert output.value is not None
     kind = job.graph.type_of(output.value)
     reduced, final = gradient_place(job, output)
-    path = job.path(kind, job.home(output.value), reduced, True)
-    path += job.path(kind, reduced, final, True) if final != reduced else ()
+    path = job.path(kind, job.home(output.value), reduced, "bucketed")
+    path += job.path(kind, reduced, final, "bucketed") if final != reduced else ()
     buckets.add(position, value, kind, path)
 
 
@@ -336,7 +359,7 @@ def refresh_section(job: Lowering) -> Section:
         place, value = job.assignment.parameters[node.name], Value(node.name)
         if node.stored != node.type:
             value = emitter.emit(f"{node.name}_cast", CAST, (value,), (("dtype", node.type.dtype),))
-        path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
+        path = job.path(node.type, place.optimizer, place.weight, "bucketed") if place.optimizer != place.weight else ()
         buckets.add(node.name, value, node.type, path)
     done = dict(buckets.finish())
     for node in nodes:

@@ -7,6 +7,7 @@ the wire. Backward is two sections: the part that other stages wait for, and the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -171,9 +172,7 @@ def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved
     inputs = [node.name for node in job.graph.nodes if _is_given(node.op)]
     inputs += [port.slot.name for port in crossings.receives]
     lowerer.begin(inputs)
-    for node in job.graph.nodes:
-        if node.name in needed and node.phase == "forward" and not node.is_placeholder:
-            lowerer.lower(node)
+    deque(lowerer.lower_all(needed), 0)
     outputs = [lowerer.give(o.value, job.result_place(o)) for o in crossings.results if o.value is not None]
     outputs += [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.sends]
     outputs += [lowerer.saved(value) for value in saved]
@@ -188,9 +187,8 @@ def _backward(work: ChunkLowering, crossings: _Crossings, needed: set[str], save
     tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if crossings.needs_tangents else []
     arguments = [*saved, *tangents, *(Value(port.slot.name) for port in crossings.gradient_receives)]
     inputs = tuple(map(lowerer.receive, arguments))
-    for node in job.graph.nodes:
-        if node.name in needed and node.phase == "backward" and not node.is_placeholder:
-            lowerer.lower(node)
+    values = (work.value(port.edge) for port in crossings.gradient_sends)
+    deque(lowerer.lower_all(needed, job.graph.needed_for(values)), 0)
     sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.gradient_sends]
     raw = [lowerer.here(o.value) for o in crossings.gradients if o.value is not None]
     # A value may still be in flight when raw gradients that share its memory are accumulated in place.

@@ -4,8 +4,8 @@
 wait moves down to just before the first use of its tensor. If only a model output waits, such as the reduced loss of
   a step, the caller waits instead, so that ranks need not synchronise in the middle of a step.
 - The fetch of a saved activation from host memory starts just before the wait for the previous one, too.
-- The gather of a weight, whose shard exists from the beginning, starts just before the wait for the previous such
-  gather: one weight is in flight while the one before is used, so at most one more gathered weight is in memory.
+- The gather of a weight, or of a message of several, whose shards exist from the beginning, starts just before the wait
+  for the previous such gather: one is in flight while the one before is used, so at most one more is in memory.
 
 Other collectives start where their operand is computed, where lowering puts them.
 
@@ -22,7 +22,7 @@ from autopar.ir.node import Value
 from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, is_random
 
 WAIT = "collective.wait"
-GATHER, FETCH = "collective.all_gather", "host.fetch"
+GATHERS, FETCHES = ("collective.all_gather", "collective.all_gather_bucket"), ("host.fetch",)
 STARTS = tuple(f"collective.{kind}" for kind in COLLECTIVES)
 # Instructions that run early delay the first layer, so they must be few.
 # Chosen: the count of labels of a shifted loss takes fewer operations.
@@ -40,8 +40,8 @@ def overlap(program: Program) -> Program:
 
 def overlap_section(section: Section) -> Section:
     """The section with late waits, and with weight gathers prefetched by one."""
-    instructions = _prefetched(section, _with_late_waits(section), GATHER)
-    return replace(section, instructions=tuple(_prefetched(section, instructions, FETCH)))
+    instructions = _prefetched(section, _with_late_waits(section), GATHERS)
+    return replace(section, instructions=tuple(_prefetched(section, instructions, FETCHES)))
 
 
 def _with_early_starts(section: Section, data: set[str]) -> Section:
@@ -91,9 +91,9 @@ def _with_late_waits(section: Section) -> list[Instruction]:
     return [*reordered, *delayed.values()]
 
 
-def _prefetched(section: Section, instructions: Sequence[Instruction], op: str) -> list[Instruction]:
-    """Moves the start of each ``op`` (gather, fetch) of an input to before the wait for the one before it."""
-    gathers = _of_inputs(section, instructions, op)
+def _prefetched(section: Section, instructions: Sequence[Instruction], ops: tuple[str, ...]) -> list[Instruction]:
+    """Moves the start of each of ``ops`` (gathers, fetches) of inputs to before the wait for the one before it."""
+    gathers = _of_inputs(section, instructions, ops)
     waits = [i for i in instructions if i.op == WAIT and _operand(i).node in gathers]
     following = dict(zip((w.name for w in waits), waits[1:], strict=False))
     reordered = [gathers[_operand(waits[0]).node]] if waits else []
@@ -112,7 +112,7 @@ def _operand(wait: Instruction) -> Value:
     return value
 
 
-def _of_inputs(section: Section, instructions: Sequence[Instruction], op: str) -> dict[str, Instruction]:
-    """The instructions ``op`` that need nothing but inputs of the section, by name."""
+def _of_inputs(section: Section, instructions: Sequence[Instruction], ops: tuple[str, ...]) -> dict[str, Instruction]:
+    """The instructions of ``ops`` that need nothing but inputs of the section, by name."""
     inputs = set(section.inputs)
-    return {i.name: i for i in instructions if i.op == op and _uses(i) <= inputs}
+    return {i.name: i for i in instructions if i.op in ops and _uses(i) <= inputs}

@@ -147,6 +147,28 @@ def _bucket(
     return finish
 
 
+def _gathered(tensors: Sequence[torch.Tensor], group: AxisGroup) -> Callable[[], list[torch.Tensor]]:
+    """Gathers ``tensors`` in one message, as bytes if their dtypes differ; the results have the shape
+    [n, *tensor.shape]."""
+
+    def gather(flat: torch.Tensor) -> Finish:
+        if not flat.numel():
+            return lambda: flat.new_empty((group.size, 0))
+        return _exchange(group, "all_gather", flat)(flat, group)  # type: ignore[no-any-return]
+
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return _bucket(tensors, gather, 0)
+    received = _bucket([tensor.reshape(-1).view(torch.uint8) for tensor in tensors], gather, 0)
+
+    def finish() -> list[torch.Tensor]:
+        # A copy of each piece, since a dtype has to begin at a multiple of its size.
+        copies = (piece.clone(memory_format=torch.contiguous_format) for piece in received())
+        return [c.flatten().view(t.dtype).view(group.size, *t.shape) for c, t in zip(copies, tensors, strict=True)]
+
+    return finish
+
+
 class Collectives:
     """The operations of :mod:`autopar.ir.program`, bound to ``groups``; named there as
     ``collective.<method>``."""
@@ -249,7 +271,7 @@ class Collectives:
             pad_to(tensor, dim, -(-size // before // group.size) * before)
             for tensor, (dim, before, size) in zip(tensors, where, strict=True)
         ]
-        received = _bucket(padded, lambda flat: _exchange(group, "all_gather", flat)(flat, group), 0)
+        received = _gathered(padded, group)
         return Handle(lambda: [join_pieces(p, *w) for p, w in zip(received(), where, strict=True)])
 
     def reduce_scatter_bucket(

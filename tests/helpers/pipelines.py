@@ -86,8 +86,9 @@ class Made:
         return self.prices[0].cluster
 
     def program(self, device: int) -> PipelineProgram:
-        paths = [own.path for own in self.prices]
-        return pipeline_program(self.pieces, self.staged, self.chunks, self.wires, self.schedule, device, paths, 256)
+        paths, messages = [own.path for own in self.prices], self.prices[0].messages
+        parts = self.pieces, self.staged, self.chunks, self.wires, self.schedule
+        return pipeline_program(*parts, device, paths, 256, messages)
 
     def programs(self) -> list[PipelineProgram]:
         """Of all ranks, in their order."""

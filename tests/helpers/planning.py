@@ -110,7 +110,7 @@ class Setting:
         self, assignment: Assignment, coordinate: tuple[int, ...] | None = None, bucket: int = BUCKET_BYTES
     ) -> Program:
         place = coordinate or (0,) * len(assignment.mesh)
-        job = Lowering(self.graph, assignment, place, self.prices.path, bucket)
+        job = Lowering(self.graph, assignment, place, self.prices.path, bucket, self.prices.messages)
         return overlap(lower(job, self.graph.outputs))
 
     def breakdown(self, assignment: Assignment) -> Any:

@@ -134,7 +134,10 @@ def test_a_plan_of_a_loop_is_priced_step_by_step_and_computes_what_one_device_do
     assert best.breakdown.seconds == pytest.approx(best.solution.objective, rel=1e-9)
     inputs = [node.target for node in graph.placeholders("input")]
     values = {**dict(model.named_parameters()), **dict(zip(inputs, batch, strict=True))}
-    jobs = (Lowering(graph, best.assignment, c, best.prices.path, 256) for c in itertools.product(range(2), range(2)))
+    jobs = (
+        Lowering(graph, best.assignment, c, best.prices.path, 256, best.prices.messages)
+        for c in itertools.product(range(2), range(2))
+    )
     world = World([overlap(lower(job, graph.outputs)) for job in jobs])
     tangents = {node.target: torch.ones(()) for node in graph.placeholders("tangent")}
     results, gradients = world.step({name: value.detach() for name, value in values.items()}, tangents)

@@ -89,7 +89,7 @@ def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignm
 
 def programs(graph: Graph, assignment: Assignment, prices: Prices, bucket: int = 256) -> list[Program]:
     coordinates = itertools.product(*map(range, assignment.mesh))
-    jobs = (Lowering(graph, assignment, c, prices.path, bucket) for c in coordinates)
+    jobs = (Lowering(graph, assignment, c, prices.path, bucket, prices.messages) for c in coordinates)
     return [overlap(lower(job, graph.outputs)) for job in jobs]
 
 

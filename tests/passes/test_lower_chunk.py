@@ -68,7 +68,7 @@ def _lowered(graph: Graph) -> ChunkProgram:
     strategies = {node.name: graph.strategies[node.name][0] for node in graph.nodes}
     places = ParameterPlacement(*map(parse_placements, ("(R)", "(S(0))", "(S(0))")))
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2,), annotate(graph, (2,)))
-    job = Lowering(graph, Assignment((2,), strategies, {"w": places}), (0,), prices.path, 1 << 20)
+    job = Lowering(graph, Assignment((2,), strategies, {"w": places}), (0,), prices.path, 1 << 20, prices.messages)
     wires = {edge: parse_placements(text) for edge, text in WIRES.items()}
     return lower_chunk(ChunkLowering(job, 1, wires, make_schedule("1f1b", 3, 2), StageMeshes.equal(3, (2,))))
 

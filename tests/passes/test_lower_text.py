@@ -100,7 +100,9 @@ def program(*axes: Axis) -> str:
     places = {name: ParameterPlacement(*across([rests[name] for _, rests in axes])) for name in ("up", "down")}
     assignment = Assignment(mesh, strategies, places)
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), mesh, graph)
-    return str(lower(Lowering(graph, assignment, (0,) * len(axes), prices.path, 1 << 20), graph.outputs))
+    return str(
+        lower(Lowering(graph, assignment, (0,) * len(axes), prices.path, 1 << 20, prices.messages), graph.outputs)
+    )
 
 
 PROGRAMS = [

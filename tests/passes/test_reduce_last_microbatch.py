@@ -31,7 +31,7 @@ def chunk(microbatches: int, rests: dict[str, str], bucket: int, schedule: str =
     }
     places = {name: ParameterPlacement(*across([text])) for name, text in rests.items()}
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2,), graph)
-    job = Lowering(graph, Assignment((2,), strategies, places), (0,), prices.path, bucket)
+    job = Lowering(graph, Assignment((2,), strategies, places), (0,), prices.path, bucket, prices.messages)
     ordered = make_schedule(schedule, 1, microbatches, of, edges=chain(of))
     return lower_chunk(ChunkLowering(job, of - 1, {}, ordered, StageMeshes.equal(1, job.mesh)))
 

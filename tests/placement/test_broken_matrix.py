@@ -38,10 +38,10 @@ def test_hops_among_known_placements_are_those_that_are_found(shape: tuple[int, 
     options = tuple(parse_placements("R,P,S(0),S(1),S(0/2)")[:5] for _ in mesh)
     cluster = Cluster.get("dgx-a100-80gb")
     prices = [Prices(cluster, mesh, {kind: options}, 1) for _ in range(2)]
-    first, second = prices[0].table(kind), prices[1].table(kind, bucketed=True)
-    assert first.hops == second.hops == prices[0].table(kind, bucketed=True).hops and first.hops
+    first, second = prices[0].table(kind), prices[1].table(kind, sent="bucketed")
+    assert first.hops == second.hops == prices[0].table(kind, sent="bucketed").hops and first.hops
     states = set(first.states)
     for i, state in enumerate(first.states):
         found = [hop for hop in neighbours(kind, state, options, mesh) if hop.target in states]
         assert found == [hop for (start, _), hop in first.hops.items() if start == i]
-    assert (second.seconds == prices[0].table(kind, bucketed=True).seconds).all()
+    assert (second.seconds == prices[0].table(kind, sent="bucketed").seconds).all()

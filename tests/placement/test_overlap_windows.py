@@ -70,6 +70,7 @@ def test_what_may_hide() -> None:
     assert shares.reductions == pytest.approx(1 - max(*sizes, 1 << 10) / exchanged_bytes(graph))
     assert shares.taken == TAKEN
     assert hidden_shares(graph, replace(request.cluster, overlaps=False)) == HiddenShares(0.0, 0.0)
+    assert shares_of_sizes(sizes, 0, request.cluster, 1, sum(sizes) // 2).gathers == pytest.approx(0.5)
     first, second = sorted(sizes, reverse=True)[:2]
     apart = hidden_shares(graph, request.cluster, 2)
     assert apart.gathers == pytest.approx(1 - (first + second) / sum(sizes)), "each stage has a first gather"

@@ -118,7 +118,7 @@ def test_a_small_model_pays_whole_meetings() -> None:
     prices = Prices.of(request.cluster, (2, 2), graph)
     partial, whole = parse_placements("P,P"), parse_placements("R,R")
     sent = [node.type for node in graph.placeholders("param")]
-    apart = sum(prices.table(kind, bucketed=True).cost(partial, whole) for kind in sent)
+    apart = sum(prices.table(kind, sent="bucketed").cost(partial, whole) for kind in sent)
     together = collective_seconds(cluster, (2, 2), "all_reduce", (0, 1), sum(int(kind.bytes) for kind in sent))
     assert together > 1.0
     assert apart == pytest.approx(together)

@@ -178,7 +178,10 @@ def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int, narrowed: 
 def programs(graph: Graph, assignment: Assignment, prices: Prices, bucket: int = 256) -> list[Program]:
     """What every rank runs, ranks in row-major order."""
     coordinates = product(*map(range, assignment.mesh))
-    return [overlap(lower(Lowering(graph, assignment, c, prices.path, bucket), graph.outputs)) for c in coordinates]
+    return [
+        overlap(lower(Lowering(graph, assignment, c, prices.path, bucket, prices.messages), graph.outputs))
+        for c in coordinates
+    ]
 
 
 def prices_for(annotated: Graph, mesh: tuple[int, ...]) -> Prices:

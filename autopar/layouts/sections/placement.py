@@ -24,7 +24,7 @@ from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import REPLICATE, Placement, Strategy, is_shard
-from autopar.ir.reshard import Hop
+from autopar.ir.reshard import Hop, Sent
 from autopar.layout import CONTEXT, TENSOR, Layout, matches
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.passes.annotate.annotate import annotate
@@ -142,12 +142,12 @@ class ReducedOnly(Prices):
 
     gathered: frozenset[TensorType] = frozenset()
 
-    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+    def hop(self, kind: TensorType, hop: Hop, *, sent: Sent = "alone") -> float:
         if kind in self.gathered and hop.kind in ("all_gather", "slice"):
-            return super().hop(kind, hop, bucketed=bucketed)
+            return super().hop(kind, hop, sent=sent)
         if TENSOR in hop.axes and hop.kind not in ("all_reduce", "partial"):
             return math.inf
-        return super().hop(kind, hop, bucketed=bucketed)
+        return super().hop(kind, hop, sent=sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,10 +155,10 @@ class Scattering(Prices):
     """Prices that forbid all-to-alls on the tensor axis. Values between two products are sharded along the sequence or
     along the dim that the products shard, and every known system goes from one to the other by gathering."""
 
-    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+    def hop(self, kind: TensorType, hop: Hop, *, sent: Sent = "alone") -> float:
         if TENSOR in hop.axes and hop.kind == "all_to_all":
             return math.inf
-        return super().hop(kind, hop, bucketed=bucketed)
+        return super().hop(kind, hop, sent=sent)
 
 
 def _all_of(*rules: Allowed) -> Allowed:
