@@ -21,6 +21,10 @@ from autopar.solver.problem import Solution
 
 from .rehearsed_memory import ExactMemory, exact_memory
 
+# What a cost breakdown counts is at most so many times what its step holds: it adds activations, gradients and the
+# largest operation, which a step may hold one after the other.
+COUNTED_AT_MOST = 3
+
 
 @dataclass(frozen=True)
 class InRoom:
@@ -106,6 +110,11 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
     """The step of ``instance`` under ``assignment``, with the nodes that it recomputes."""
     graph, placed = recomputed(instance.graph, assignment)
     return PlacedStep(graph, placed, instance.prices, instance.optimizer, instance.repeats)
+
+
+def may_fit(solved: MeshSolution, limit: float) -> bool:
+    """Whether it takes a rehearsal, which takes long, to know whether a step holds at most ``limit`` bytes."""
+    return solved.breakdown.memory.peak <= COUNTED_AT_MOST * limit
 
 
 def peak_bytes(solved: MeshSolution) -> int:

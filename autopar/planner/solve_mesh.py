@@ -37,7 +37,7 @@ from .memory_limit import (
     with_limit,
     without_limit,
 )
-from .mesh_solution import MeshSolution, peak_bytes, placed_step
+from .mesh_solution import MeshSolution, may_fit, peak_bytes, placed_step
 from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
@@ -50,10 +50,6 @@ BASELINE_SECONDS = 4.0
 # Counted seconds for the solution of least memory.
 # Chosen, not measured.
 SMALLEST_SECONDS = 3.0
-
-# What a cost breakdown counts is at most so many times what its step holds: it adds activations, gradients and the
-# largest operation, which a step may hold one after the other.
-COUNTED_AT_MOST = 3
 
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
@@ -212,7 +208,7 @@ def _take_cheapest(request: PlanRequest, best: MeshSolution, others: Sequence[So
         if math.isfinite(evaluate(best.instance.problem, other.choices)):
             same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
             cheaper = MeshSolution.of(best.instance, same)
-            if _may_fit(request, cheaper) and _fits(request, cheaper):
+            if may_fit(cheaper, memory_limit_of(request)) and _fits(request, cheaper):
                 return cheaper
     return best
 
@@ -324,11 +320,6 @@ def _solve_with_more(
 
 def _fits(request: PlanRequest, solved: MeshSolution) -> bool:
     return peak_bytes(solved) <= memory_limit_of(request)
-
-
-def _may_fit(request: PlanRequest, solved: MeshSolution) -> bool:
-    """Whether a rehearsal, which takes long, is needed to see that a step does not fit."""
-    return solved.breakdown.memory.peak <= COUNTED_AT_MOST * memory_limit_of(request)
 
 
 def _needed(solved: MeshSolution) -> Needed:
