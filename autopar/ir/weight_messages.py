@@ -21,7 +21,8 @@ MESSAGE_BYTES = 4 << 20
 # Bytes of the largest weight that is sent in a message.
 # Chosen: copying it twice costs a twentieth of a message's latency, on A100 and on gloo.
 SMALL_BYTES = 1 << 20
-# A message has at most this part of all weights, since two are in memory at once.
+# A message is full at this part of all weights at the latest, since two are in memory at once. (It is closed behind the
+# weight that fills it, and a small rest joins it, so one of a tiny model may have up to half of them.)
 # Chosen: as much as a block of a model of four, which FSDP2 gathers at once.
 LEAST_MESSAGES = 4
 

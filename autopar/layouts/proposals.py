@@ -53,23 +53,27 @@ def proposed_layouts(
         )
     except AutoparError:  # Layouts are for models of layers; others are planned without proposals.
         return Proposals()
-    staged = [_restriction(priced.layout) for priced in found.ranked if priced.layout.pipeline > 1]
-    degrees = {_degrees(layout): layout for layout in reversed(staged)}
+    proposed: dict[tuple[int, ...], Layout] = {}
+    quick: dict[Layout, float] = {}
+    for priced in found.ranked:
+        layout = _restriction(priced.layout)
+        quick.setdefault(layout, priced.predicted.step_seconds)
+        if layout.pipeline > 1:
+            proposed.setdefault(_degrees(layout), layout)
     rule = None if found.rule is None else _restriction(found.rule.layout)
-    quick = _quick(found, degrees.keys(), memory_limit_of(request))
     if found.rule is not None and rule is not None:
         quick.setdefault(rule, found.rule.predicted.step_seconds)
-    proposed = [layout for layout in dict.fromkeys(staged) if degrees[_degrees(layout)] is layout][:PROPOSED]
-    proposals = Proposals(tuple(proposed), rule, quick)
-    return replace(proposals, layouts=tuple(filter(proposals.is_near, proposed)))
+    proposals = Proposals(tuple(proposed.values()), rule, _bounds(found, proposed, memory_limit_of(request)) | quick)
+    return replace(proposals, layouts=tuple(filter(proposals.is_near, proposals.layouts))[:PROPOSED])
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.pipeline, layout.data
 
 
-def _quick(found: LayoutSearchResult, degrees: Collection[tuple[int, ...]], limit: int) -> dict[Layout, float]:
-    """Of everything that was tried with one of ``degrees``, the seconds of the quickest that fits."""
+def _bounds(found: LayoutSearchResult, degrees: Collection[tuple[int, ...]], limit: int) -> dict[Layout, float]:
+    """Of everything that was tried with one of ``degrees``, the least seconds of each restriction; infinite if nothing
+    in it fits."""
     seconds: dict[Layout, float] = {}
     for quick in found.tried:
         if _degrees(quick.layout) in degrees:

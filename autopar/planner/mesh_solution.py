@@ -21,9 +21,10 @@ from autopar.solver.problem import Solution
 
 from .rehearsed_memory import ExactMemory, exact_memory
 
-# What a cost breakdown counts is at most so many times what its step holds: it adds activations, gradients and the
-# largest operation, which a step may hold one after the other.
-COUNTED_AT_MOST = 3
+# What a cost breakdown counts is at most so many times what its step holds: to what rests it adds activations,
+# gradients, the largest operation, and what is recomputed, fetched from the host or visits for the update, which a step
+# may hold one after the other.
+COUNTED_AT_MOST = 6
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ NEAR = 1.05
 @dataclass(frozen=True)
 class Proposals:
     """Layouts worth trying, the most promising first, and what a rule of thumb chooses (None: nothing). ``quick``: what
-    these, and others like them, take in seconds by prices that are quick to have; infinite if they do not fit."""
+    these take in seconds by prices that are quick to have, and what others take at least: infinite if they do not
+    fit."""
 
     layouts: tuple[Layout, ...] = ()
     rule: Layout | None = None
@@ -34,7 +35,7 @@ class Proposals:
 
     def is_near(self, layout: Layout) -> bool:
         """Whether quick prices leave open that ``layout`` is the quickest. They do where it has none."""
-        least = min(self.quick.values(), default=math.inf)
+        least = min((self.quick.get(each, math.inf) for each in self.layouts), default=math.inf)
         return self.quick.get(layout, 0.0) <= NEAR * least
 
 

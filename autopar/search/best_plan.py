@@ -166,7 +166,7 @@ def _rule_of_thumb(proposals: Proposals, solved: Mapping[Layout, Tried], solve: 
     rule = proposals.rule
     if rule is None:
         return Tried()
-    if rule not in solved and not proposals.is_near(rule) and math.isfinite(proposals.quick[rule]):
+    if rule not in solved and not proposals.is_near(rule):
         slow = TooSlowError(words_of(rule), proposals.quick[rule], is_proven=False)
         return Tried(excluded=(Excluded(RULE, slow),))
     found = solved.get(rule) or solve(rule)

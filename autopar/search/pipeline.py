@@ -87,7 +87,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
             if share is None:
                 return best
             # Schedules that would be quicker do not fit, and may with placements that take less memory.
-            limit = limit if repeats != fullest else 0.95 * min(limit, _held(request, solved)) / share
+            limit = 0.95 * min(limit, _held(request, solved)) / share
             continue
         host_bytes = min((solution.breakdown.host_bytes for solution in solutions), default=0)
         if host_bytes > request.host_limit:

@@ -38,7 +38,8 @@ RELAXED_SECONDS, RELAXED_NONZEROS, RELAXED_POWER = 1.2, 50_000, 1.4
 # Measured on two cores, November 2026.
 ROOT_SECONDS, USUAL_ROOT_SECONDS, ITERATION_SECONDS = 3e-4, 1.5e-4, 3e-4
 UNKNOWN = Outcome("unknown", np.zeros(0), float("-inf"), np.zeros(0))
-# Counted work may take at most this many times its seconds. Only if this limit is reached, or that of the search for
+# Counted work may take at most this many times its seconds (a program that is begun with little left, three times that,
+# since the hardest root takes twice as long as the usual one). Only if this limit is reached, or that of the search for
 # the least memory (:mod:`.solve`), may solutions differ between machines.
 # Chosen: machines that are eight times as slow, or as busy, still have the same answers.
 GUARD = 8.0

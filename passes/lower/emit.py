@@ -110,7 +110,8 @@ class _Member:
 
 @dataclass
 class Buckets:
-    """Coalesces the collectives of equal kind, axes, operation and dtype into bucketed ones of about ``limit`` bytes.
+    """Coalesces the collectives of equal kind, axes, operation and dtype (gathers of any dtype) into bucketed ones of
+    about ``limit`` bytes.
 
     ``add`` starts a bucket as soon as it is full, so that it overlaps the rest of the section. If more than
     :data:`IN_FLIGHT` are in flight it waits for the oldest, since each keeps its buffers. ``finish`` starts the

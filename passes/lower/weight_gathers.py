@@ -1,8 +1,8 @@
 """Which weights a phase gathers together, in one message (:mod:`autopar.ir.weight_messages`).
 
 Weights join messages in the order of their first use, those gathered over the same axes the same message, until it is
-full. A message is sent at the first use of any of its members, so no more than the one in use, and with overlap the
-next one, are in memory.
+full. A message is sent at the first use of any of its members, and each of these is in memory until its last use; with
+overlap, the next message is as well.
 """
 
 from __future__ import annotations

@@ -70,6 +70,23 @@ def test_a_program_is_not_begun_where_what_is_left_cannot_be_enough(
     assert Budget(1e-3, counted).relax(program, seed=0).status == "unknown"
 
 
+def test_a_program_is_begun_where_its_root_usually_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the hardest would not. The clock may then go on for as long as that one takes."""
+    program, efforts = build(hard()), list[Effort]()
+    root = solve_budget.ROOT_SECONDS * len(program.value)
+
+    def recorded(program: Any, relaxed: bool, effort: Effort) -> Any:
+        efforts.append(effort)
+        return solve_budget.UNKNOWN
+
+    monkeypatch.setattr(solve_budget, "run", recorded)
+    Budget(0.4 * root, counted=True).branch(program, gap=0.0)
+    assert not efforts
+    Budget(0.6 * root, counted=True).branch(program, gap=0.0)
+    (begun,) = efforts
+    assert begun.nodes == 1 and begun.time_limit == pytest.approx(solve_budget.GUARD * root, rel=1e-3)
+
+
 def test_a_search_ends_once_it_has_enough() -> None:
     """With what it has proven until then, and without a relaxation or branches."""
     problem = hard()
