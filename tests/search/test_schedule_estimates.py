@@ -22,7 +22,7 @@ from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
 from autopar.search import fitting_schedules, pipeline
 from autopar.search.best_plan import best_plan
-from autopar.search.fitting_schedules import cut_and_price
+from autopar.search.fitting_schedules import FittingSchedules, cut_and_price
 from autopar.search.pipeline_breakdown import _counts_at_peak
 from autopar.search.pipeline_predicted import rank_steps
 from autopar.search.pipeline_request import schedule_choices
@@ -30,6 +30,7 @@ from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
 from autopar.search.segments import price_segments
+from autopar.search.stage_problems import StagePrograms
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case
 from tests.helpers.planning import Source, requested
@@ -218,3 +219,33 @@ def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, 
             assert own.static[first:end].sum() <= sum(sum(held_bytes(step, node)) for node in parameters)
             assert 0 <= own.saved[first:end].sum() <= saved_bytes(step)
     assert own.saved.sum() > 0.0
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_where_a_quicker_schedule_does_not_fit_less_memory_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    limits, shares, solve = list[float](), [1.25], StagePrograms.solve
+
+    def recorded(self: StagePrograms, graph: Any, repeats: Any, limit: float, host: float) -> Any:
+        limits.append(limit)
+        return solve(self, graph, repeats, limit, host)
+
+    options = {"stages": stages, "microbatches": 4}
+    alone = best_plan(requested("stack", (stages,), **options), Timings())
+    monkeypatch.setattr(StagePrograms, "solve", recorded)
+    monkeypatch.setattr(FittingSchedules, "fullness_of_quicker", lambda *_: shares.pop() if shares else None)
+    again = best_plan(requested("stack", (stages,), **options), Timings())
+    first, second = limits
+    assert second <= 0.95 * first / 1.25
+    assert again.predicted.step_seconds <= alone.predicted.step_seconds
+
+
+def test_how_full_a_quicker_schedule_would_be() -> None:
+    found = tuple(every(4, 8, 32))
+    by, seconds = estimates(32, 4), [estimates(32, 4)._seconds(chosen) for chosen in found]
+    fullness = tuple(1.0 + 0.1 * position for position in range(len(found)))
+    tried = FittingSchedules(None, None, (), by, found, fullness, nearest=False)  # type: ignore[arg-type]
+    quicker = [share for share, own in zip(fullness, seconds, strict=True) if share > 1.0 and own < seconds[0]]
+    assert tried.fullness_of_quicker(seconds[0]) == min(quicker, default=None)
+    assert tried.fullness_of_quicker(0.0) is None
