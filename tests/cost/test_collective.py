@@ -221,10 +221,12 @@ def test_presets_grow_with_bytes_and_gain_nothing_by_splitting(
 )
 def test_more_devices_are_no_quicker(cluster: Cluster, kind: str, members: int, nbytes: int) -> None:
     """The same tensor gathered or reduced by a larger group, of whole nodes where it is more than one."""
-    node = cluster.links[0].size or 1
+    inner = cluster.links[0]
+    node = inner.size or 1
     groups = [min(members, node), node * -(-members // node), 2 * node * -(-members // node)]
     price = [collective_seconds(cluster, (count,), kind, (0,), nbytes) for count in groups]
-    assert price[0] <= price[1] * (1 + 1e-9)
+    # Two devices of eight that are joined by a link for each pair use one of seven.
+    assert price[0] <= price[1] * (1 + 1e-9) or inner.pair_bandwidth < inner.bandwidth / 2
     assert price[1] <= price[2] * (1 + 1e-9)
 
 
