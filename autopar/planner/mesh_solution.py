@@ -21,10 +21,9 @@ from autopar.solver.problem import Solution
 
 from .rehearsed_memory import ExactMemory, exact_memory
 
-# What a cost breakdown counts is at most so many times what its step holds: to what rests it adds activations,
-# gradients, the largest operation, and what is recomputed, fetched from the host or visits for the update, which a step
-# may hold one after the other.
-COUNTED_AT_MOST = 6
+# What the cost breakdown of a step that saves no memory counts is at most so many times what it holds: to what rests it
+# adds activations, gradients and the largest operation, which the step may hold one after the other.
+COUNTED_AT_MOST = 3
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 
 def may_fit(solved: MeshSolution, limit: float) -> bool:
     """Whether it takes a rehearsal, which takes long, to know whether a step holds at most ``limit`` bytes."""
-    return solved.breakdown.memory.peak <= COUNTED_AT_MOST * limit
+    return solved.saves_memory or solved.breakdown.memory.peak <= COUNTED_AT_MOST * limit
 
 
 def peak_bytes(solved: MeshSolution) -> int:

@@ -33,6 +33,12 @@ class Timings:
         # Chosen: about what is left after five or six programs.
         return self.left(options) <= 0.02 * options.solver_seconds
 
+    def reserve(self, options: Options, share: float) -> None:
+        """Leaves at least a ``share`` of counted work for what comes next; of seconds that a user limits nothing can be
+        had back."""
+        if options.time_limit is None:
+            self.solving = min(self.solving, (1.0 - share) * options.solver_seconds)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.process_time()

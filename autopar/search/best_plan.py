@@ -151,6 +151,7 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
         quickest = min(solved, key=lambda layout: solved[layout].least)
         tried += _other_microbatches(request, proposals, quickest, tried.least, solve)
         tried += _rule_of_thumb(proposals, solved, solve)
+    timings.reserve(request.options, 0.5)
     own = replace(request, options=without_stages(request.options), worth=_worth(request, tried))
     return tried + _of_arrangements(arrangements(own), pinned, timings)
 
@@ -289,7 +290,7 @@ def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> It
     if fsdp is not None and fsdp.peak_bytes <= plan.least_limit and fsdp.step_seconds < 0.99 * seconds:
         yield (
             f"FSDP2 is priced at {fsdp.step_seconds / seconds:.0%} of this: it gathers all weights of a block in one "
-            "all-gather, where a plan gathers large ones one by one"
+            "all-gather and keeps those outside of blocks, where a plan has messages of its own"
         )
 
 

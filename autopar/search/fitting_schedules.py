@@ -102,10 +102,10 @@ class FittingSchedules:
         for arranged, cuts in self.estimates.in_order(fitting):
             yield cut_and_price(request.layout, self.pieces, cuts, arranged, self.solved, request.cluster)
 
-    def fullness_of_quicker(self, seconds: float) -> float | None:
-        """How full the least full rank would be of a schedule that does not fit and is estimated to take less than
-        ``seconds``; None if there is none."""
-        over = [pair for pair in zip(self.fullness, self.found, strict=True) if 1.0 < pair[0] < math.inf]
+    def fullness_of_quicker(self, seconds: float, most: float) -> float | None:
+        """How full the fullest rank would be of the schedule that is nearest to fitting, of those that exceed the limit
+        by at most a factor ``most`` and are estimated to take less than ``seconds``; None if there is none."""
+        over = [pair for pair in zip(self.fullness, self.found, strict=True) if 1.0 < pair[0] <= most]
         shares = (
             share for share, each in sorted(over, key=lambda pair: pair[0]) if self.estimates.is_below(each, seconds)
         )

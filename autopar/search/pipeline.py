@@ -42,7 +42,9 @@ ROUNDS = 4
 PRICED = 2
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
 # of the seconds of the best that fits. Chosen: GPT-3 in 16 stages fitted under 1F1B alone, and took 0.84 under ZB-V so.
-MISSED = 0.95
+MISSED = 0.9
+# And if its fullest rank would exceed its limit by at most this factor. Chosen: by more, much would have to be saved.
+JUST_OVER = 1.1
 
 
 def search(request: PipelineRequest) -> PipelineSolution:
@@ -83,7 +85,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
             return min([best, *fitting], key=lambda solution: solution.seconds)
         if fitting:
             best = min(fitting, key=lambda solution: solution.seconds)
-            share = tried.fullness_of_quicker(MISSED * best.seconds)
+            share = tried.fullness_of_quicker(MISSED * best.seconds, JUST_OVER)
             if share is None:
                 return best
             # Schedules that would be quicker do not fit, and may with placements that take less memory.

@@ -83,3 +83,15 @@ def test_a_limit_that_is_given_is_in_seconds_of_a_processor(time_limit: float | 
     options = Options(time_limit=time_limit)
     assert options.solver_seconds == seconds and Timings().counts(options) == (time_limit is None)
     assert Timings(counted=True).counts(options)
+
+
+def test_a_share_of_counted_work_is_kept_for_what_comes_next() -> None:
+    timings, counted = Timings(solving=100.0), Options()
+    timings.reserve(counted, 0.5)
+    assert timings.left(counted) == pytest.approx(0.5 * counted.solver_seconds)
+    timings.solving = 1.0
+    timings.reserve(counted, 0.5)
+    assert timings.solving == 1.0
+    limited = Timings(solving=9.0)
+    limited.reserve(Options(time_limit=10.0), 0.5)
+    assert limited.left(Options(time_limit=10.0)) == pytest.approx(1.0)

@@ -247,5 +247,5 @@ def test_how_full_a_quicker_schedule_would_be() -> None:
     fullness = tuple(1.0 + 0.1 * position for position in range(len(found)))
     tried = FittingSchedules(None, None, (), by, found, fullness, nearest=False)  # type: ignore[arg-type]
     quicker = [share for share, own in zip(fullness, seconds, strict=True) if share > 1.0 and own < seconds[0]]
-    assert tried.fullness_of_quicker(seconds[0]) == min(quicker, default=None)
-    assert tried.fullness_of_quicker(0.0) is None
+    assert tried.fullness_of_quicker(seconds[0], 9.0) == min(quicker, default=None)
+    assert tried.fullness_of_quicker(0.0, 9.0) is None and tried.fullness_of_quicker(9.0, 1.0) is None
