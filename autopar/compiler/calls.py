@@ -29,20 +29,18 @@ from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import coordinate_of
 from autopar.ir.program import Program
 from autopar.options import Options, without_stages
-from autopar.passes.lower.lower import Lowering, lower
-from autopar.passes.lower.overlap import overlap
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
-from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes
 from autopar.planner.fixed_parameters import Places, Resting, fixed_assignment
 from autopar.planner.plan_graph import check_devices, check_same_graph
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
 from autopar.planner.request import PlanRequest
-from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
+from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph, step_program
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.progress import shown
@@ -381,9 +379,7 @@ class Compiler:
     ) -> Compiled:
         assert self.plan is not None
         graph, assignment = recomputed(graph, assignment)
-        place = coordinate_of(self.ranks.index, self.plan.mesh)
-        job = Lowering(graph, assignment, place, prices.path, BUCKET_BYTES, prices.messages)
-        program = overlap(lower(job, graph.outputs))
+        program = step_program(graph, assignment, prices, coordinate_of(self.ranks.index, self.plan.mesh))
         return self._as_compiled(program, assignment.resting(graph), graph, base, batch, planned=planned)
 
 

@@ -11,12 +11,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import coordinate_of
 from autopar.ir.program import Program
-from autopar.passes.lower.lower import Lowering, lower
-from autopar.passes.lower.overlap import overlap
 from autopar.passes.recompute.recompute import recomputed
-from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.placement.prices import Prices
 from autopar.planner.prepare import Prepared, batch_size
-from autopar.planner.step_graphs import pipelined_graph
+from autopar.planner.step_graphs import pipelined_graph, step_program
 from autopar.runtime.calls.compiled import Compiled, Request
 
 from .calls import Compiler
@@ -66,11 +64,10 @@ class SeveralRanks(Compiler):
     ) -> Compiled:
         assert self.plan is not None
         graph, assignment = recomputed(graph, assignment)
-        mesh, path, messages = self.plan.mesh, prices.path, prices.messages
+        mesh = self.plan.mesh
 
         def make(rank: int) -> Program:
-            job = Lowering(graph, assignment, coordinate_of(rank, mesh), path, BUCKET_BYTES, messages)
-            return overlap(lower(job, graph.outputs))
+            return step_program(graph, assignment, prices, coordinate_of(rank, mesh))
 
         self._make = make
         program = make(self.ranks.index)

@@ -14,12 +14,11 @@ from textwrap import shorten
 
 from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import ResidentTensor
-from autopar.passes.lower.lower import Lowering, lower
-from autopar.passes.lower.overlap import overlap
 from autopar.placement.memory_bound import HostMemory, Memory, host_memory
 from autopar.placement.placed_step import PlacedStep
-from autopar.placement.prices import BUCKET_BYTES
 from autopar.runtime.rehearse.rehearsal import Footprint, rehearse
+
+from .step_graphs import step_program
 
 # An optimizer that is not fused allocates this many tensors of the parameter's size while it updates a parameter.
 # By reading torch's single-tensor updates.
@@ -44,9 +43,9 @@ def exact_memory(step: PlacedStep, holdings: tuple[ResidentTensor, ...]) -> Exac
     graph, prices = step.graph, step.prices
     if step.repeats != ONCE or not graph.gradients:
         return ExactMemory(None, holdings)
-    job = Lowering(graph, step.assignment, prices.fullest, prices.path, BUCKET_BYTES, prices.messages)
     try:
-        footprint = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
+        program = step_program(graph, step.assignment, prices, prices.fullest)
+        footprint = rehearse(program, prices.cluster.backend)
     except Exception as error:  # Any operation may lack an implementation for tensors without data.
         warning = f"memory is an upper bound: the step could not be rehearsed ({reason_of(error)})"
         return ExactMemory(None, holdings, (warning,))

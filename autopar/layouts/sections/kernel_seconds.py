@@ -134,9 +134,8 @@ class KernelPrices:
             return self._casting_seconds(node) + self._fp8_seconds(node) * self._misalignment_factor(node)
         if not self._is_eager(node):
             return self._planned(self.prices, node) * self._misalignment_factor(node)
-        if (
-            family_of(node.op) is DRAW
-        ):  # Other libraries draw in the kernel that writes the numbers, unlike the runtime.
+        # Other libraries draw in the kernel that writes the numbers, unlike the runtime.
+        if family_of(node.op) is DRAW:
             drawn = sum(self.local(Value(node.name, index)) for index in range(len(node.types)))
             return compute_seconds(self.prices.cluster, 0.0, drawn, torch.float32)
         return 0.0 if is_alias(node) or family_of(node.op).is_view else self._planned(self.prices.uncompiled, node)
