@@ -40,7 +40,8 @@ from autopar.planner.plan_graph import check_devices, check_same_graph
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
 from autopar.planner.request import PlanRequest
-from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph, step_program
+from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
+from autopar.planner.steps.step_program import step_program
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.progress import shown

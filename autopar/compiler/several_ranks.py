@@ -14,7 +14,8 @@ from autopar.ir.program import Program
 from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.prices import Prices
 from autopar.planner.prepare import Prepared, batch_size
-from autopar.planner.step_graphs import pipelined_graph, step_program
+from autopar.planner.step_graphs import pipelined_graph
+from autopar.planner.steps.step_program import step_program
 from autopar.runtime.calls.compiled import Compiled, Request
 
 from .calls import Compiler

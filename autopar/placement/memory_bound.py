@@ -1,6 +1,6 @@
 """The memory of a placed step, as the placement program counts it: an upper bound of what the step needs.
 
-:mod:`autopar.planner.rehearsed_memory` measures the need to the byte, by rehearsing the program.
+:mod:`autopar.planner.steps.exact_memory` measures the need to the byte, by rehearsing the program.
 """
 
 from __future__ import annotations

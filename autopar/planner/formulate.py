@@ -10,11 +10,11 @@ from autopar.passes.pipeline.microbatch import split_inputs
 from autopar.placement.constraints import pin_instance, pinned_apart, with_choices, zero_allows
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
+from autopar.planner.roles.axis_roles import restricted_to
+from autopar.planner.roles.products import Products
 from autopar.restriction import words_of
 
-from .axis_roles import restricted_to
 from .memory_limit import may_widen, widened, with_limit
-from .products import Products
 from .request import PlanRequest, host_limit_of, memory_limit_of
 
 # Parts of the depth in which layers choose alike where memory is short. Chosen: first, middle and last layers differ.

@@ -6,9 +6,9 @@ recomputed and both activations and optimizer states rest on the device or in an
 (:mod:`autopar.placement.formulation`). The limit of host memory is another row of that program.
 
 The program counts bytes from above: all gradients beside all activations, and the largest operation on top. A step of
-one pass needs less, as its rehearsal tells (:mod:`autopar.planner.rehearsed_memory`), and how much less depends on the
-choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as high as the solutions
-that it leads to fit.
+one pass needs less, as its rehearsal tells (:mod:`autopar.planner.steps.exact_memory`), and how much less depends
+on the choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as high as the
+solutions that it leads to fit.
 """
 
 from __future__ import annotations

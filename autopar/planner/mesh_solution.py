@@ -17,9 +17,8 @@ from autopar.placement.memory_bound import Memory, memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.placement.rooms import Room
+from autopar.planner.steps.exact_memory import ExactMemory, exact_memory
 from autopar.solver.problem import Solution
-
-from .rehearsed_memory import ExactMemory, exact_memory
 
 # What the cost breakdown of a step that saves no memory counts is at most so many times what it holds: to what rests it
 # adds activations, gradients and the largest operation, which the step may hold one after the other.

@@ -14,8 +14,8 @@ from autopar.ir.placements import Shares
 from autopar.layout import Layout
 from autopar.options import Options
 from autopar.placement.fused_kernels import FusedKernels
+from autopar.planner.roles.axis_roles import AxisRole
 
-from .axis_roles import AxisRole
 from .shared_work import SharedWork
 
 # By how much a quick price may be off, relative to that of another layout.

@@ -22,25 +22,22 @@ from autopar.solver.solve import smallest_choices, solve
 from .formulate import PROGRAMS, formulate, untie_layers, with_memory_savers
 from .infeasible import does_not_fit
 from .memory_limit import (
-    MORE_ROUNDS,
-    ROUNDS,
-    SPARE,
     Needed,
     ShortOfMemoryError,
     Solve,
     TooSlowError,
     Unlimited,
-    first_limit,
     next_limit,
     solve_unlimited,
-    solve_wide,
     with_limit,
     without_limit,
 )
-from .mesh_solution import MeshSolution, may_fit, peak_bytes, placed_step
+from .mesh_solution import MeshSolution, peak_bytes, placed_step
+from .peaks import Peaks
 from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
+from .within_memory import WithinMemory
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
 BASELINE_GAP = 0.05
@@ -198,7 +195,7 @@ def _solve_unlimited(
     return solve_unlimited(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
 
 
-def _take_cheapest(request: PlanRequest, best: MeshSolution, others: Sequence[Solution]) -> MeshSolution:
+def _take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) -> MeshSolution:
     """Takes the cheapest solution. A baseline that fits and beats the solver's solution replaces it and retains the
     solver's bound."""
     for other in sorted(others, key=lambda solution: solution.objective):
@@ -208,7 +205,7 @@ def _take_cheapest(request: PlanRequest, best: MeshSolution, others: Sequence[So
         if math.isfinite(evaluate(best.instance.problem, other.choices)):
             same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
             cheaper = MeshSolution.of(best.instance, same)
-            if may_fit(cheaper, memory_limit_of(request)) and _fits(request, cheaper):
+            if peaks.fits(cheaper):
                 return cheaper
     return best
 
@@ -219,16 +216,17 @@ def _enforce_memory_limit(
     """The solution without a limit, if its rehearsed step fits into memory. Otherwise solves with limits until one
     does. ``others``: solutions of the program without recomputation and offload. Raises :class:`InfeasibleError` if
     nothing fits, :class:`ShortOfMemoryError` if only the quickest was asked for and does not."""
+    peaks = Peaks(request)
     with timings.phase("solve"):
         quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
-        if quickest is not None and _fits(request, quickest):
-            return replace(_take_cheapest(request, quickest, others), unlimited=free.seconds)
+        if quickest is not None and peaks.fits(quickest):
+            return replace(_take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
             raise ShortOfMemoryError(f"the quickest placements on mesh {request.mesh} do not fit")
-        beyond = None if quickest is None else _needed(quickest)
-        best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
+        beyond = None if quickest is None else peaks.needed(quickest)
+        best = _solve_limited(request, annotated, free, beyond, timings, peaks, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
-            best = _take_cheapest(request, best, others)
+            best = _take_cheapest(peaks, best, others)
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings)
     return _with_bound(request, best, free.seconds)
@@ -251,79 +249,24 @@ def _solve_limited(
     free: Unlimited,
     beyond: Needed | None,
     timings: Timings,
+    peaks: Peaks,
     starts: Sequence[Ints],
 ) -> MeshSolution:
     """The best solution found that fits. If the host's memory is short as well, and none is found, layers are untied.
     If none is found still, starts from the solution of least memory. ``beyond``: what the solution without a limit
     needs, if there is one; ``starts``: choices of the program without recomputation and offload. Raises
     :class:`InfeasibleError` if nothing fits."""
-    run, instance = _solver(request, timings), with_memory_savers(request, free.instance)
+    within = WithinMemory(request, peaks, _solver(request, timings), free.seconds)
+    instance = with_memory_savers(request, free.instance)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
-    best, beyond = _solve_until_fits(request, instance, beyond, run, starts)
+    best = within.best(instance, beyond, starts)
     if best is None and host_binds(instance.problem):
         instance = untie_layers(request, annotated, instance)
-        best, beyond = _solve_until_fits(request, instance, None, run, ())
+        best = within.best(instance, None, ())
     if best is None:
-        best = _minimize_memory_within(instance, float(memory_limit_of(request)))
-    return _solve_with_more(request, best, beyond, run, free.seconds)
-
-
-def _solve_until_fits(
-    request: PlanRequest, instance: Instance, beyond: Needed | None, run: Solve, starts: Sequence[Ints]
-) -> tuple[MeshSolution | None, Needed | None]:
-    """Solves ``instance`` with less and less memory until the step fits. Returns the solution that does, and what the
-    last that does not needs, if there are any. ``beyond``, ``starts``: as for :func:`_solve_limited`."""
-    allowed = float(memory_limit_of(request))
-    limited = with_limit(instance, first_limit(allowed, beyond))
-    solution = solve_wide(limited, run, starts)
-    for rounds_left in reversed(range(ROUNDS)):
-        if not _is_feasible(solution):
-            break
-        found = MeshSolution.of(limited, solution)
-        if _fits(request, found):
-            return found, beyond
-        beyond = _needed(found)
-        if rounds_left:
-            limited = with_limit(instance, next_limit(allowed, beyond, None))
-            solution = run(limited, ())
-    return None, beyond
-
-
-def _solve_with_more(
-    request: PlanRequest, best: MeshSolution, beyond: Needed | None, run: Solve, unlimited: float
-) -> MeshSolution:
-    """Solves with more memory than ``best`` needs, as long as the limit costs time and memory is left. ``beyond``: what
-    a solution needs that does not fit. If steps are not rehearsed, nothing is left that the program does not count."""
-    if best.step.memory.memory is None:
-        return best
-    allowed, within = float(memory_limit_of(request)), _needed(best)
-    if math.isfinite(best.instance.problem.memory_limit):  # Nothing that the program counts within that is quicker.
-        within = replace(within, counted=max(within.counted, best.instance.problem.memory_limit))
-    for _ in range(MORE_ROUNDS):
-        limit = next_limit(allowed, beyond, within)
-        costs = best.solution.objective - unlimited > request.options.gap * best.solution.objective
-        if not costs or limit - within.counted < SPARE * allowed:
-            break
-        limited = with_limit(best.instance, limit)
-        solution = run(limited, [best.solution.choices])
-        if not _is_feasible(solution):
-            break
-        found = MeshSolution.of(limited, solution)
-        if _fits(request, found):
-            within = Needed(limit, peak_bytes(found))
-            best = min(found, best, key=lambda own: own.solution.objective)
-        else:
-            beyond = _needed(found)
+        best = within.best_from(_minimize_memory_within(instance, float(memory_limit_of(request))))
     return best
-
-
-def _fits(request: PlanRequest, solved: MeshSolution) -> bool:
-    return peak_bytes(solved) <= memory_limit_of(request)
-
-
-def _needed(solved: MeshSolution) -> Needed:
-    return Needed(memory_of(solved.instance.problem, solved.solution.choices), peak_bytes(solved))
 
 
 def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
@@ -371,7 +314,8 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
 def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
     """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
-        limit = next_limit(float(memory_limit_of(request)), None, _needed(best))
+        needed = Needed(memory_of(best.instance.problem, best.solution.choices), peak_bytes(best))
+        limit = next_limit(float(memory_limit_of(request)), None, needed)
         instance = with_limit(untie_layers(request, annotated, best.instance), limit)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)
@@ -379,7 +323,7 @@ def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, t
     if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
     refined = MeshSolution.of(instance, solution)
-    return refined if _fits(request, refined) else best
+    return refined if peak_bytes(refined) <= memory_limit_of(request) else best
 
 
 def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:

@@ -1,4 +1,4 @@
-"""The graph of one step, derived from the graph of a model, and its program on one device."""
+"""The graph of one step, derived from the graph of a model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import hashlib
 from dataclasses import replace
 
 from autopar.errors import OptionsError
-from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
-from autopar.ir.program import Program
-from autopar.passes.lower.lower import Lowering, lower
-from autopar.passes.lower.overlap import overlap
 from autopar.passes.recompute.saved_values import SaveActivations
-from autopar.placement.prices import BUCKET_BYTES, Prices
 
 
 def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
@@ -50,13 +45,6 @@ def graph_alone(graph: Graph, loss: str | None, batch: int, count: int) -> Graph
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """:func:`bare_step_graph` with a node for each saved activation."""
     return SaveActivations()(bare_step_graph(graph, loss, batch))
-
-
-def step_program(graph: Graph, assignment: Assignment, prices: Prices, coordinate: tuple[int, ...]) -> Program:
-    """The program of the device at ``coordinate`` for a placed step without stages, which has the nodes that it
-    recomputes."""
-    job = Lowering(graph, assignment, coordinate, prices.path, BUCKET_BYTES, prices.messages)
-    return overlap(lower(job, graph.outputs))
 
 
 def graph_hash(graph: Graph) -> str:

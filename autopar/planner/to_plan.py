@@ -13,9 +13,9 @@ from autopar.placement.axis_names import default_names
 from autopar.placement.constraints import module_outputs
 from autopar.placement.predicted import plan_line, predicted
 from autopar.placement.rooms import Room, seat_of
+from autopar.planner.roles.axis_roles import role_names
 from autopar.plans.plan import Plan
 
-from .axis_roles import role_names
 from .mesh_solution import MeshSolution
 from .request import PlanRequest, memory_limit_of
 from .step_graphs import graph_hash

@@ -11,9 +11,9 @@ from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.placement.axis_names import default_names
-from autopar.planner.axis_roles import role_names
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest
+from autopar.planner.roles.axis_roles import role_names
 from autopar.plans.plan import Plan
 from autopar.plans.views.quantities import duration, size
 

@@ -1,5 +1,5 @@
 """Measures the memory of every stage of a planned pipeline, by rehearsing the programs of its ranks; see
-:mod:`autopar.planner.rehearsed_memory`."""
+:mod:`autopar.planner.steps.exact_memory`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.placement.predicted import memory_figures
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.placement.rooms import Room
 from autopar.planner.mesh_solution import InRoom, counted_peak
-from autopar.planner.rehearsed_memory import ExactMemory, of_step, reason_of
+from autopar.planner.steps.exact_memory import ExactMemory, of_step, reason_of
 from autopar.runtime.rehearse.rehearsal import rehearse
 
 from .fitting_schedules import PipelineSolution

@@ -41,7 +41,8 @@ class Footprint:
     """Live bytes of a rank at the memory peak: ``weights`` (stored and working), ``gradients``, ``activations`` (saved
     for backward), ``inputs``, and all others, which are ``temporary``. ``stored``, ``accumulated``: bytes of stored
     parameters and of all gradients after the step. ``held``: bytes by (kind, name) of each gradient (named by its
-    parameter) and activation (by its value) among them."""
+    parameter) and activation (by its value) among them. ``peaks``: of a step of one pass, the most bytes live in each
+    of its parts: before forward, forward, and the first and the second half of backward."""
 
     weights: int
     gradients: int
@@ -51,6 +52,7 @@ class Footprint:
     stored: int
     accumulated: int
     held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    peaks: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -152,10 +154,12 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
         record = _Record(meter, stored)
         working = refresh(list(stored))
         record.add("weight", working, ())
+        began = [0, meter.events + 1]
         by_path = dict(zip((slot.target for slot in program.parameters), working, strict=True))
         inputs = forward_inputs(program.placeholders, by_path, constants, empty)
         record.add("input", inputs, ())
         values = forward(list(inputs))
+        began.append(meter.events + 1)
         del working, by_path
         count = len(program.results)
         results, saved = values[:count], values[count:]
@@ -169,7 +173,9 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
         record.add("gradient", gradients, tuple(slot.target for slot in program.gradients))
         footprint = record.footprint(gradients)
     del results
-    return footprint
+    ended = meter.events + 1
+    parts = pairwise([*began, (began[-1] + ended) // 2, ended])
+    return replace(footprint, peaks=tuple(meter.peak_between(*part) for part in parts))
 
 
 class _Record:

@@ -7,6 +7,7 @@ a kernel allocates internally. For meta tensors it counts the bytes of real ones
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ class StorageMeter(TorchDispatchMode):
     def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = self.events = self.peak_event = 0
+        self._rises: list[tuple[int, int]] = []
         self._lives: dict[int, _Life] = {}
         self._ended: list[_Life] = []
         self._counts_meta = True
@@ -57,6 +59,7 @@ class StorageMeter(TorchDispatchMode):
         self._lives[key] = life
         life.watch = weakref.ref(storage, partial(self._gone, key, life))
         self.now += life.nbytes
+        self._rises.append((self.events, self.now))
         if self.now > self.peak:
             self.peak, self.peak_event = self.now, self.events
 
@@ -66,6 +69,11 @@ class StorageMeter(TorchDispatchMode):
         self.now -= life.nbytes
         if self._lives.get(key) is life:
             del self._lives[key]
+
+    def peak_between(self, begin: int, end: int) -> int:
+        """The most bytes live at once from event ``begin`` to before event ``end``."""
+        first, last = (bisect_left(self._rises, (event, 0)) for event in (begin, end))
+        return max((held for _, held in self._rises[first:last]), default=0)
 
     def life(self, tensor: torch.Tensor) -> _Life | None:
         """The record of a tensor's storage, to ask :meth:`at_peak` later."""

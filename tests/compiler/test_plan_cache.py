@@ -19,9 +19,9 @@ from autopar.content import source_hash
 from autopar.ir.microbatching import Repeats
 from autopar.layout import Layout
 from autopar.options import Options
-from autopar.planner.axis_roles import AxisRole
 from autopar.planner.prepare import make_request, prepare
 from autopar.planner.request import PlanRequest
+from autopar.planner.roles.axis_roles import AxisRole
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan

@@ -17,8 +17,8 @@ from autopar.cluster.description import Cluster, Group
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.searched import Searched
 from autopar.layout import Layout
-from autopar.planner.axis_roles import AxisRole
 from autopar.planner.request import PlanRequest, Proposals
+from autopar.planner.roles.axis_roles import AxisRole
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage

@@ -17,8 +17,8 @@ from itertools import product
 from autopar.errors import OptionsError
 from autopar.layout import degrees
 from autopar.options import Options
-from autopar.planner.axis_roles import ROLE_NAMES, AxisRole, role_names
 from autopar.planner.request import PlanRequest, axes_are_fixed
+from autopar.planner.roles.axis_roles import ROLE_NAMES, AxisRole, role_names
 from autopar.restriction import Restriction, words_of
 
 from .divides import check_layout_divides

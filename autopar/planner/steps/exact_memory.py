@@ -18,7 +18,7 @@ from autopar.placement.memory_bound import HostMemory, Memory, host_memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.runtime.rehearse.rehearsal import Footprint, rehearse
 
-from .step_graphs import step_program
+from .step_program import step_program
 
 # An optimizer that is not fused allocates this many tensors of the parameter's size while it updates a parameter.
 # By reading torch's single-tensor updates.
@@ -37,20 +37,30 @@ class ExactMemory:
     warnings: tuple[str, ...] = ()
 
 
+def is_rehearsed(step: PlacedStep) -> bool:
+    """Whether the memory of a step is that of its program. That of steps in microbatches and of steps without gradients
+    is not."""
+    return step.repeats == ONCE and bool(step.graph.gradients)
+
+
+def footprint_of(step: PlacedStep) -> Footprint:
+    """What the program of the fullest device holds."""
+    program = step_program(step.graph, step.assignment, step.prices, step.prices.fullest)
+    return rehearse(program, step.prices.cluster.backend)
+
+
 def exact_memory(step: PlacedStep, holdings: tuple[ResidentTensor, ...]) -> ExactMemory:
     """The memory of a step that runs once, on the fullest device of its prices. ``holdings`` are all tensors that are
-    ever held. Steps in microbatches and steps without gradients are not rehearsed."""
-    graph, prices = step.graph, step.prices
-    if step.repeats != ONCE or not graph.gradients:
+    ever held."""
+    if not is_rehearsed(step):
         return ExactMemory(None, holdings)
     try:
-        program = step_program(graph, step.assignment, prices, prices.fullest)
-        footprint = rehearse(program, prices.cluster.backend)
+        footprint = footprint_of(step)
     except Exception as error:  # Any operation may lack an implementation for tensors without data.
         warning = f"memory is an upper bound: the step could not be rehearsed ({reason_of(error)})"
         return ExactMemory(None, holdings, (warning,))
     host = host_memory(step)
-    return of_step({node.name: node.target for node in graph.placeholders("param")}, footprint, holdings, host)
+    return of_step({node.name: node.target for node in step.graph.placeholders("param")}, footprint, holdings, host)
 
 
 def reason_of(error: Exception) -> str:
@@ -63,14 +73,22 @@ def of_step(
 ) -> ExactMemory:
     """The memory of a step whose program has this ``footprint``. ``targets``: the path of each parameter's node;
     ``host``: what rests outside of the device."""
-    states = sum(h.bytes for h in holdings if h.kind == "optimizer")
-    update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0) + host.visiting
+    states, update = bytes_of_update(holdings, host)
     if footprint.stored + footprint.accumulated + update > footprint.peak:
         resident = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
         return _balanced(resident, footprint.stored + footprint.accumulated + update + states, host)
     resident = [h for h in holdings if h.kind in ("weight", "optimizer")]
     resident += _alive(targets, footprint, holdings)
     return _balanced(resident, footprint.peak + states, host)
+
+
+def bytes_of_update(holdings: Iterable[ResidentTensor], host: HostMemory) -> tuple[int, int]:
+    """The bytes of all state of the optimizer, and those that it allocates while it updates the largest parameter."""
+    states, largest = 0, 0
+    for holding in holdings:
+        states += holding.bytes if holding.kind == "optimizer" else 0
+        largest = max(largest, holding.bytes if holding.kind == "gradient" else 0)
+    return states, UPDATE_COPIES * largest + host.visiting
 
 
 def _alive(

@@ -1,0 +1,88 @@
+"""What solved steps hold at their memory peak: measured where it is to be known, estimated where it only guides a
+search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.planner.steps.exact_memory import is_rehearsed
+from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
+from autopar.solver.problem import memory_of
+
+from .memory_limit import Needed
+from .mesh_solution import MeshSolution, may_fit, peak_bytes
+from .request import PlanRequest, memory_limit_of
+
+# The nodes of a graph whose step is estimated. Chosen: steps of fewer are rehearsed within a second, and small models
+# repeat less exactly from layer to layer, since one bucket of gradients holds those of many.
+LEAST_NODES = 4000
+Key = tuple[int, bytes]
+
+
+@dataclass
+class Peaks:
+    """The peaks of the steps of one ``request``. ``lacking``: the bytes that the estimate of the last step that was
+    measured lacked, which are added to others."""
+
+    request: PlanRequest
+    lacking: int = 0
+    _exact: dict[Key, int] = field(default_factory=dict)
+    _estimates: dict[Key, int | None] = field(default_factory=dict)
+
+    @property
+    def allowed(self) -> float:
+        return float(memory_limit_of(self.request))
+
+    def exact(self, solved: MeshSolution) -> int:
+        """Peak bytes as measured (:func:`.peak_bytes`)."""
+        key = _key(solved)
+        if key not in self._exact:
+            self._exact[key] = peak_bytes(solved)
+            estimate = self._estimates.get(key)
+            self.lacking = self.lacking if estimate is None else self._exact[key] - estimate
+        return self._exact[key]
+
+    def about(self, solved: MeshSolution) -> int:
+        """Peak bytes: measured if they are known, or cannot be estimated; otherwise an estimate."""
+        estimate = None if _key(solved) in self._exact else self._estimate(solved)
+        return self.exact(solved) if estimate is None else estimate + self.lacking
+
+    def seems_to_fit(self, solved: MeshSolution) -> bool:
+        return self.about(solved) <= self.allowed
+
+    def fits(self, solved: MeshSolution) -> bool:
+        """Whether the step fits: measured, unless estimates or what the program counts rule it out."""
+        if not may_fit(solved, self.allowed):
+            return False
+        # A step of which the program counts no more will fit: no need to estimate it first.
+        return (solved.breakdown.memory.peak <= self.allowed or self.seems_to_fit(solved)) and (
+            self.exact(solved) <= self.allowed
+        )
+
+    def needed(self, solved: MeshSolution) -> Needed:
+        return Needed(memory_of(solved.instance.problem, solved.solution.choices), self.about(solved))
+
+    def are_counted(self, solved: MeshSolution) -> bool:
+        """Whether the bytes of a step are those that the program counts."""
+        if not is_rehearsed(solved.step.placed):
+            return True
+        return self._estimate(solved) is None and solved.step.memory.memory is None
+
+    def _estimate(self, solved: MeshSolution) -> int | None:
+        key = _key(solved)
+        if key not in self._estimates:
+            short = self._short(solved)
+            step = solved.step.placed
+            self._estimates[key] = None if short is None else estimated_peak(step, solved.assignment, short)
+        return self._estimates[key]
+
+    def _short(self, solved: MeshSolution) -> ShortGraphs | None:
+        """The short graphs of a step; None if it has none, or is that of devices in several rooms."""
+        graph = solved.instance.graph
+        if len(graph) < LEAST_NODES or solved.prices.rooms or not is_rehearsed(solved.step.placed):
+            return None
+        return self.request.shared.once("short graphs", (graph,), make=lambda: short_graphs(graph))
+
+
+def _key(solved: MeshSolution) -> Key:
+    return id(solved.instance.graph), solved.solution.choices.tobytes()
