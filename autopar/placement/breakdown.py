@@ -71,12 +71,14 @@ def cost_breakdown(
     agreement: float | None = None,
     windows: Sequence[OverlapWindow] | None = None,
     section_of: Callable[[Priced], str] = lambda line: line.phase,
+    held: Memory | None = None,
 ) -> CostBreakdown:
     """The cost breakdown of a placed step.
 
     Args:
         agreement: seconds of the agreement on overflow to include; None: those of a step of this graph alone.
         windows: overlap windows of the sections that ``section_of`` returns; None: those of a step of this graph alone.
+        held: the memory of the step, if it is known.
     """
     agreeing = agreement_seconds(step.prices, (step.graph,)) if agreement is None else agreement
     lines = (
@@ -90,7 +92,7 @@ def cost_breakdown(
     if windows is None:
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     hidden = _hidden_lines(lines, windows, section_of)
-    return CostBreakdown((*lines, *hidden), memory(step))
+    return CostBreakdown((*lines, *hidden), memory(step) if held is None else held)
 
 
 def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int, CostLine]) -> CostBreakdown:

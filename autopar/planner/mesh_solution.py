@@ -17,8 +17,8 @@ from autopar.placement.memory_bound import Memory, memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.placement.rooms import Room
-from autopar.planner.steps.exact_memory import ExactMemory, exact_memory
-from autopar.solver.problem import Solution
+from autopar.planner.steps.exact_memory import ExactMemory, exact_memory, is_rehearsed
+from autopar.solver.problem import Ints, Solution
 
 # What the cost breakdown of a step that saves no memory counts is at most so many times what it holds: to what rests it
 # adds activations, gradients and the largest operation, which the step may hold one after the other.
@@ -48,10 +48,30 @@ def counted_peak(rooms: Sequence[InRoom], otherwise: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SolvedStep:
-    """The step of a solution, and what is measured of it: once, when it is first asked for, since a rehearsal takes as
-    long as pricing the step many times."""
+    """The step that ``choices`` of ``instance`` mean, what it costs and what is measured of it: each once, when it is
+    first asked for. Of most solutions of a search it is not, and a rehearsal takes as long as pricing the step many
+    times."""
 
-    placed: PlacedStep
+    instance: Instance
+    choices: Ints
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        return self.instance.assignment(self.choices)
+
+    @cached_property
+    def placed(self) -> PlacedStep:
+        """With the nodes that are recomputed."""
+        return placed_step(self.instance, self.assignment)
+
+    @cached_property
+    def breakdown(self) -> CostBreakdown:
+        return cost_breakdown(self.placed, held=self.counted)
+
+    @cached_property
+    def counted(self) -> Memory:
+        """What the cost breakdown counts."""
+        return memory(self.placed)
 
     @cached_property
     def memory(self) -> ExactMemory:
@@ -77,22 +97,26 @@ class SolvedStep:
 
 @dataclass(frozen=True)
 class MeshSolution:
-    """One solved mesh: the instance, the solution, its step, and its cost breakdown. ``unlimited``: a lower bound in
-    seconds for any memory limit, if one is known."""
+    """One solved mesh: the instance, the solution, and its step. ``unlimited``: a lower bound in seconds for any memory
+    limit, if one is known."""
 
     instance: Instance
     solution: Solution
-    assignment: Assignment
     step: SolvedStep
-    breakdown: CostBreakdown
     unlimited: float = -math.inf
 
     @staticmethod
     def of(instance: Instance, solution: Solution) -> MeshSolution:
-        """Reads a solution of ``instance``: derives its assignment and its cost."""
-        assignment = instance.assignment(solution.choices)
-        placed = placed_step(instance, assignment)
-        return MeshSolution(instance, solution, assignment, SolvedStep(placed), cost_breakdown(placed))
+        """Reads a solution of ``instance``."""
+        return MeshSolution(instance, solution, SolvedStep(instance, solution.choices))
+
+    @property
+    def assignment(self) -> Assignment:
+        return self.step.assignment
+
+    @property
+    def breakdown(self) -> CostBreakdown:
+        return self.step.breakdown
 
     @property
     def prices(self) -> Prices:
@@ -113,11 +137,13 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 
 def may_fit(solved: MeshSolution, limit: float) -> bool:
     """Whether it takes a rehearsal, which takes long, to know whether a step holds at most ``limit`` bytes."""
-    return solved.saves_memory or solved.breakdown.memory.peak <= COUNTED_AT_MOST * limit
+    return solved.saves_memory or solved.step.counted.peak <= COUNTED_AT_MOST * limit
 
 
 def peak_bytes(solved: MeshSolution) -> int:
     """Peak bytes of the step, rehearsed where possible, otherwise those of its cost breakdown; of several rooms, as
     they count in the smallest."""
-    rooms = solved.step.rooms
-    return counted_peak(rooms, 0 if rooms else (solved.step.memory.memory or solved.breakdown.memory).peak)
+    step = solved.step
+    if not step.rooms:
+        return ((step.memory.memory if is_rehearsed(step.placed) else None) or step.counted).peak
+    return counted_peak(step.rooms, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.placement.placed_step import PlacedStep
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
 from autopar.solver.problem import memory_of
@@ -55,7 +56,7 @@ class Peaks:
         if not may_fit(solved, self.allowed):
             return False
         # A step of which the program counts no more will fit: no need to estimate it first.
-        return (solved.breakdown.memory.peak <= self.allowed or self.seems_to_fit(solved)) and (
+        return (solved.step.counted.peak <= self.allowed or self.seems_to_fit(solved)) and (
             self.exact(solved) <= self.allowed
         )
 
@@ -64,7 +65,7 @@ class Peaks:
 
     def are_counted(self, solved: MeshSolution) -> bool:
         """Whether the bytes of a step are those that the program counts."""
-        if not is_rehearsed(solved.step.placed):
+        if not is_rehearsed(_plain(solved)):
             return True
         return self._estimate(solved) is None and solved.step.memory.memory is None
 
@@ -72,16 +73,21 @@ class Peaks:
         key = _key(solved)
         if key not in self._estimates:
             short = self._short(solved)
-            step = solved.step.placed
-            self._estimates[key] = None if short is None else estimated_peak(step, solved.assignment, short)
+            self._estimates[key] = None if short is None else estimated_peak(_plain(solved), short)
         return self._estimates[key]
 
     def _short(self, solved: MeshSolution) -> ShortGraphs | None:
         """The short graphs of a step; None if it has none, or is that of devices in several rooms."""
         graph = solved.instance.graph
-        if len(graph) < LEAST_NODES or solved.prices.rooms or not is_rehearsed(solved.step.placed):
+        if len(graph) < LEAST_NODES or solved.prices.rooms or not is_rehearsed(_plain(solved)):
             return None
         return self.request.shared.once("short graphs", (graph,), make=lambda: short_graphs(graph))
+
+
+def _plain(solved: MeshSolution) -> PlacedStep:
+    """The step without the copies of what it recomputes."""
+    of = solved.instance
+    return PlacedStep(of.graph, solved.assignment, of.prices, of.optimizer, of.repeats)
 
 
 def _key(solved: MeshSolution) -> Key:

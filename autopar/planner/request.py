@@ -38,6 +38,11 @@ class Proposals:
         least = min((self.quick.get(each, math.inf) for each in self.layouts), default=math.inf)
         return self.quick.get(layout, 0.0) <= NEAR * least
 
+    def may_take(self, seconds: float, layout: Layout, other: Layout, known: float) -> bool:
+        """Whether ``layout`` may take as little as ``seconds``, by the ratio of its quick price to that of ``other``,
+        which takes ``known`` seconds."""
+        return self.quick.get(layout, 0.0) * known <= NEAR * seconds * self.quick.get(other, math.inf)
+
 
 Propose = Callable[["PlanRequest"], Proposals]
 

@@ -7,8 +7,7 @@ Plans without stages are searched first; pipelines are then tried where they cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,8 +15,6 @@ from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.ir.searched import Searched
-from autopar.layout import Layout
-from autopar.options import without_stages
 from autopar.placement.predicted import predicted
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
@@ -38,7 +35,6 @@ from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
 from .candidate import (
     NO_STAGES,
-    RULE,
     Candidate,
     Excluded,
     Failure,
@@ -52,6 +48,7 @@ from .candidate import (
 from .division_bounds import Division, bounds_of, covered, searched
 from .pipeline_request import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
+from .proposed import tried_proposals
 from .segments import stage_pins
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to plans without
@@ -132,74 +129,16 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     with timings.phase("propose"):
         proposals = request.propose(request) if request.propose is not None and proposes(request) else Proposals()
 
-    def solve(layout: Layout) -> Tried:
-        restricted = replace(request, options=replace(request.options, layout=layout), worth=tried.least)
-        with suppress(OptionsError):
-            return _of_arrangements(arrangements(restricted), pinned, timings)
-        return Tried()
+    def solve(own: PlanRequest) -> Tried:
+        return _of_arrangements(arrangements(own), pinned, timings)
 
-    tried, solved = Tried(), dict[Layout, Tried]()
-    for layout in proposals.layouts:
-        if tried.candidates and timings.is_spent(request.options):
-            break
-        solved[layout] = solve(layout)
-        tried += solved[layout]
-        keep_shown(tried)
-    if not tried.candidates:
-        return _of_arrangements(arrangements(request), pinned, timings)
-    if not timings.is_spent(request.options):
-        quickest = min(solved, key=lambda layout: solved[layout].least)
-        tried += _other_microbatches(request, proposals, quickest, tried.least, solve)
-        tried += _rule_of_thumb(proposals, solved, solve)
-    timings.reserve(request.options, 0.5)
-    own = replace(request, options=without_stages(request.options), worth=_worth(request, tried))
-    return tried + _of_arrangements(arrangements(own), pinned, timings)
+    tried = tried_proposals(request, proposals, timings, solve, partial(_worth, request))
+    return tried if tried.candidates else solve(request)
 
 
 def _worth(request: PlanRequest, tried: Tried) -> float:
     """Seconds of a plan without stages that would not be chosen instead of what was tried."""
     return min(candidate.seconds * _safety_factor(request, candidate) for candidate in tried.candidates)
-
-
-def _rule_of_thumb(proposals: Proposals, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]) -> Tried:
-    """What the layout of the rule of thumb takes; ``solved``: what other layouts do. One that is far from the quickest
-    is not solved: its quick price says so."""
-    rule = proposals.rule
-    if rule is None:
-        return Tried()
-    if rule not in solved and not proposals.is_near(rule):
-        slow = TooSlowError(words_of(rule), proposals.quick[rule], is_proven=False)
-        return Tried(excluded=(Excluded(RULE, slow),))
-    found = solved.get(rule) or solve(rule)
-    best = min(found.candidates, key=lambda candidate: candidate.seconds, default=None)
-    errors = [failure.error for failure in found.failures if isinstance(failure.error, InfeasibleError)]
-    return Tried(
-        candidates=() if rule in solved else found.candidates,
-        excluded=tuple(Excluded(RULE, error) for error in errors),
-        rule=best,
-    )
-
-
-def _other_microbatches(
-    request: PlanRequest, proposals: Proposals, layout: Layout, best: float, solve: Callable[[Layout], Tried]
-) -> Tried:
-    """Candidates like those of ``layout``, which takes ``best`` seconds, with larger and smaller microbatches: as long
-    as these are quicker, and their bound and their quick price say that they could be."""
-    tried = Tried()
-    for factor in (2.0, 0.5):
-        seconds, size = best, layout.microbatch * factor
-        while size.is_integer() and request.batch % (layout.data * size) == 0:
-            count = request.batch // (layout.data * int(size))
-            division = Division(layout.pipeline, layout.data, layout.tensor, count, 1)
-            other = replace(layout, microbatch=int(size))
-            if not proposals.is_near(other) or bounds_of(request, whole_step(request)).seconds(division) >= seconds:
-                break
-            found = solve(other)
-            tried += found
-            if found.least >= seconds:
-                break
-            seconds, size = found.least, size * factor
-    return tried
 
 
 def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str], timings: Timings) -> Tried:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.placement.placed_step import PlacedStep
 from autopar.planner import peaks as measuring
@@ -115,14 +114,14 @@ def test_few_layers_tell_what_many_hold(model: Callable[[], Case]) -> None:
         best = solved(request)
         short = short_graphs(best.instance.graph)
         assert short is not None and len(short.base) < 0.75 * len(best.instance.graph)
-        assert estimated_peak(best.step.placed, best.assignment, short) == peak_bytes(best)
+        assert estimated_peak(measuring._plain(best), short) == peak_bytes(best)
 
 
 def test_a_transformer_is_estimated_within_a_few_hundredths() -> None:
     best = solved(requested(partial(llama, 14), (2,), offload=False, recompute="full"))
     short = short_graphs(best.instance.graph)
     assert short is not None and best.assignment.recomputed
-    assert estimated_peak(best.step.placed, best.assignment, short) == pytest.approx(peak_bytes(best), rel=0.03)
+    assert estimated_peak(measuring._plain(best), short) == pytest.approx(peak_bytes(best), rel=0.03)
 
 
 def test_where_all_layers_are_read_at_once_all_are_rehearsed() -> None:
@@ -156,8 +155,8 @@ def test_a_wrong_estimate_costs_rounds_and_no_memory(error: float, monkeypatch: 
     request = within(requested(turns, (2,), offload=False), 0.7)
     right = solved(request)
 
-    def wrong(step: PlacedStep, plain: Assignment, short: ShortGraphs) -> int:
-        estimate = estimated_peak(step, plain, short)
+    def wrong(step: PlacedStep, short: ShortGraphs) -> int:
+        estimate = estimated_peak(step, short)
         assert estimate is not None
         return int(error * estimate)
 

@@ -22,7 +22,7 @@ from autopar.planner.roles.axis_roles import AxisRole
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
-from autopar.search import attempts, best_plan, division_bounds
+from autopar.search import attempts, best_plan, division_bounds, proposed
 from autopar.search.candidate import Candidate, Tried
 from autopar.search.division_bounds import Bounds, Division, all_divisions, bounds_of, covered, divides, searched
 from autopar.search.pipelines import whole_step
@@ -273,17 +273,17 @@ def test_other_microbatches_are_tried_while_they_are_quicker() -> None:
         return Tried((Candidate(seconds * 1e9, None, _never, _never),))
 
     layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
-    found = best_plan._other_microbatches(asked, Proposals(), layout, 10.0 * 1e9, solve)
+    found = proposed._other_microbatches(asked, Proposals(), layout, 10.0 * 1e9, solve)
     assert tried == [4, 8, 1] and len(found.candidates) == 3
     tried.clear()
     quick = {layout: 1.0, replace(layout, microbatch=4): 1.04, replace(layout, microbatch=8): 1.06}
-    best_plan._other_microbatches(asked, Proposals((layout,), None, quick), layout, 10.0 * 1e9, solve)
+    proposed._other_microbatches(asked, Proposals((layout,), None, quick), layout, 10.0 * 1e9, solve)
     assert tried == [4, 1], "quick prices put 8 behind, and have none of 1"
 
 
 def test_microbatches_whose_bound_is_no_better_are_not_tried() -> None:
     layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
-    assert best_plan._other_microbatches(request(layout), Proposals(), layout, 0.0, _never) == Tried()
+    assert proposed._other_microbatches(request(layout), Proposals(), layout, 0.0, _never) == Tried()
 
 
 def _never(*_: object) -> Any:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.errors import GraphError
-from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.passes.annotate.omit_layers import OmitLayers, Stack, stacks_of
 from autopar.passes.recompute.recompute import recomputed
@@ -71,14 +70,14 @@ def _at(graph: Graph, stacks: tuple[Stack, ...], more: list[int]) -> Graph:
     return graph
 
 
-def estimated_peak(step: PlacedStep, plain: Assignment, short: ShortGraphs) -> int | None:
-    """The peak bytes of ``step`` by rehearsals of ``short``. ``plain``: the assignment of the graph that ``short``
-    was made of, which says what is recomputed. None if a step is not rehearsed, or cannot be."""
+def estimated_peak(step: PlacedStep, short: ShortGraphs) -> int | None:
+    """The peak bytes of ``step`` (whose assignment says what is recomputed, and whose graph has no copies of it yet) by
+    rehearsals of ``short``, which is of its graph. None if the step is not rehearsed, or cannot be."""
     if not is_rehearsed(step):
         return None
     try:
-        base = footprint_of(_placed(step, plain, short.base))
-        longer = [(footprint_of(_placed(step, plain, graph)), times) for graph, times in short.longer]
+        base = footprint_of(_placed(step, short.base))
+        longer = [(footprint_of(_placed(step, graph)), times) for graph, times in short.longer]
     except Exception:  # Any operation may lack an implementation for tensors without data: then so does the whole step.
         return None
     states, update = bytes_of_update(holdings(step), host_memory(step))
@@ -96,14 +95,15 @@ def _parts(footprint: Footprint) -> tuple[int, ...]:
     return (*footprint.peaks, footprint.stored + footprint.accumulated)
 
 
-def _placed(step: PlacedStep, plain: Assignment, short: Graph) -> PlacedStep:
-    """``step`` with the layers of ``short`` alone."""
+def _placed(step: PlacedStep, short: Graph) -> PlacedStep:
+    """``step`` with the layers of ``short`` alone, and with the copies of what is recomputed."""
+    whole = step.assignment
     own = replace(
-        plain,
-        strategies=_within(plain.strategies, short),
-        parameters=_within(plain.parameters, short),
-        recomputed=frozenset(name for name in plain.recomputed if name in short),
-        offloaded=frozenset(name for name in plain.offloaded if name in short),
+        whole,
+        strategies=_within(whole.strategies, short),
+        parameters=_within(whole.parameters, short),
+        recomputed=frozenset(name for name in whole.recomputed if name in short),
+        offloaded=frozenset(name for name in whole.offloaded if name in short),
     )
     graph, placed = recomputed(short, own)
     return replace(step, graph=graph, assignment=placed)
