@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.ir.graph import Graph
 from autopar.placement.placed_step import PlacedStep
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
@@ -29,6 +30,7 @@ class Peaks:
     lacking: int = 0
     _exact: dict[Key, int] = field(default_factory=dict)
     _estimates: dict[Key, int | None] = field(default_factory=dict)
+    _graphs: dict[int, Graph] = field(default_factory=dict)
 
     @property
     def allowed(self) -> float:
@@ -36,7 +38,7 @@ class Peaks:
 
     def exact(self, solved: MeshSolution) -> int:
         """Peak bytes as measured (:func:`.peak_bytes`)."""
-        key = _key(solved)
+        key = self._key(solved)
         if key not in self._exact:
             self._exact[key] = peak_bytes(solved)
             estimate = self._estimates.get(key)
@@ -45,7 +47,7 @@ class Peaks:
 
     def about(self, solved: MeshSolution) -> int:
         """Peak bytes: measured if they are known, or cannot be estimated; otherwise an estimate."""
-        estimate = None if _key(solved) in self._exact else self._estimate(solved)
+        estimate = None if self._key(solved) in self._exact else self._estimate(solved)
         return self.exact(solved) if estimate is None else estimate + self.lacking
 
     def seems_to_fit(self, solved: MeshSolution) -> bool:
@@ -69,8 +71,12 @@ class Peaks:
             return True
         return self._estimate(solved) is None and solved.step.memory.memory is None
 
+    def _key(self, solved: MeshSolution) -> Key:
+        graph = self._graphs.setdefault(id(solved.instance.graph), solved.instance.graph)  # Kept: its identity is.
+        return id(graph), solved.solution.choices.tobytes()
+
     def _estimate(self, solved: MeshSolution) -> int | None:
-        key = _key(solved)
+        key = self._key(solved)
         if key not in self._estimates:
             short = self._short(solved)
             self._estimates[key] = None if short is None else estimated_peak(_plain(solved), short)
@@ -88,7 +94,3 @@ def _plain(solved: MeshSolution) -> PlacedStep:
     """The step without the copies of what it recomputes."""
     of = solved.instance
     return PlacedStep(of.graph, solved.assignment, of.prices, of.optimizer, of.repeats)
-
-
-def _key(solved: MeshSolution) -> Key:
-    return id(solved.instance.graph), solved.solution.choices.tobytes()
