@@ -38,7 +38,7 @@ from .memory_limit import (
     without_limit,
 )
 from .mesh_solution import MeshSolution, may_fit, peak_bytes, placed_step
-from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
+from .request import PlanRequest, asked_mesh, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
 
@@ -146,7 +146,7 @@ def _solver(request: PlanRequest, timings: Timings) -> Solve:
 def _check_worth(request: PlanRequest, solution: Solution) -> None:
     """Raises :class:`TooSlowError` if a solution proves that nothing is worth while."""
     if request.worth <= solution.bound < math.inf:
-        raise TooSlowError(f"plans on mesh {request.mesh}", solution.bound)
+        raise TooSlowError(f"plans on mesh {asked_mesh(request)}", solution.bound)
 
 
 def _solve_baselines(
@@ -224,7 +224,7 @@ def _enforce_memory_limit(
         if quickest is not None and _fits(request, quickest):
             return replace(_take_cheapest(request, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
-            raise ShortOfMemoryError(f"the quickest placements on mesh {request.mesh} do not fit")
+            raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
         beyond = None if quickest is None else _needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
@@ -265,7 +265,7 @@ def _solve_limited(
         instance = untie_layers(request, annotated, instance)
         best, beyond = _solve_until_fits(request, instance, None, run, ())
     if best is None:
-        best = _minimize_memory_within(instance, float(memory_limit_of(request)))
+        best = _minimize_memory_within(request, instance)
     return _solve_with_more(request, best, beyond, run, free.seconds)
 
 
@@ -326,13 +326,14 @@ def _needed(solved: MeshSolution) -> Needed:
     return Needed(memory_of(solved.instance.problem, solved.solution.choices), peak_bytes(solved))
 
 
-def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
-    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than ``limit``
-    bytes."""
+def _minimize_memory_within(request: PlanRequest, instance: Instance) -> MeshSolution:
+    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than the
+    request allows."""
+    limit = float(memory_limit_of(request))
     least = _minimize_memory(instance)
     peak = None if least is None else peak_bytes(least)
     if least is None or peak is None or peak > limit:
-        raise does_not_fit(instance, limit, peak)
+        raise does_not_fit(request, instance, limit, peak)
     return least
 
 

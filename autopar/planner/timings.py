@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 
 from autopar.options import Options
 
+from .memory_advice import AdviceBudget
+
 
 @dataclass
 class Timings:
     """CPU seconds by phase, and the seconds that solvers used: CPU time or, without ``Options.time_limit`` or if all is
     ``counted``, counted work (:mod:`autopar.solver.budget`). ``cut_off``: whether a search for placements ended before
-    it had proven its gap."""
+    it had proven its gap. ``advice``: what remains for advice, once some was searched for."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
     counted: bool = False
     cut_off: bool = False
+    advice: AdviceBudget | None = None
 
     def counts(self, options: Options) -> bool:
         """Whether solvers are limited by counted work."""
@@ -38,6 +41,12 @@ class Timings:
         had back."""
         if options.time_limit is None:
             self.solving = min(self.solving, (1.0 - share) * options.solver_seconds)
+
+    def advising(self, options: Options, nodes: int) -> AdviceBudget:
+        """The one budget of all advice for a plan, of a graph of so many ``nodes``."""
+        if self.advice is None:
+            self.advice = AdviceBudget.of(options, nodes, self.solving)
+        return self.advice
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

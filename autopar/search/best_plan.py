@@ -50,6 +50,7 @@ from .candidate import (
     why_excluded,
 )
 from .division_bounds import Division, bounds_of, covered, searched
+from .never_fits import never_fits
 from .pipeline_request import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
 from .segments import stage_pins
@@ -82,7 +83,8 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         if not tried.candidates:
             raise _main(tried.failures)
     except InfeasibleError as error:
-        explained = layout_infeasible(unstaged, error, partial(_predicted, pinned))
+        advice = timings.advising(request.options, len(request.graph))
+        explained = layout_infeasible(unstaged, error, partial(_predicted, pinned), advice)
         if explained is error:  # Not raised from itself: who follows causes would never come to an end.
             raise
         raise explained from error
@@ -130,7 +132,8 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     """What is compared. Where layouts are proposed, pipelines are restricted by these, and are not enumerated. Raises
     :class:`OptionsError` if the options are impossible."""
     with timings.phase("propose"):
-        proposals = request.propose(request) if request.propose is not None and proposes(request) else Proposals()
+        asks = request.propose is not None and proposes(request) and not never_fits(request)
+        proposals = request.propose(request) if request.propose is not None and asks else Proposals()
 
     def solve(layout: Layout) -> Tried:
         restricted = replace(request, options=replace(request.options, layout=layout), worth=tried.least)
@@ -240,6 +243,8 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
     """What one arrangement has; ``best``: seconds of the quickest plan of others. Raises :class:`OptionsError` if the
     options are impossible."""
     tried = _without_stages(request, timings) if _may_lack_stages(request, pinned) else Tried()
+    if tried.failures and never_fits(request):
+        return tried
     staged, failure = with_stages(request, pinned, timings, min(best, tried.least))
     tried += Tried(tuple(staged))
     if tried.candidates:
