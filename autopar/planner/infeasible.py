@@ -57,9 +57,10 @@ def infeasible(request: PlanRequest, instance: Instance, limit: float, fitting: 
         )
     least = math.ceil(fitting or memory_of(instance.problem, choices))
     advice = [*_advice(instance, choices, least)]
+    enough = f"{single_change(advice, limit)}{_not_searched(request)}"
     return InfeasibleError(
         f"no plan {where} fits into {size(limit)} per device. {shortfall(limit, least)} "
-        f"Largest tensors: {_largest(instance)}. What would lower it: {listed(advice)}. {single_change(advice, limit)}{_not_searched(request)}"
+        f"Largest tensors: {_largest(instance)}. What would lower it: {listed(advice)}. {enough}"
     ).needing(least)
 
 

@@ -15,7 +15,9 @@ LESS_STATE = "an optimizer with less state"
 # How many pipelines or layouts, times operations of the graph, are searched for advice, within two bounds. Their number
 # is fixed, so that every machine gives the same advice.
 # Chosen, not measured.
-EFFORT, LEAST_SEARCHES, MOST_SEARCHES = 2000, 4, 6
+EFFORT, LEAST_SEARCHES, MOST_SEARCHES = 4000, 3, 12
+# From so many devices on, the fewest. Chosen: on 256, one for a GPT of two layers takes ten seconds.
+MANY_DEVICES = 128
 # The least share of a time limit that is left for advice. Chosen, not measured.
 LEAST_SHARE = 0.25
 
@@ -31,9 +33,10 @@ class AdviceBudget:
     begun: float = field(default_factory=time.process_time)
 
     @staticmethod
-    def of(options: Options, nodes: int, spent: float) -> AdviceBudget:
+    def of(options: Options, nodes: int, devices: int, spent: float) -> AdviceBudget:
         """The budget for a graph of so many ``nodes``; ``spent``: seconds of the time limit that planning took."""
-        searches = max(LEAST_SEARCHES, min(EFFORT // max(nodes, 1), MOST_SEARCHES))
+        most = LEAST_SEARCHES if devices >= MANY_DEVICES else MOST_SEARCHES
+        searches = max(LEAST_SEARCHES, min(EFFORT // max(nodes, 1), most))
         limit = options.time_limit
         return AdviceBudget(searches, math.inf if limit is None else max(limit - spent, LEAST_SHARE * limit))
 

@@ -42,10 +42,10 @@ class Timings:
         if options.time_limit is None:
             self.solving = min(self.solving, (1.0 - share) * options.solver_seconds)
 
-    def advising(self, options: Options, nodes: int) -> AdviceBudget:
+    def advising(self, options: Options, nodes: int, devices: int) -> AdviceBudget:
         """The one budget of all advice for a plan, of a graph of so many ``nodes``."""
         if self.advice is None:
-            self.advice = AdviceBudget.of(options, nodes, self.solving)
+            self.advice = AdviceBudget.of(options, nodes, devices, self.solving)
         return self.advice
 
     @contextmanager

@@ -83,7 +83,7 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         if not tried.candidates:
             raise _main(tried.failures)
     except InfeasibleError as error:
-        advice = timings.advising(request.options, len(request.graph))
+        advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
         explained = layout_infeasible(unstaged, error, partial(_predicted, pinned), advice)
         if explained is error:  # Not raised from itself: who follows causes would never come to an end.
             raise

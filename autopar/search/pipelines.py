@@ -177,7 +177,10 @@ class _Pipeline:
         """The error for a pipeline that does not fit: it names a sufficient limit. ``error`` itself if none was found.
         Each search for a limit has its own time, and its work is counted, so that a busy machine names the same limit.
         ``spent``: the time that planning took."""
-        request, budget = self.request, spent.advising(self.request.options, len(self.graph))
+        request, budget = (
+            self.request,
+            spent.advising(self.request.options, len(self.graph), math.prod(self.request.mesh)),
+        )
 
         def peak(options: Options, limit: int) -> int | None:
             limited = replace(request, options=options, memory_limit=limit)
