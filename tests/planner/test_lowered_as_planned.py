@@ -14,6 +14,7 @@ import pytest
 from autopar.ir.placements import short
 from autopar.ir.reshard import Collective
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.placement.memory_bound import message_bytes
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.timings import Timings
@@ -82,7 +83,10 @@ def test_objective_is_the_cost_breakdown_is_the_prediction(kind: str, mesh: tupl
     assert objective > 0
     assert best.breakdown.seconds == pytest.approx(objective, rel=1e-9)
     assert evaluate(best.instance.problem, best.solution.choices) == pytest.approx(objective, rel=1e-9)
-    assert memory_of(best.instance.problem, best.solution.choices) == best.breakdown.memory.peak
+    counted = memory_of(best.instance.problem, best.solution.choices)
+    assert counted + message_bytes(best.step.placed) == best.breakdown.memory.peak
+    if kind != "slow devices":
+        assert (message_bytes(best.step.placed) > 0) == (kind == "zero-3"), "only gathered weights travel in messages"
     assert plan.objective == pytest.approx(objective, rel=1e-9)
     assert plan.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
