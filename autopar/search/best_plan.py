@@ -33,6 +33,7 @@ from autopar.plans.views.idle_axes import idle_devices
 from autopar.restriction import words_of
 from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
+from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
@@ -50,7 +51,6 @@ from .candidate import (
     why_excluded,
 )
 from .division_bounds import Division, bounds_of, covered, searched
-from .never_fits import never_fits
 from .pipeline_request import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
 from .segments import stage_pins

@@ -18,6 +18,7 @@ from autopar.planner.request import PlanRequest, asked_mesh, rank_limits, stage_
 from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
+from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import attempts
 from .candidate import Candidate, Failure, named_axes
@@ -25,7 +26,6 @@ from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .fitting_schedules import PipelineSolution
 from .infeasible import FULLER, pipeline_infeasible
-from .never_fits import never_fits
 from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest
 from .rehearsed_memory import search_within

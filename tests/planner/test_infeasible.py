@@ -20,7 +20,7 @@ from autopar.planner.timings import Timings
 from autopar.search import best_plan as best_plan_module
 from autopar.search.best_plan import best_plan
 from autopar.search.infeasible import smallest_limit
-from autopar.search.never_fits import least_at_rest, never_fits
+from autopar.search.restricted.never_fits import least_at_rest, never_fits
 from autopar.solver import solve
 from tests.helpers.marks import slow_but
 from tests.helpers.models import Case, Stack, text

@@ -14,7 +14,8 @@ from autopar.planner.memory_advice import AdviceBudget
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.plans.views.quantities import duration, size
 from autopar.restriction import words_of
-from autopar.search.never_fits import never_fits
+
+from .never_fits import never_fits
 
 # Changes that fit and are named. Chosen: a first one may be impossible for reasons that only the user knows.
 NAMED = 2
