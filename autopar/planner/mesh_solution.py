@@ -17,8 +17,9 @@ from autopar.placement.memory_bound import Memory, memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.placement.rooms import Room
-from autopar.solver.problem import Solution
+from autopar.solver.problem import Solution, memory_of
 
+from .memory_limit import Needed
 from .rehearsed_memory import ExactMemory, exact_memory
 
 # What the cost breakdown of a step that saves no memory counts is at most so many times what it holds: to what rests it
@@ -115,6 +116,11 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 def may_fit(solved: MeshSolution, limit: float) -> bool:
     """Whether it takes a rehearsal, which takes long, to know whether a step holds at most ``limit`` bytes."""
     return solved.saves_memory or solved.breakdown.memory.peak <= COUNTED_AT_MOST * limit
+
+
+def needed(solved: MeshSolution) -> Needed:
+    """The bytes of a solution, as its program counts them and at its peak."""
+    return Needed(memory_of(solved.instance.problem, solved.solution.choices), peak_bytes(solved))
 
 
 def peak_bytes(solved: MeshSolution) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.ir.graph import Graph
+from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import Predicted
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.baselines import Baseline, baselines
@@ -16,6 +17,7 @@ from autopar.placement.predicted import predicted
 from autopar.placement.prices import Prices
 from autopar.restriction import words_of
 from autopar.solver.cost_digest import cost_digest
+from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
@@ -37,7 +39,7 @@ from .memory_limit import (
     with_limit,
     without_limit,
 )
-from .mesh_solution import MeshSolution, may_fit, peak_bytes, placed_step
+from .mesh_solution import MeshSolution, may_fit, needed, peak_bytes, placed_step
 from .request import PlanRequest, asked_mesh, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
@@ -47,8 +49,7 @@ BASELINE_GAP = 0.05
 # Counted seconds for one baseline. Baselines of transformers take less than one second. That of a recurrent network
 # took 28 s to come within the gap, and 4 s to come within twice the gap.
 BASELINE_SECONDS = 4.0
-# Counted seconds for the solution of least memory.
-# Chosen, not measured.
+# Counted seconds for the solution of least memory. Chosen, not measured.
 SMALLEST_SECONDS = 3.0
 
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
@@ -90,8 +91,18 @@ def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolu
     """The best solution on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
     annotated, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
+        _check_room(request, program)
         free = _solve_unlimited(request, program, timings)
     return _enforce_memory_limit(request, annotated, free, timings)
+
+
+def _check_room(request: PlanRequest, program: Instance) -> None:
+    """Raises :class:`InfeasibleError` if it is known before solving that a step that is not rehearsed does not fit."""
+    limit = float(memory_limit_of(request))
+    if request.repeats != ONCE and least_bound(program.problem) > limit:
+        wide = with_memory_savers(request, with_limit(program, limit))
+        if least_bound(wide.problem) > limit:
+            _minimize_memory_within(request, wide)
 
 
 def is_short_of_memory(request: PlanRequest, solved: MeshSolution) -> bool:
@@ -225,7 +236,7 @@ def _enforce_memory_limit(
             return replace(_take_cheapest(request, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
             raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
-        beyond = None if quickest is None else _needed(quickest)
+        beyond = None if quickest is None else needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
             best = _take_cheapest(request, best, others)
@@ -283,7 +294,7 @@ def _solve_until_fits(
         found = MeshSolution.of(limited, solution)
         if _fits(request, found):
             return found, beyond
-        beyond = _needed(found)
+        beyond = needed(found)
         if rounds_left:
             limited = with_limit(instance, next_limit(allowed, beyond, None))
             solution = run(limited, ())
@@ -297,7 +308,7 @@ def _solve_with_more(
     a solution needs that does not fit. If steps are not rehearsed, nothing is left that the program does not count."""
     if best.step.memory.memory is None:
         return best
-    allowed, within = float(memory_limit_of(request)), _needed(best)
+    allowed, within = float(memory_limit_of(request)), needed(best)
     if math.isfinite(best.instance.problem.memory_limit):  # Nothing that the program counts within that is quicker.
         within = replace(within, counted=max(within.counted, best.instance.problem.memory_limit))
     for _ in range(MORE_ROUNDS):
@@ -314,16 +325,12 @@ def _solve_with_more(
             within = Needed(limit, peak_bytes(found))
             best = min(found, best, key=lambda own: own.solution.objective)
         else:
-            beyond = _needed(found)
+            beyond = needed(found)
     return best
 
 
 def _fits(request: PlanRequest, solved: MeshSolution) -> bool:
     return peak_bytes(solved) <= memory_limit_of(request)
-
-
-def _needed(solved: MeshSolution) -> Needed:
-    return Needed(memory_of(solved.instance.problem, solved.solution.choices), peak_bytes(solved))
 
 
 def _minimize_memory_within(request: PlanRequest, instance: Instance) -> MeshSolution:
@@ -372,7 +379,7 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
 def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
     """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
-        limit = next_limit(float(memory_limit_of(request)), None, _needed(best))
+        limit = next_limit(float(memory_limit_of(request)), None, needed(best))
         instance = with_limit(untie_layers(request, annotated, best.instance), limit)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)

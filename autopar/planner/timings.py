@@ -36,6 +36,10 @@ class Timings:
         # Chosen: about what is left after five or six programs.
         return self.left(options) <= 0.02 * options.solver_seconds
 
+    def is_up(self, options: Options) -> bool:
+        """Whether the time that a user gave is spent."""
+        return options.time_limit is not None and self.is_spent(options)
+
     def reserve(self, options: Options, share: float) -> None:
         """Leaves at least a ``share`` of counted work for what comes next; of seconds that a user limits nothing can be
         had back."""

@@ -216,6 +216,8 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
         keep_shown(tried)
         if timings.is_spent(request.options) and tried.candidates:
             break
+        if tried.failures and (timings.is_up(request.options) or never_fits(request)):
+            break
     return tried
 
 

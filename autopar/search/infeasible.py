@@ -10,6 +10,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.options import Options
 from autopar.planner.memory_advice import (
+    LEAST_SEARCHES,
     LESS_STATE,
     Advice,
     AdviceBudget,
@@ -74,9 +75,9 @@ def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: in
         # In larger and larger steps: each try takes long, and a limit that is enough is what a user needs first.
         below, share = limit, share * share
         limit = math.ceil(limit / share) if budget.allows(what) else None
-    if limit is None:
-        return None
-    lower = math.ceil(max(LOWER * limit, math.sqrt(below * limit)) if below < LOWER * limit else limit)
+    if limit is None or budget.searches < LEAST_SEARCHES:  # What is left is for other advice.
+        return limit
+    lower = math.ceil(max(LOWER * limit, math.sqrt(below * limit)))
     return lower if lower < limit and budget.allows(what) and peak(options, lower) is not None else limit
 
 

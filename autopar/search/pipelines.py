@@ -75,9 +75,9 @@ def with_stages(
 def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed: bool) -> bool:
     """Whether no more layouts are tried: time is up, and there is a plan, or at least a reason why there is none;
     or nothing can fit, as the first failure explains."""
-    if has_failed and (request.options.time_limit is not None and timings.is_spent(request.options)):
+    if has_failed and (timings.is_up(request.options) or never_fits(request)):
         return True
-    return (has_failed and never_fits(request)) or (timings.is_spent(request.options) and math.isfinite(quickest))
+    return timings.is_spent(request.options) and math.isfinite(quickest)
 
 
 def _impossible(error: OptionsError) -> Failure:
@@ -104,6 +104,8 @@ def _of_layout(
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
             failure = Failure(error, partial(attempt.too_full, error, timings))
+            if _is_over(attempt.request, timings, quickest, has_failed=True):
+                break
             continue
         except OptionsError as error:
             if attempt.request.options.microbatches is not None:

@@ -51,6 +51,14 @@ def least_memory(problem: Problem, plain: Plain, budget: Budget, gap: float) -> 
     return best, False
 
 
+def least_bound(problem: Problem) -> float:
+    """Peak bytes that no assignment is below, as the problem counts them, whatever transfers and the host allow."""
+    if not problem.groups:
+        return problem.memory_fixed
+    caps, sums = smallest_sums(problem)
+    return problem.memory_fixed + float((sums + caps).min())
+
+
 def within_cap(problem: Problem, cap: float) -> Problem:
     """The problem in which choices cost their bytes, those with a larger temporary than ``cap`` are forbidden, and
     transfers are free or forbidden."""

@@ -101,7 +101,7 @@ def whole(request: PlanRequest) -> None:
 
 @pytest.mark.parametrize(
     ("least", "start", "expected"),
-    [(300, None, 308), (10**6, None, None), (120, None, 126), (90, 100, 100), (70, 100, 80)],
+    [(300, None, 384), (10**6, None, None), (120, None, 157), (100, None, 100), (90, 100, 100), (70, 100, 80)],
 )
 def test_only_a_limit_in_which_a_pipeline_was_found_is_named(
     least: int, start: int | None, expected: int | None
