@@ -44,7 +44,7 @@ def _first(others: Sequence[_Named], most: int) -> list[_Named]:
 def _compared(plan: PlanRecord, other: Predicted | None) -> str:
     """Compares a baseline with the plan: its step, how much longer that is, its memory peak, and whether it fits."""
     if other is None:
-        return f"{'not possible':>21}   no such placement of every operation was found"
+        return f"{'not possible':>21}   no such placements found"
     longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
     fits = other.peak_bytes <= plan.least_limit
     note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")
