@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 from autopar.precision import Precision
 
 from .assignment import Assignment, ParameterPlacement
+from .graph_text import parse_type
 from .node import RECOMPUTED
 from .placements import Placements, Shares, Strategy, shares_of
 from .planned_pipeline import PlannedPipeline
@@ -18,6 +19,7 @@ from .planned_sync import PlannedSync
 from .program import CollectiveKind
 from .searched import Searched
 from .stage_meshes import Mesh, StageMeshes
+from .weight_messages import WeightMessages, filled
 
 Item = TypeVar("Item")
 Status = Literal["optimal", "feasible", "fallback"]
@@ -57,6 +59,11 @@ class PlanLine:
     steps: tuple[ReshardStep, ...] = ()
     times: int = 1
     stage: int = 0
+
+    @property
+    def sent(self) -> tuple[ReshardStep, ...]:
+        """The hops that communicate."""
+        return tuple(step for step in self.steps if step.communicates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,21 +331,39 @@ class PlanRecord:
             offloaded=frozenset(self.offloaded),
         )
 
-    def collectives(self, stage: int | None = None) -> tuple[PlannedCollective, ...]:
+    def collectives(self, stage: int | None = None, *, joined: bool = True) -> tuple[PlannedCollective, ...]:
         """Every collective of a step, equal ones counted together; of all pipeline stages, or those that the devices of
-        one ``stage`` take part in. Messages between stages are not included.
+        one ``stage`` take part in. Messages between stages are not included. Weights that are gathered in one message
+        (:meth:`sent_together`) are one collective. ``joined``: if False, they count singly, as they are priced.
         """
         counts: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
-        for line in self.lines:
-            if stage not in (None, line.stage):
-                continue
-            for step in line.steps:
-                if step.communicates:
-                    counts[step.kind, step.axes, step.bytes, line.kind] += line.times
+        for lines in self.sent_together if joined else ((line,) for line in self.lines):
+            if stage in (None, lines[0].stage):
+                for steps in zip(*(line.sent for line in lines), strict=True):
+                    size = sum(step.bytes for step in steps)
+                    counts[steps[0].kind, steps[0].axes, size, lines[0].kind] += lines[0].times
         return tuple(
             PlannedCollective(kind, axes, size, count, reason)  # type: ignore[arg-type]
             for (kind, axes, size, reason), count in sorted(counts.items())
         )
+
+    @cached_property
+    def sent_together(self) -> tuple[tuple[PlanLine, ...], ...]:
+        """The lines, those of weights that the program gathers in one message together
+        (:mod:`autopar.ir.weight_messages`). With pipeline stages, whose chunks have messages of their own that a plan
+        does not know, and for gradients, which travel in buckets, each is alone."""
+        weights = {name: parse_type(node.type, {}) for name, node in self.nodes.items() if node.op == "param"}
+        messages = WeightMessages.full_at(kind for kind in weights.values() if kind is not None)
+        alone: list[tuple[PlanLine, ...]] = []
+        groups: dict[object, list[PlanLine]] = {}
+        for line in self.lines:
+            kind = weights.get(line.name) if line.kind == "weight" and self.stages == 1 else None
+            if kind is not None and messages.takes(kind) and any(step.kind == "all_gather" for step in line.sent):
+                groups.setdefault((line.phase, *((s.kind, s.axes) for s in line.sent)), []).append(line)
+            else:
+                alone.append((line,))
+        joined = (filled(group, messages.limit, lambda line: line.sent[-1].bytes) for group in groups.values())
+        return (*alone, *(tuple(members) for group in joined for members in group))
 
     def seconds_of(self, *kinds: str) -> float:
         """Seconds of the lines of these kinds."""

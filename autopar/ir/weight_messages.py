@@ -9,8 +9,9 @@ gathered one by one, which needs no copies into a message and out of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .graph import Graph
 from .node import TensorType, Value
@@ -26,6 +27,8 @@ SMALL_BYTES = 1 << 20
 # Chosen: as much as a block of a model of four, which FSDP2 gathers at once.
 LEAST_MESSAGES = 4
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True)
 class WeightMessages:
@@ -39,13 +42,17 @@ class WeightMessages:
     def of(graph: Graph) -> WeightMessages:
         """The messages of a step of ``graph``, if all of its small weights are gathered over the same axes."""
         nodes, users = graph.placeholders("param"), graph.users
-        limit = min(MESSAGE_BYTES, sum(int(node.type.bytes) for node in nodes) // LEAST_MESSAGES)
-        found, small = WeightMessages(limit), Counter[str]()
+        found, small = WeightMessages.full_at(node.type for node in nodes), Counter[str]()
         for node in nodes:
             if found.takes(node.type):
                 for phase in {user.phase for user, _ in users.get(Value(node.name), ())}:
                     small[phase] += int(node.type.bytes)
-        return WeightMessages(limit, dict(small))
+        return WeightMessages(found.limit, dict(small))
+
+    @staticmethod
+    def full_at(weights: Iterable[TensorType]) -> WeightMessages:
+        """The messages of a model of so many ``weights``, of which nothing is known by phase."""
+        return WeightMessages(min(MESSAGE_BYTES, sum(int(kind.bytes) for kind in weights) // LEAST_MESSAGES))
 
     def takes(self, kind: TensorType) -> bool:
         """Whether a weight of global type ``kind`` travels with others."""
@@ -56,3 +63,25 @@ class WeightMessages:
         share of theirs."""
         others = self.small.get(phase, 0) / int(kind.bytes)
         return min(float(self.limit), nbytes * max(1.0, others))
+
+
+def filled(gathers: Iterable[Item], limit: int, size: Callable[[Item], int]) -> list[list[Item]]:
+    """Messages of at least ``limit`` bytes, in order. A rest of less than a quarter of that joins the last of them.
+
+    >>> filled([3, 2, 4, 1], 5, int)
+    [[3, 2], [4, 1]]
+    >>> filled([3, 2, 1], 5, int)
+    [[3, 2, 1]]
+    """
+
+    def total(members: Iterable[Item]) -> int:
+        return sum(map(size, members))
+
+    messages: list[list[Item]] = [[]]
+    for gather in gathers:
+        if total(messages[-1]) >= limit:
+            messages.append([])
+        messages[-1].append(gather)
+    if len(messages) > 1 and total(messages[-1]) * 4 < limit:
+        messages[-2:] = [messages[-2] + messages[-1]]
+    return messages

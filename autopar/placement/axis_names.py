@@ -10,11 +10,16 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Node
 from autopar.ir.placements import Placement, is_shard, shard_before, shard_dim
 
+# The least share of weights or activations in shards for which an axis is not called idle. Chosen: less are only
+# exceptions, such as a vocabulary.
+USED = 0.1
+
 
 def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -> tuple[str, ...]:
     """A name for each axis. ``tp`` if computations read most weights in shards along the axis. Otherwise by how most
-    activations are placed: ``dp`` if sharded on dim 0, ``sp`` if sharded on another dim or an inner part of one,
-    ``idle`` if replicated. Equal names are numbered.
+    activations are placed: ``dp`` if sharded on dim 0, ``sp`` if sharded on another dim or an inner part of one. An
+    axis along which most activations are replicated is named by the rest if that is more than :data:`USED` of the
+    weights (``tp``) or of the activations, and is ``idle`` otherwise. Equal names are numbered.
     """
     weights = weight_values(graph)
     kinds = [_kind(assignment, graph, weights, axis) for axis in range(len(mesh))]
@@ -46,7 +51,13 @@ def _kind(assignment: Assignment, graph: Graph, weights: frozenset[str], axis: i
                 roles[_role(places[axis])] += count
     if sharded[True] > sharded[False]:
         return "tp"
-    return max(("idle", "dp", "sp"), key=lambda role: roles[role])
+    role = max(("idle", "dp", "sp"), key=lambda role: roles[role])
+    if role != "idle":
+        return role
+    if sharded[True] > USED * sharded.total():
+        return "tp"
+    divided = max(("dp", "sp"), key=lambda role: roles[role])
+    return divided if roles[divided] > USED * roles.total() else "idle"
 
 
 def _results(node: Node, outputs: tuple[tuple[Placement, ...], ...]) -> Iterator[tuple[int, tuple[Placement, ...]]]:

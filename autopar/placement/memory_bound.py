@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from autopar.ir.assignment import moved_operands
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.offload import NVME_BUFFERS
 
@@ -22,6 +23,11 @@ from .item_prices import (
 )
 from .placed_step import PlacedStep, trained
 from .prices import local_bytes
+
+# Messages of weights that are in memory at once: that in use, the next, and the buffer of one of them.
+MESSAGES_HELD = 3
+# The part of a full message up to which a rest joins it (:mod:`autopar.passes.lower.weight_gathers`).
+LARGEST_REST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ def memory(step: PlacedStep) -> Memory:
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
-    temporary += recomputed_bytes(step) + fetched_bytes(step)
+    temporary += recomputed_bytes(step) + fetched_bytes(step) + message_bytes(step)
     return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes, host.nvme)
 
 
@@ -175,6 +181,24 @@ def _fetched_bytes(step: PlacedStep, phase: str) -> int:
     for _, size in sorted(events):
         held += size
         most = max(most, held)
+    return most
+
+
+def message_bytes(step: PlacedStep) -> int:
+    """The most bytes that messages of small weights hold beyond what an operation that reads them counts: the members
+    of the one in use, those of the next, which is read ahead, and the buffer that these are copied out of. A message is
+    closed behind the weight that fills it, and a small rest joins it (:mod:`autopar.ir.weight_messages`)."""
+    messages, sent = step.prices.messages, defaultdict[str, dict[Value, int]](dict)
+    for use in moved_operands(step.graph, step.assignment):
+        if use.value.node in step.assignment.parameters and messages.takes(use.kind):
+            held = step.prices.held(use.kind, use.target)
+            if held > step.prices.held(use.kind, use.source):
+                sent[use.phase][use.value] = held
+    most = 0
+    for gathered in sent.values():
+        largest, total = messages.limit * (1.0 + LARGEST_REST) + max(gathered.values()), sum(gathered.values())
+        if len(gathered) > 1:  # A single one travels alone. All of them, and their copies, are the most there is.
+            most = max(most, int(min(MESSAGES_HELD * largest, 2 * total)))
     return most
 
 

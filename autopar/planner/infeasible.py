@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,26 +19,35 @@ from autopar.plans.views.quantities import size
 from autopar.solver.problem import Group, Ints, host_binds, host_of, memory_of
 from autopar.solver.solve import smallest_choices, smallest_search
 
-from .memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_devices
+from .memory_advice import (
+    LESS_STATE,
+    Advice,
+    listed,
+    offload_more,
+    recompute_more,
+    single_change,
+    twice_the_devices,
+)
 from .memory_limit import widened
+from .request import PlanRequest, asked_mesh
 
 
-def does_not_fit(instance: Instance, limit: float, fitting: int | None) -> InfeasibleError:
-    """The error that ``instance`` has no solution within ``limit`` bytes per device, which :func:`infeasible` explains.
-    ``fitting``: bytes per device within which a step is known to fit, if any."""
+def does_not_fit(request: PlanRequest, instance: Instance, limit: float, fitting: int | None) -> InfeasibleError:
+    """The error that ``instance``, of ``request``, has no solution within ``limit`` bytes per device, which
+    :func:`infeasible` explains. ``fitting``: bytes per device within which a step is known to fit, if any."""
     _check_host(instance)
     needs = "" if fitting is None else f": that takes {size(fitting)}"
-    error = InfeasibleError(f"no plan on mesh {instance.prices.mesh} fits into {size(limit)} per device{needs}")
-    error.explain = partial(infeasible, instance, limit, fitting)
+    error = InfeasibleError(f"no plan on mesh {asked_mesh(request)} fits into {size(limit)} per device{needs}")
+    error.explain = partial(infeasible, request, instance, limit, fitting)
     return error.needing(fitting)
 
 
-def infeasible(instance: Instance, limit: float, fitting: int | None = None) -> InfeasibleError:
-    """The error for an ``instance`` that has no solution within ``limit`` bytes per device. ``fitting``: bytes per
-    device within which a step is known to fit."""
+def infeasible(request: PlanRequest, instance: Instance, limit: float, fitting: int | None = None) -> InfeasibleError:
+    """The error for an ``instance``, of ``request``, that has no solution within ``limit`` bytes per device.
+    ``fitting``: bytes per device within which a step is known to fit."""
     _check_host(instance)
     choices, is_proven = smallest_search(instance.problem)
-    where = f"on mesh {instance.prices.mesh}"
+    where = f"on mesh {asked_mesh(request)}"
     if choices is None and is_proven:
         return InfeasibleError(f"no plan {where} is possible at all, with any memory limit.")
     if choices is None:
@@ -45,13 +55,30 @@ def infeasible(instance: Instance, limit: float, fitting: int | None = None) -> 
             f"no plan {where} that fits into {size(limit)} per device was found within the solver's time, nor one with "
             f"any other limit; this does not prove that there is none. Largest tensors: {_largest(instance)}."
         )
-    least = float(fitting or memory_of(instance.problem, choices))
-    advice = "; ".join(_advice(instance, choices, least))
+    least = math.ceil(fitting or memory_of(instance.problem, choices))
+    advice = [*_advice(instance, choices, least)]
+    enough = f"{single_change(advice, limit)}{_not_searched(request)}"
     return InfeasibleError(
-        f"no plan {where} fits into {size(limit)} per device. The smallest limit found to fit is {math.ceil(least)} "
-        f"bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {_largest(instance)}. "
-        f"What would lower it: {advice}."
-    ).needing(math.ceil(least))
+        f"no plan {where} fits into {size(limit)} per device. {shortfall(limit, least)} "
+        f"Largest tensors: {_largest(instance)}. What would lower it: {listed(advice)}. {enough}"
+    ).needing(least)
+
+
+def _not_searched(request: PlanRequest) -> str:
+    """What may need less than the error names, as a sentence; empty if the options exclude it."""
+    options = request.options
+    if options.stages == 1 or options.microbatches == 1 or request.loss is None or math.prod(request.mesh) == 1:
+        return ""
+    return " Not searched: smaller limits of plans in pipeline stages or microbatches, which may fit into less."
+
+
+def shortfall(limit: float, least: int) -> str:
+    """The smallest limit that was found, and by how many bytes ``limit`` misses it: a sentence."""
+    missing = least - int(limit)
+    return (
+        f"The smallest limit found to fit is {least} bytes ({size(least)}), {missing} ({size(missing)}) more: "
+        f"Options(memory_limit={least})."
+    )
 
 
 def _check_host(instance: Instance) -> None:
@@ -75,7 +102,7 @@ def check_host(cluster: Cluster, needed: float, usable: float) -> None:
         )
 
 
-def _more_host(instance: Instance, least: float) -> Iterator[str]:
+def _more_host(instance: Instance, least: float) -> Iterator[Advice]:
     """What more host memory would do, if its limit binds."""
     if not host_binds(instance.problem):
         return
@@ -85,16 +112,20 @@ def _more_host(instance: Instance, least: float) -> Iterator[str]:
         instead = (
             f"{size(host_of(problem, smallest))} of the host's memory instead of {size(instance.problem.host_limit)}"
         )
-        yield f"{instead}, {size(memory_of(problem, smallest))}"
+        yield Advice(instead, memory_of(problem, smallest))
 
 
 def _largest(instance: Instance) -> str:
-    values = [n for n in instance.graph.nodes if n.op in ("param", SAVED_ACTIVATION)]
-    largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
+    """The largest weights and saved activations, equal ones of one module once. Names of operations are the graph's
+    own, and mean nothing to a user."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for node in instance.graph.nodes:
+        if node.op in ("param", SAVED_ACTIVATION):
+            name = node.target if node.op == "param" else f"activation of {node.module or 'the model itself'}"
+            counts[f"{name} {node.type}", int(node.type.bytes)] += 1
+    largest = sorted(counts.items(), key=lambda item: -item[0][1])[:5]
     return "; ".join(
-        f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
-        f"{size(int(n.type.bytes))}"
-        for n in largest
+        f"{text}, {size(count)}{f' each, {times} of them' if times > 1 else ''}" for (text, count), times in largest
     )
 
 
@@ -110,7 +141,7 @@ def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
         yield offload_more(options)
 
 
-def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[str]:
+def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[Advice]:
     """Changes that help, with the bytes per device that each of them leads to. ``fitting``: bytes per device that are
     enough without them."""
     groups, chosen = instance.problem.groups, zip(instance.names, choices, strict=True)
@@ -122,9 +153,9 @@ def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[str]:
         wide = widened(instance, options)
         smallest = smallest_choices(wide.problem)
         if smallest is not None and memory_of(wide.problem, smallest) < least:
-            yield f"{text}, {size(memory_of(wide.problem, smallest))}"
+            yield Advice(text, memory_of(wide.problem, smallest))
     yield from _more_host(instance, least)
     if instance.repeats.microbatches == 1:
-        yield f"half the batch, or microbatches=2, about {size(parameters + batch / 2)}"
+        yield Advice("half the batch, or microbatches=2", parameters + batch / 2, is_estimate=True)
     yield twice_the_devices(least)
-    yield f"{LESS_STATE} (weights, gradients and state take {size(parameters)})"
+    yield Advice(f"{LESS_STATE} (weights, gradients and state take {size(parameters)})", None)

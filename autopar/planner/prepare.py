@@ -148,6 +148,7 @@ def make_request(
         loss=base.loss,
         batch=base.batch,
         mesh=mesh,
+        asked=mesh,
         cluster=cluster,
         options=options,
         model=describe(model, inputs),

@@ -57,8 +57,8 @@ class PlanRequest:
     ``shares``: those in which rows may be divided on each axis, besides equal ones; ``rank_limits``: bytes that each
     device may hold then, by rank (:func:`rank_limits`).
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
-    ``propose``: finds layouts worth trying for this request, where there are too many to try. ``shared``: what requests
-    made from this one have in common."""
+    ``asked``: the mesh that the user gave, if this is another. ``propose``: finds layouts worth trying for this
+    request, where there are too many to try. ``shared``: what requests made from this one have in common."""
 
     graph: Graph
     loss: str | None
@@ -78,8 +78,14 @@ class PlanRequest:
     shares: Shares = ()
     rank_limits: tuple[int, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
+    asked: tuple[int, ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
+
+
+def asked_mesh(request: PlanRequest) -> tuple[int, ...]:
+    """The mesh that the user gave, which errors name."""
+    return request.asked or request.mesh
 
 
 def axes_are_fixed(request: PlanRequest) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.ir.graph import Graph
+from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import Predicted
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.baselines import Baseline, baselines
@@ -16,6 +17,7 @@ from autopar.placement.predicted import predicted
 from autopar.placement.prices import Prices
 from autopar.restriction import words_of
 from autopar.solver.cost_digest import cost_digest
+from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
@@ -32,9 +34,9 @@ from .memory_limit import (
     with_limit,
     without_limit,
 )
-from .mesh_solution import MeshSolution, peak_bytes, placed_step
+from .mesh_solution import MeshSolution, needed, peak_bytes, placed_step
 from .peaks import Peaks
-from .request import PlanRequest, host_limit_of, kernels_of, memory_limit_of
+from .request import PlanRequest, asked_mesh, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
 from .within_memory import WithinMemory
@@ -44,8 +46,7 @@ BASELINE_GAP = 0.05
 # Counted seconds for one baseline. Baselines of transformers take less than one second. That of a recurrent network
 # took 28 s to come within the gap, and 4 s to come within twice the gap.
 BASELINE_SECONDS = 4.0
-# Counted seconds for the solution of least memory.
-# Chosen, not measured.
+# Counted seconds for the solution of least memory. Chosen, not measured.
 SMALLEST_SECONDS = 3.0
 
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
@@ -87,8 +88,18 @@ def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolu
     """The best solution on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
     annotated, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
+        _check_room(request, program)
         free = _solve_unlimited(request, program, timings)
     return _enforce_memory_limit(request, annotated, free, timings)
+
+
+def _check_room(request: PlanRequest, program: Instance) -> None:
+    """Raises :class:`InfeasibleError` if it is known before solving that a step that is not rehearsed does not fit."""
+    limit = float(memory_limit_of(request))
+    if request.repeats != ONCE and least_bound(program.problem) > limit:
+        wide = with_memory_savers(request, with_limit(program, limit))
+        if least_bound(wide.problem) > limit:
+            _minimize_memory_within(request, wide)
 
 
 def is_short_of_memory(request: PlanRequest, solved: MeshSolution) -> bool:
@@ -143,7 +154,7 @@ def _solver(request: PlanRequest, timings: Timings) -> Solve:
 def _check_worth(request: PlanRequest, solution: Solution) -> None:
     """Raises :class:`TooSlowError` if a solution proves that nothing is worth while."""
     if request.worth <= solution.bound < math.inf:
-        raise TooSlowError(f"plans on mesh {request.mesh}", solution.bound)
+        raise TooSlowError(f"plans on mesh {asked_mesh(request)}", solution.bound)
 
 
 def _solve_baselines(
@@ -222,7 +233,7 @@ def _enforce_memory_limit(
         if quickest is not None and peaks.fits(quickest):
             return replace(_take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
-            raise ShortOfMemoryError(f"the quickest placements on mesh {request.mesh} do not fit")
+            raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
         beyond = None if quickest is None else peaks.needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, peaks, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
@@ -265,17 +276,18 @@ def _solve_limited(
         instance = untie_layers(request, annotated, instance)
         best = within.best(instance, None, ())
     if best is None:
-        best = within.best_from(_minimize_memory_within(instance, float(memory_limit_of(request))))
+        best = within.best_from(_minimize_memory_within(request, instance))
     return best
 
 
-def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
-    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than ``limit``
-    bytes."""
+def _minimize_memory_within(request: PlanRequest, instance: Instance) -> MeshSolution:
+    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than the
+    request allows."""
+    limit = float(memory_limit_of(request))
     least = _minimize_memory(instance)
     peak = None if least is None else peak_bytes(least)
     if least is None or peak is None or peak > limit:
-        raise does_not_fit(instance, limit, peak)
+        raise does_not_fit(request, instance, limit, peak)
     return least
 
 
@@ -314,8 +326,7 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
 def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
     """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
-        needed = Needed(memory_of(best.instance.problem, best.solution.choices), peak_bytes(best))
-        limit = next_limit(float(memory_limit_of(request)), None, needed)
+        limit = next_limit(float(memory_limit_of(request)), None, needed(best))
         instance = with_limit(untie_layers(request, annotated, best.instance), limit)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)

@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 
 from autopar.options import Options
 
+from .memory_advice import AdviceBudget
+
 
 @dataclass
 class Timings:
     """CPU seconds by phase, and the seconds that solvers used: CPU time or, without ``Options.time_limit`` or if all is
     ``counted``, counted work (:mod:`autopar.solver.budget`). ``cut_off``: whether a search for placements ended before
-    it had proven its gap."""
+    it had proven its gap. ``advice``: what remains for advice, once some was searched for."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
     counted: bool = False
     cut_off: bool = False
+    advice: AdviceBudget | None = None
 
     def counts(self, options: Options) -> bool:
         """Whether solvers are limited by counted work."""
@@ -33,11 +36,21 @@ class Timings:
         # Chosen: about what is left after five or six programs.
         return self.left(options) <= 0.02 * options.solver_seconds
 
+    def is_up(self, options: Options) -> bool:
+        """Whether the time that a user gave is spent."""
+        return options.time_limit is not None and self.is_spent(options)
+
     def reserve(self, options: Options, share: float) -> None:
         """Leaves at least a ``share`` of counted work for what comes next; of seconds that a user limits nothing can be
         had back."""
         if options.time_limit is None:
             self.solving = min(self.solving, (1.0 - share) * options.solver_seconds)
+
+    def advising(self, options: Options, nodes: int, devices: int) -> AdviceBudget:
+        """The one budget of all advice for a plan, of a graph of so many ``nodes``."""
+        if self.advice is None:
+            self.advice = AdviceBudget.of(options, nodes, devices, self.solving)
+        return self.advice
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -30,6 +30,7 @@ from autopar.plans.views.idle_axes import idle_devices
 from autopar.restriction import words_of
 from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
+from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
@@ -79,7 +80,8 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         if not tried.candidates:
             raise _main(tried.failures)
     except InfeasibleError as error:
-        explained = layout_infeasible(unstaged, error, partial(_predicted, pinned))
+        advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
+        explained = layout_infeasible(unstaged, error, partial(_predicted, pinned), advice)
         if explained is error:  # Not raised from itself: who follows causes would never come to an end.
             raise
         raise explained from error
@@ -127,7 +129,8 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     """What is compared. Where layouts are proposed, pipelines are restricted by these, and are not enumerated. Raises
     :class:`OptionsError` if the options are impossible."""
     with timings.phase("propose"):
-        proposals = request.propose(request) if request.propose is not None and proposes(request) else Proposals()
+        asks = request.propose is not None and proposes(request) and not never_fits(request)
+        proposals = request.propose(request) if request.propose is not None and asks else Proposals()
 
     def solve(own: PlanRequest) -> Tried:
         return _of_arrangements(arrangements(own), pinned, timings)
@@ -151,6 +154,8 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
             tried += Tried(failures=(Failure(error),))
         keep_shown(tried)
         if timings.is_spent(request.options) and tried.candidates:
+            break
+        if tried.failures and (timings.is_up(request.options) or never_fits(request)):
             break
     return tried
 
@@ -179,6 +184,8 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
     """What one arrangement has; ``best``: seconds of the quickest plan of others. Raises :class:`OptionsError` if the
     options are impossible."""
     tried = _without_stages(request, timings) if _may_lack_stages(request, pinned) else Tried()
+    if tried.failures and never_fits(request):
+        return tried
     staged, failure = with_stages(request, pinned, timings, min(best, tried.least))
     tried += Tried(tuple(staged))
     if tried.candidates:

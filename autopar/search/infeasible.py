@@ -9,20 +9,27 @@ from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.options import Options
-from autopar.planner.memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_devices
-from autopar.planner.request import PlanRequest
+from autopar.planner.memory_advice import (
+    LEAST_SEARCHES,
+    LESS_STATE,
+    Advice,
+    AdviceBudget,
+    listed,
+    offload_more,
+    recompute_more,
+    single_change,
+    twice_the_devices,
+)
+from autopar.planner.request import PlanRequest, asked_mesh, memory_limit_of
 from autopar.plans.views.quantities import size
 
 from .stage_meshes import StageLayout
 
-# The factor by which a limit that fits is lowered at a time. It moves towards 1, at most to FINEST, as attempts fail.
-# Chosen: the named limit is within 2% of the smallest that was found to fit.
-LOWER, FINEST = 0.8, 0.98
-# How many pipelines, times operations of the graph, are searched for the limit, within two bounds. Their number is
-# fixed and the work of each search is counted, so that the same limit is named on every machine.
-# Chosen, not measured.
-EFFORT, LEAST_TRIES, MOST_TRIES = 4000, 4, 12
-
+# The factor by which a limit that fits is lowered. Chosen: each try plans once more, and takes long.
+LOWER = 0.8
+# A first guess of the limit, relative to what the program of all stages together needs. Chosen: stages are not all as
+# full.
+FULLER = 1.2
 # More bytes than any pipeline holds.
 UNLIMITED = 2**60
 
@@ -31,40 +38,47 @@ Peak = Callable[[Options, int], int | None]
 
 
 def pipeline_infeasible(
-    request: PlanRequest, layout: StageLayout, microbatches: int, limit: int, peak: Peak
+    request: PlanRequest,
+    layout: StageLayout,
+    microbatches: int,
+    start: int | None,
+    peak: Peak,
+    budget: AdviceBudget,
 ) -> InfeasibleError | None:
-    """The error for ``request``, whose pipelines do not fit into ``limit`` bytes per device. It names a sufficient
-    limit for the pipeline with this ``layout`` and number of ``microbatches``. None if no sufficient limit was
-    found."""
-    options = request.options
+    """The error for ``request``, whose pipelines do not fit. It names a sufficient limit for the pipeline with this
+    ``layout`` and number of ``microbatches``, sought from ``start``. None if none was found."""
+    limit = memory_limit_of(request)
     stages = layout.described if layout.stages > 1 else "one stage"
-    problem = f"no plan in {stages} on mesh {request.mesh} fits into {size(limit)} per device"
-    tries = max(LEAST_TRIES, min(EFFORT // len(request.graph.nodes), MOST_TRIES))
-    least = smallest_limit(options, peak, tries)
+    problem = f"no plan in {stages} on mesh {asked_mesh(request)} fits into {size(limit)} per device"
+    least = smallest_limit(request.options, peak, budget, start)
     if least is None:
         return None
+    count = f"{microbatches} microbatch{'es' * (microbatches > 1)}"
     settings = f"memory_limit={least}, stages={layout.counts or layout.stages}, microbatches={microbatches}"
-    advice = "; ".join(_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, tries=tries)))
+    advice = [*_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, budget=budget))]
     return InfeasibleError(
-        f"{problem}. With {microbatches} microbatch{'es' * (microbatches > 1)} {least} bytes ({size(least)}) are "
-        f"enough: Options({settings}). What would lower it: {advice}."
+        f"{problem}. With {count} {least} bytes ({size(least)}) are enough, {least - limit} ({size(least - limit)}) "
+        f"more: Options({settings}). What would lower it: {listed(advice)}. "
+        f"{single_change(advice, limit)}{budget.remark}"
     ).needing(least)
 
 
-def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
-    """About the smallest limit within which a pipeline can be found, as far as ``tries`` searches tell. None if none of
-    them finds a pipeline."""
-    limit, share = peak(options, UNLIMITED), LOWER
-    while limit is not None and peak(options, limit) is None:
-        limit, tries = math.ceil(limit / LOWER) if tries else None, tries - 1
-    if limit is None:
+def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: int | None = None) -> int | None:
+    """About the smallest limit within which a pipeline can be found, as far as the ``budget`` tells: from ``start``
+    upwards, or from what the quickest pipeline holds. None if no pipeline was found."""
+    what = "smaller limits of pipelines"
+    limit = start if start is not None else peak(options, UNLIMITED) if budget.allows(what) else None
+    below, share = 0, LOWER
+    if limit is not None and not budget.allows(what):
         return None
-    for _ in range(tries - 1):
-        lower = math.ceil(share * limit)
-        limit, share = (limit, math.sqrt(share)) if peak(options, lower) is None else (lower, share)
-        if share >= FINEST:
-            break
-    return limit
+    while limit is not None and peak(options, limit) is None:
+        # In larger and larger steps: each try takes long, and a limit that is enough is what a user needs first.
+        below, share = limit, share * share
+        limit = math.ceil(limit / share) if budget.allows(what) else None
+    if limit is None or budget.searches < LEAST_SEARCHES:  # What is left is for other advice.
+        return limit
+    lower = math.ceil(max(LOWER * limit, math.sqrt(below * limit)))
+    return lower if lower < limit and budget.allows(what) and peak(options, lower) is not None else limit
 
 
 def _advice(
@@ -73,7 +87,7 @@ def _advice(
     microbatches: int,
     least: int,
     smallest: Callable[[Options], int | None],
-) -> Iterator[str]:
+) -> Iterator[Advice]:
     """Changes that help, with the bytes per device that each of them leads to."""
     options, device = request.options, request.cluster.device
     may_offload = options.offload is False and (device.has_host or device.has_nvme)
@@ -81,10 +95,10 @@ def _advice(
     for (text, changed), helps in zip((recompute_more(options), offload_more(options)), useful, strict=True):
         lower = smallest(changed) if helps else None
         if lower is not None and lower < least:
-            yield f"{text}, {size(lower)}"
+            yield Advice(text, lower)
     if microbatches < request.batch:
-        yield "more microbatches, each with fewer samples"
+        yield Advice("more microbatches, each with fewer samples", None)
     if options.zero is not None and max(layout.sizes) > 1:
-        yield "zero=None, so that weights, gradients and state may rest in shards"
+        yield Advice("zero=None, so that weights, gradients and state may rest in shards", None)
     yield twice_the_devices(least)
-    yield LESS_STATE
+    yield Advice(LESS_STATE, None)

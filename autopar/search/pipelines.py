@@ -14,17 +14,18 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.pipeline.microbatch import split_inputs
-from autopar.planner.request import PlanRequest, memory_limit_of, rank_limits, stage_limits
+from autopar.planner.request import PlanRequest, asked_mesh, rank_limits, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
+from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import attempts
 from .candidate import Candidate, Failure, named_axes
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .fitting_schedules import PipelineSolution
-from .infeasible import pipeline_infeasible
+from .infeasible import FULLER, pipeline_infeasible
 from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest
 from .rehearsed_memory import search_within
@@ -56,17 +57,27 @@ def with_stages(
         return [], _impossible(OptionsError(_NO_LOSS))
     graph = whole_step(request)
     candidates: list[Candidate] = []
-    nothing = f"no pipeline stages are possible on the mesh {request.mesh} under these options: leave some of them out"
-    failure = _impossible(OptionsError(nothing))
+    nothing = (
+        f"no pipeline stages are possible on the mesh {asked_mesh(request)} under these options: leave some of them out"
+    )
+    impossible = failure = _impossible(OptionsError(nothing))
     for layout, counts in attempts(request, graph, best):
         quickest = min([best, *(candidate.seconds for candidate in candidates)])
-        if timings.is_spent(request.options) and math.isfinite(quickest):
+        if _is_over(request, timings, quickest, has_failed=failure is not impossible):
             break
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
         solved, last = _of_layout(pipeline, counts, timings, best, quickest)
         candidates += solved
         failure = last or failure
     return candidates, failure
+
+
+def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed: bool) -> bool:
+    """Whether no more layouts are tried: time is up, and there is a plan, or at least a reason why there is none;
+    or nothing can fit, as the first failure explains."""
+    if has_failed and (timings.is_up(request.options) or never_fits(request)):
+        return True
+    return timings.is_spent(request.options) and math.isfinite(quickest)
 
 
 def _impossible(error: OptionsError) -> Failure:
@@ -92,7 +103,9 @@ def _of_layout(
         try:
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
-            failure = Failure(error, partial(attempt.too_full, error))
+            failure = Failure(error, partial(attempt.too_full, error, timings))
+            if _is_over(attempt.request, timings, quickest, has_failed=True):
+                break
             continue
         except OptionsError as error:
             if attempt.request.options.microbatches is not None:
@@ -162,20 +175,24 @@ class _Pipeline:
             return None
         return partial(graph_alone, request.graph, request.loss, request.batch, self.microbatches)
 
-    def too_full(self, error: InfeasibleError) -> InfeasibleError:
+    def too_full(self, error: InfeasibleError, spent: Timings) -> InfeasibleError:
         """The error for a pipeline that does not fit: it names a sufficient limit. ``error`` itself if none was found.
-        The search for a limit has its own time, and its work is counted, so that a busy machine names the same
-        limit."""
-        timings = Timings(counted=True)
+        Each search for a limit has its own time, and its work is counted, so that a busy machine names the same limit.
+        ``spent``: the time that planning took."""
+        request, budget = (
+            self.request,
+            spent.advising(self.request.options, len(self.graph), math.prod(self.request.mesh)),
+        )
 
         def peak(options: Options, limit: int) -> int | None:
-            limited = replace(self.request, options=options, memory_limit=limit)
+            limited = replace(request, options=options, memory_limit=limit)
             with suppress(InfeasibleError, OptionsError):
-                return replace(self, request=limited).solved(timings).figures()[1].peak_bytes
+                return replace(self, request=limited).solved(Timings(counted=True)).figures()[1].peak_bytes
             return None
 
-        limit = memory_limit_of(self.request)
-        return pipeline_infeasible(self.request, self.layout, self.microbatches, limit, peak) or error.explained
+        start = None if error.needed_bytes is None else math.ceil(FULLER * error.needed_bytes)
+        found = pipeline_infeasible(request, self.layout, self.microbatches, start, peak, budget)
+        return found or InfeasibleError(f"{error.explained}{budget.remark}").needing(error.needed_bytes)
 
 
 @dataclass(frozen=True)

@@ -208,18 +208,23 @@ def polish(neighbourhood: Neighbourhood, choices: Ints, sweeps: int = 12) -> Int
     return current
 
 
-def smallest(problem: Problem) -> Ints:
-    """Choices of least peak memory, ignoring transfers. For every cap on the temporary, the sum is separable."""
+def smallest_sums(problem: Problem) -> tuple[Floats, Floats]:
+    """Caps on the temporary, ascending, and for each the least sum of the memory of all groups, ignoring transfers;
+    infinite if a group has nothing within the cap."""
     caps = np.unique(np.concatenate([np.maximum(g.temporary, 0.0) for g in problem.groups]))
-    floor = max(float(g.temporary.min()) for g in problem.groups)
-    peaks = np.zeros(len(caps))
+    sums = np.zeros(len(caps))
     for group in problem.groups:
         order = np.argsort(group.temporary, kind="stable")
         least = np.minimum.accumulate(group.memory[order])
         position = np.searchsorted(group.temporary[order], caps, side="right") - 1
-        peaks += np.where(position >= 0, least[np.maximum(position, 0)], np.inf)
-    peaks[caps < floor] = np.inf
-    cap = float(caps[np.argmin(peaks + caps)])
+        sums += np.where(position >= 0, least[np.maximum(position, 0)], np.inf)
+    return caps, sums
+
+
+def smallest(problem: Problem) -> Ints:
+    """Choices of least peak memory, ignoring transfers. For every cap on the temporary, the sum is separable."""
+    caps, sums = smallest_sums(problem)
+    cap = float(caps[np.argmin(sums + caps)])
     return np.array([np.argmin(np.where(g.temporary <= cap, g.memory, np.inf)) for g in problem.groups], dtype=np.int64)
 
 

@@ -36,16 +36,16 @@ import numpy as np
 from .budget import Budget, reduced_seconds
 from .coordinate_descent import Neighbourhood, fits, polish, repair, smallest
 from .dual_ascent import NONE, Ascent, Search, ascend
-from .highs import Effort, run
+from .least_memory import least_memory
 from .lp_relaxation import Relaxation, relax, round_up
 from .milp import build
 from .overlap_prices import solve_windows
 from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
 
-# The most nodes for the least memory of a program, and the most CPU seconds. Most programs need one node and a second.
-# Chosen far above that.
-SMALLEST_NODES, SMALLEST_GUARD = 200, 120.0
+# Counted seconds of a search for the least memory, of which most programs need a third of one, and its relative gap.
+# Chosen.
+SMALLEST_SECONDS, SMALLEST_GAP = 10.0, 1e-6
 
 
 def solve(
@@ -94,7 +94,17 @@ def _solve_plain(
     search = Search(problem, budget, gap, seed, enough=enough, worth=worth)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
-    status = _explore(search)
+    _explore(search)
+    if not (search.has_incumbent or search.exhausted or search.is_hopeless):
+        # Time is up and nothing fits yet. As a last attempt, search for the assignment of least memory.
+        least, search.exhausted = smallest_search(problem)
+        search.offer(least)
+    return _solution(search)
+
+
+def _solution(search: Search) -> Solution:
+    """What a search found."""
+    status, budget = _status(search), search.budget
     if status == "infeasible":
         bound = float("inf") if search.exhausted else search.bound
         return Solution(NONE, float("inf"), bound, status, budget.used)
@@ -112,37 +122,37 @@ def _check(problem: Problem) -> None:
             raise ValueError(f"group {group.name}: the cost of choice {choice} is not a number")
 
 
-def _explore(search: Search) -> str:
-    """Runs the search, and returns its status."""
+def _explore(search: Search) -> None:
+    """Runs the search."""
     reduced, chain = reduce(search.problem)
     search.budget.spend(reduced_seconds(search.problem, len(chain.links)))
     if is_impossible(reduced) or _too_large(reduced):
         search.exhausted = True
-        return _status(search)
+        return
     while reduced.groups:
         before = _choices(reduced)
         ascent = ascend(search, reduced, chain)
         if search.over:
-            return _status(search)
+            return
         reduced, chain = _fix(search, reduced, chain, ascent)
         if is_impossible(reduced):
             search.prove(search.floor)
-            return _status(search)
+            return
         # Under a memory limit, a second search for the price of memory takes longer than the exact relaxation.
         # Goes on with reductions only while they drop a fifth of the choices. Chosen, not measured.
         if reduced.groups and (reduced.is_limited or _choices(reduced) > 0.8 * before):
-            return _finish(search, reduced, chain)
+            _finish(search, reduced, chain)
+            return
     _settle(search, chain)
-    return _status(search)
 
 
-def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
+def _finish(search: Search, reduced: Problem, chain: Chain) -> None:
     """Runs the exact part of the search: linear relaxation, fixing, branch and cut."""
     relaxation = relax(reduced, search.budget.part(), search.seed)
     if not relaxation.feasible:
         search.prove(search.floor)
         search.exhausted = not search.has_incumbent
-        return _status(search)
+        return
     search.prove(relaxation.bound + chain.offset)
     if len(relaxation.rounded):
         choices = repair(Neighbourhood.of(reduced), relaxation.rounded)
@@ -152,7 +162,6 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
         if search.over or (share < 1.0 and not search.has_incumbent):
             continue
         _search_kernel(search, reduced, chain, relaxation, share)
-    return _status(search)
 
 
 def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
@@ -184,21 +193,10 @@ def _settle(search: Search, chain: Chain) -> None:
     search.prove(chain.offset)
 
 
-_STATUS = {True: "feasible", False: "infeasible"}
-
-
 def _status(search: Search) -> str:
-    if search.exhausted:
+    if search.exhausted or not search.has_incumbent:
         return "infeasible"
-    if search.has_incumbent:
-        return "optimal" if search.closed else "feasible"
-    if search.is_hopeless:
-        return "infeasible"
-    # Time is up and nothing fits yet. As a last attempt, search for the assignment of least memory.
-    seconds = SMALLEST_GUARD if search.budget.counted else max(5.0, search.left)
-    least, search.exhausted = smallest_search(search.problem, seconds)
-    search.offer(least)
-    return _STATUS[search.has_incumbent]
+    return "optimal" if search.closed else "feasible"
 
 
 def _choices(problem: Problem) -> int:
@@ -268,22 +266,24 @@ def smallest_choices(problem: Problem) -> Ints | None:
     return smallest_search(problem)[0]
 
 
-def smallest_search(problem: Problem, guard: float = SMALLEST_GUARD) -> tuple[Ints | None, bool]:
-    """Searches for the assignment with the least peak bytes, of those with finite cost and within host memory. The
-    search ends after ``SMALLEST_NODES`` nodes or ``guard`` CPU seconds with the best one so far. If the limit of host
-    memory binds, the result is exact to a thousandth. Returns None if no assignment was found, and whether it is proven
-    that there is none."""
+def smallest_search(problem: Problem, budget: Budget | None = None) -> tuple[Ints | None, bool]:
+    """Searches for the assignment with the least peak bytes, of those with finite cost and within host memory; exact to
+    :data:`SMALLEST_GAP` unless the ``budget`` ends first (default: :data:`SMALLEST_SECONDS` of counted work). Returns
+    None if no assignment was found, and whether it is proven that there is none."""
     bare, inverse = DropForbidden().apply(without_needless_host(replace(problem, memory_limit=float("inf"))))
     if is_impossible(bare):
         return None, True
     if not bare.groups:
         return inverse.expand(NONE), False
-    choices = smallest(bare)
-    if not fits(bare, choices):
-        program = build(bare, objective="memory")
-        gap = 0.0 if np.isinf(bare.host_limit) else 1e-3
-        outcome = run(program, False, Effort(guard, gap=gap, nodes=SMALLEST_NODES))
-        if not len(outcome.values):
-            return None, outcome.status == "infeasible"
-        choices = round_up(bare, program, outcome)
-    return inverse.expand(choices), False
+    choices: Ints | None = smallest(bare)
+    is_proven = False
+    if choices is not None and not fits(bare, choices):
+        budget = budget or Budget(SMALLEST_SECONDS, counted=True)
+        choices, is_proven = least_memory(bare, _solve_by_memory, budget, SMALLEST_GAP)
+    return None if choices is None else inverse.expand(choices), is_proven
+
+
+def _solve_by_memory(problem: Problem, budget: Budget, gap: float) -> Solution:
+    search = Search(problem, budget, gap, 0)
+    _explore(search)
+    return _solution(search)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from autopar.ir.placements import index_of
 from autopar.ir.program import Program, Section
 from autopar.options import Options
 from autopar.plans.plan import Plan
+from autopar.plans.views.quantities import trim
 from autopar.runtime.calls.compiled import Request
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.runtime.rehearse.transcript import Event, Received, Sent, Started, transcript
@@ -34,17 +35,36 @@ from autopar.runtime.rehearse.transcript import Event, Received, Sent, Started, 
 Transcripts = Mapping[int, Sequence[Event]]
 # How many differences are listed. Chosen: the first ones say most.
 _LISTED = 20
+# How many are printed, in lines of so many characters. Chosen: what fits on a screen.
+_SHOWN, _LINE = 5, 150
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Unfolded:
     """What some ranks start in a step, by rank. ``sampled``: those that were asked for; all others are there to be
-    compared with these. ``programs``: what they run. ``unmatched``: what does not match."""
+    compared with these. ``programs``: what they run. ``unmatched``: what does not match, a sentence each. ``print``
+    shows a summary and the first of these; ``transcripts`` has the events."""
 
     sampled: tuple[int, ...]
     transcripts: Transcripts
     unmatched: tuple[str, ...]
-    programs: Mapping[int, AnyProgram] = field(repr=False)
+    programs: Mapping[int, AnyProgram]
+
+    def __repr__(self) -> str:
+        return (
+            f"Unfolded({len(self.transcripts)} ranks, {self.events} events, "
+            f"{f'{len(self.unmatched)} unmatched' if self.unmatched else 'all matched'})"
+        )
+
+    def __str__(self) -> str:
+        ranks, others = len(self.sampled), len(self.transcripts) - len(self.sampled)
+        with_peers = f" and {others} that these exchange something with" if others else ""
+        lines = [f"{ranks} ranks{with_peers} start {self.events} collectives and messages in a step"]
+        if not self.unmatched:
+            return f"{lines[0]}: all match"
+        lines += [trim(text, _LINE) for text in self.unmatched[:_SHOWN]]
+        rest = len(self.unmatched) - _SHOWN
+        return "\n  ".join([f"{lines[0]}: {len(self.unmatched)} do not match", *lines[1:], *_more(rest)])
 
     @property
     def ok(self) -> bool:
@@ -54,6 +74,11 @@ class Unfolded:
     def events(self) -> int:
         """Of all ranks together."""
         return sum(map(len, self.transcripts.values()))
+
+
+def _more(count: int) -> Iterator[str]:
+    if count > 0:
+        yield f"{count} more in .unmatched"
 
 
 def unfold(

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Phase, TensorType, Value
 from autopar.ir.placements import Placements, Strategy
 from autopar.ir.reshard import Hop
-from autopar.ir.weight_messages import WeightMessages
+from autopar.ir.weight_messages import WeightMessages, filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,12 @@ def gathered_together(job: Moves, nodes: Iterable[Node], phase: Phase, early: Se
     groups: dict[object, list[Gather]] = {}
     for key, gather in gathers.items():
         groups.setdefault((gather.way, key in urgent), []).append(gather)
-    messages = (members for group in groups.values() for members in _filled(group, job.messages.limit))
+    messages = (members for group in groups.values() for members in filled(group, job.messages.limit, _bytes))
     return {(g.value, g.target): tuple(members) for members in messages if len(members) > 1 for g in members}
 
 
-def _filled(gathers: Iterable[Gather], limit: int) -> list[list[Gather]]:
-    """Messages of at least ``limit`` bytes, in order. A rest of less than a quarter of that joins the last of them."""
-    messages: list[list[Gather]] = [[]]
-    for gather in gathers:
-        if _bytes(messages[-1]) >= limit:
-            messages.append([])
-        messages[-1].append(gather)
-    if len(messages) > 1 and _bytes(messages[-1]) * 4 < limit:
-        messages[-2:] = [messages[-2] + messages[-1]]
-    return messages
-
-
-def _bytes(members: Iterable[Gather]) -> int:
-    return sum(member.bytes for member in members)
+def _bytes(gather: Gather) -> int:
+    return gather.bytes
 
 
 def _read_by(job: Moves, node: Node, phase: Phase) -> Iterator[Gather]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
 from autopar.options import Options
+from autopar.planner.memory_advice import AdviceBudget
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
+from autopar.search import best_plan as best_plan_module
 from autopar.search.best_plan import best_plan
 from autopar.search.infeasible import smallest_limit
+from autopar.search.restricted.never_fits import least_at_rest, never_fits
 from autopar.solver import solve
-from autopar.solver.highs import Outcome
 from tests.helpers.marks import slow_but
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import requested
@@ -79,13 +81,11 @@ def test_the_limit_that_is_named_is_enough_for_a_solver_that_is_cut_off() -> Non
 
 def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     request = REQUESTS["two devices"]()
-    unknown = Outcome("unknown", np.zeros(0), -np.inf, np.zeros(0))
-    monkeypatch.setattr(solve, "smallest", lambda problem: np.array([len(g.cost) - 1 for g in problem.groups]))
     monkeypatch.setattr(solve, "fits", lambda *_: False)
-    monkeypatch.setattr(solve, "run", lambda *_: unknown)
+    monkeypatch.setattr(solve, "least_memory", lambda *_: (None, False))
     with pytest.raises(InfeasibleError, match="was found within the solver's time, nor one with any other limit"):
         whole(request)
-    monkeypatch.setattr(solve, "run", lambda *_: replace(unknown, status="infeasible"))
+    monkeypatch.setattr(solve, "least_memory", lambda *_: (None, True))
     with pytest.raises(InfeasibleError, match="is possible at all"):
         whole(request)
 
@@ -99,16 +99,51 @@ def whole(request: PlanRequest) -> None:
         raise error.explained from error
 
 
-@pytest.mark.parametrize(("least", "expected"), [(300, 309), (10**6, None), (120, 125)])
-def test_only_a_limit_in_which_a_pipeline_was_found_is_named(least: int, expected: int | None) -> None:
+@pytest.mark.parametrize(
+    ("least", "start", "expected"),
+    [(300, None, 384), (10**6, None, None), (120, None, 157), (100, None, 100), (90, 100, 100), (70, 100, 80)],
+)
+def test_only_a_limit_in_which_a_pipeline_was_found_is_named(
+    least: int, start: int | None, expected: int | None
+) -> None:
     """Of one that holds 100 bytes where there is room, and is found in ``least`` or more."""
     tried = dict[int, int | None]()
 
     def peak(_: Options, limit: int) -> int | None:
         return tried.setdefault(limit, 100 if limit >= least else None)
 
-    limit = smallest_limit(Options(), peak, 5)
+    budget = AdviceBudget(5)
+    limit = smallest_limit(Options(), peak, budget, start)
     assert limit == expected and (limit is None or tried[limit] is not None)
+    assert len(tried) <= 5 and (expected is not None or "Not searched" in budget.remark)
+
+
+def test_advice_ends_with_the_time_that_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, endless = (AdviceBudget.of(Options(time_limit=limit), 10, 2, 8.0) for limit in (10.0, None))
+    assert budget.allows("first") and endless.allows("first")
+    begun = time.process_time()
+    monkeypatch.setattr(time, "process_time", lambda: begun + 3.0)
+    assert not budget.allows("second") and budget.skipped == ["second"] and "second" in budget.remark
+    assert endless.allows("second") and endless.remark == ""
+
+
+def test_what_rests_proves_that_nothing_fits_before_anything_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = requested(two_layers, (4,), offload=False)
+    parameters = sum(int(node.stored.bytes) for node in request.graph.placeholders("param"))
+    assert least_at_rest(request) == 4 * parameters / 4
+    options = replace(request.options, memory_limit=least_at_rest(request) - 1)
+    assert never_fits(replace(request, options=options))
+    assert not never_fits(replace(request, options=replace(options, memory_limit=least_at_rest(request))))
+    monkeypatch.setattr(best_plan_module, "with_stages", lambda *_: pytest.fail("pipelines are tried"))
+    error = refused(request, least_at_rest(request) - 1)
+    assert "mesh (4,)" in error and f"{named(error) - least_at_rest(request) + 1} (" in error
+    assert "_rest " not in error
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_no_plan_holds_less_than_what_rests(sharded: bool) -> None:
+    request = requested(two_layers, (4,), offload=False, zero=3 if sharded else 0)
+    assert least_at_rest(request) <= best_plan(request, Timings()).predicted.peak_bytes
 
 
 @pytest.mark.parametrize("name", ["two devices", pytest.param("two stages", marks=pytest.mark.slow)])

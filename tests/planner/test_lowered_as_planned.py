@@ -14,6 +14,7 @@ import pytest
 from autopar.ir.placements import short
 from autopar.ir.reshard import Collective
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.placement.memory_bound import message_bytes
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.timings import Timings
@@ -82,7 +83,10 @@ def test_objective_is_the_cost_breakdown_is_the_prediction(kind: str, mesh: tupl
     assert objective > 0
     assert best.breakdown.seconds == pytest.approx(objective, rel=1e-9)
     assert evaluate(best.instance.problem, best.solution.choices) == pytest.approx(objective, rel=1e-9)
-    assert memory_of(best.instance.problem, best.solution.choices) == best.breakdown.memory.peak
+    counted = memory_of(best.instance.problem, best.solution.choices)
+    assert counted + message_bytes(best.step.placed) == best.breakdown.memory.peak
+    if kind != "slow devices":
+        assert (message_bytes(best.step.placed) > 0) == (kind == "zero-3"), "only gathered weights travel in messages"
     assert plan.objective == pytest.approx(objective, rel=1e-9)
     assert plan.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
@@ -119,11 +123,33 @@ def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
     plan, found = planned("stack", mesh, kind).plan, settled(mesh, kind == "slow devices")
     assignment = plan.assignment({n.target: n.name for n in found.graph.placeholders("param")})
     done = collectives_of(found.program(assignment))
-    said = Counter({Collective(c.kind, c.axes, c.bytes): 0 for c in plan.collectives()})
-    for line in plan.collectives():
+    said = Counter[Collective]()
+    for line in plan.collectives(joined=False):
         said[Collective(line.kind, line.axes, line.bytes)] += line.count
     assert difference(done, said) == ()
     assert done.total() > 0 or kind in ("best", "zero-0")
+
+
+@pytest.mark.parametrize(("kind", "mesh"), on_meshes("zero-3", "slow devices", "best"))
+def test_weights_are_listed_as_they_are_gathered(kind: str, mesh: tuple[int, ...]) -> None:
+    """Members of a message together, in as many messages as the program has; their bytes and seconds are the bill's."""
+    plan, found = planned("stack", mesh, kind).plan, settled(mesh, kind == "slow devices")
+    program = found.program(plan.assignment({n.target: n.name for n in found.graph.placeholders("param")}))
+    gathering = [*str(program.forward).splitlines(), *str(program.backward).splitlines()]
+    weights = [text for text in gathering if "%weights" in text and "_bucket(" in text]
+    together = [lines for lines in plan.sent_together if len(lines) > 1]
+    assert sum(len(lines[0].sent) for lines in together) == len(weights)
+    assert sorted(len(lines) for lines in together for _ in lines[0].sent) == sorted(
+        text.partition("([")[2].partition("]")[0].count("%") for text in weights
+    )
+    assert together or kind != "zero-3"
+    priced = sum(step.bytes * line.times for line in plan.lines for step in line.sent)
+    for each in (plan.collectives(), plan.collectives(joined=False)):
+        assert sum(c.bytes * c.count for c in each) == priced
+    table = plan.table("collective")
+    place = table.columns.index("seconds")
+    paid = sum(line.seconds for line in plan.lines if line.sent)
+    assert sum(float(row[place]) for row in table.rows) == pytest.approx(paid)
 
 
 def without_times(plan: Plan) -> Plan:

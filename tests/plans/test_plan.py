@@ -157,6 +157,37 @@ def test_axes_are_named_by_what_they_do(activation: str, weight: str, result: st
     assert default_names((2, 2), assignment, Graph.from_text(LAYER)) == names
 
 
+TABLE = (
+    LAYER.replace(
+        "return",
+        """%v: f32[40, 16] = param("table.weight")
+%u: f32[16, 40] = aten.t.default(%v)
+%o: f32[64, 32, 40] = aten.matmul.default(%x, %u)
+return""",
+    )
+    .replace("%z", "%o")
+    .replace("%o: f32[64, 32, 8] = aten.relu.default(%y)\n", "")
+)
+
+
+@pytest.mark.parametrize(
+    ("weight", "result", "name"), [("S(1)", "S(2)", "tp"), ("R", "S(1)", "sp"), ("R", "R", "idle")]
+)
+def test_an_axis_that_some_use_is_not_called_idle(weight: str, result: str, name: str) -> None:
+    """Most of the weights, and most activations, are whole: those of a large table."""
+    t, y, whole = map(parse_placements, (weight, result, "R"))
+    strategies = {
+        "x": Strategy((), (whole,)),
+        "t": Strategy((t,), (t,)),
+        "u": Strategy((whole,), (whole,)),
+        "y": Strategy((whole, t), (y,)),
+        "o": Strategy((whole, whole), (whole,)),
+    }
+    stored = ParameterPlacement(whole, whole, whole)
+    assignment = Assignment((2,), strategies, {"w": stored, "v": stored})
+    assert default_names((2,), assignment, Graph.from_text(TABLE)) == (name,)
+
+
 def test_axis_names_of_a_plan(plan: Plan) -> None:
     assert plan.axis_names == ("dp0", "dp1")
 

@@ -212,6 +212,14 @@ def test_does_not_fit_and_not_possible() -> None:
     assert "peak 16 GiB, does not fit" in text and "not possible" in text and "+0%" in text
 
 
+def test_the_rule_of_thumb_is_labelled_and_its_name_is_whole() -> None:
+    plan, name = layered(2, 1).plan(), "16 stages x (dp=32, tp=8), interleaved-1f1b, 128 microbatches"
+    text = str(replace(plan, baselines={f"rule of thumb: {name}": plan.predicted, "FSDP": None}))
+    rule, whole, fsdp = [line for line in text.splitlines() if "thumb" in line or name in line or "FSDP" in line]
+    assert rule.split()[:5] == ["also", "priced", "rule", "of", "thumb"] and "peak" in rule
+    assert whole.strip() == name and "not possible" in fsdp and "found" in fsdp
+
+
 def test_local_moves_have_no_size() -> None:
     sketch = layered(1, 1)
     step = ReshardStep("slice", (0,), short(WHOLE), short((S0, R, R)), 0)

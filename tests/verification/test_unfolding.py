@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -271,3 +271,15 @@ def test_ranks_of_the_largest_plan_match() -> None:
     row = unfolded("gpt3-175b-in-stages")
     assert row["unmatched"] == [] and row["events"] > 50_000
     assert row["peak_gib"] < 4.0
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 9])
+def test_what_is_printed_is_short(wrong: int) -> None:
+    events = [cast(Event, None)] * 1000
+    unlike = tuple(f"rank {n}: {'x' * 400}" for n in range(wrong))
+    found = Unfolded((0,), {0: events, 1: events}, unlike, {})
+    text = str(found)
+    assert "1 ranks and 1 that these exchange something with start 2000" in text
+    assert len(text.splitlines()) == 1 + min(wrong, 5) + (wrong > 5) and max(map(len, text.splitlines())) <= 160
+    assert ("all match" in text) == found.ok and ("4 more" in text) == (wrong == 9)
+    assert len(repr(found)) < 100 and ("all matched" in repr(found)) == found.ok

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from autopar.ir.plan_record import PlanRecord, Predicted
 
 from .page_width import page_width
-from .quantities import clip, duration, size
+from .quantities import clip, duration, size, trim
 
 # Other plans that are listed. Chosen: the three of a plan without stages, that plan, and two with stages.
 MOST_BASELINES = 6
@@ -24,8 +24,11 @@ def also_priced(plan: PlanRecord) -> Iterator[str]:
     rows = [(name, _compared(plan, other)) for name, other in shown]
     rows += [(name, f"{'excluded':>21}   {why}") for name, why in plan.excluded.items()]
     for position, (name, figures) in enumerate(rows):
+        kind, _, described = name.partition(": ")
         room = min(34, page_width() - 13 - len(figures))
-        yield f"{'also priced' if position == 0 else '':<12}{clip(name, room):<{room}} {figures}"
+        yield f"{'also priced' if position == 0 else '':<12}{clip(kind, room):<{room}} {figures}"
+        if described:  # What a kind of plan is here: a line of its own, since it is longer than the column.
+            yield f"{'':<14}{trim(described, page_width() - 14)}"
     if len(shown) < len(others):
         yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
 
@@ -41,7 +44,7 @@ def _first(others: Sequence[_Named], most: int) -> list[_Named]:
 def _compared(plan: PlanRecord, other: Predicted | None) -> str:
     """Compares a baseline with the plan: its step, how much longer that is, its memory peak, and whether it fits."""
     if other is None:
-        return f"{'not possible':>21}"
+        return f"{'not possible':>21}   no such placements found"
     longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
     fits = other.peak_bytes <= plan.least_limit
     note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")

@@ -135,12 +135,14 @@ def _rule(plan: PlanRecord, line: PlanLine) -> str:
 
 def _by_collective(plan: PlanRecord) -> _Rows:
     """The table by collective. A line of several hops has one price, whose seconds are shared among its collectives in
-    proportion to their bytes.
+    proportion to their bytes. Weights that are gathered together are one collective.
     """
     groups: dict[tuple[str, str, int, str], list[tuple[int, float]]] = {}
-    for line in plan.lines:
-        for (kind, axes, count), seconds in _collectives(plan, line):
-            groups.setdefault((kind, axes, count, line.kind), []).append((line.times, seconds))
+    for lines in plan.sent_together:
+        for members in zip(*(_collectives(plan, line) for line in lines), strict=True):
+            kind, axes = members[0][:2]
+            count, seconds = sum(each[2] for each in members), sum(each[3] for each in members)
+            groups.setdefault((kind, axes, count, lines[0].kind), []).append((lines[0].times, seconds))
     rows: list[tuple[Cell, ...]] = [
         (kind, axes, reason, sum(times for times, _ in lines), count, sum(seconds for _, seconds in lines))
         for (kind, axes, count, reason), lines in groups.items()
@@ -148,12 +150,13 @@ def _by_collective(plan: PlanRecord) -> _Rows:
     return ("collective", "axes", "for", "count", "bytes", "seconds"), rows
 
 
-def _collectives(plan: PlanRecord, line: PlanLine) -> Iterator[tuple[tuple[str, str, int], float]]:
+def _collectives(plan: PlanRecord, line: PlanLine) -> Iterator[tuple[str, str, int, float]]:
+    """The (kind, axes, bytes, seconds) of each collective of a line."""
     total = sum(step.bytes for step in line.steps)
     for step in line.steps:
         if step.communicates:
             axes = ",".join(plan.axis_names[axis] for axis in step.axes)
-            yield (step.kind, axes, step.bytes), line.seconds * step.bytes / total
+            yield step.kind, axes, step.bytes, line.seconds * step.bytes / total
 
 
 def _by_stage(plan: PlanRecord) -> _Rows:

@@ -10,9 +10,12 @@ from typing import Any
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.plan_record import Predicted
 from autopar.layout import Layout
+from autopar.planner.memory_advice import AdviceBudget
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.plans.views.quantities import duration, size
 from autopar.restriction import words_of
+
+from .never_fits import never_fits
 
 # Changes that fit and are named. Chosen: a first one may be impossible for reasons that only the user knows.
 NAMED = 2
@@ -24,24 +27,29 @@ TRIAL_SECONDS = 10.0
 Predict = Callable[[PlanRequest], Predicted]
 
 
-def layout_infeasible(request: PlanRequest, error: InfeasibleError, predict: Predict) -> InfeasibleError:
+def layout_infeasible(
+    request: PlanRequest, error: InfeasibleError, predict: Predict, budget: AdviceBudget
+) -> InfeasibleError:
     """``error`` with the bytes by which the layout of ``request`` is too big, and the single changes of a field that
-    were found to fit. ``predict`` plans each change, so that the advice holds."""
+    were found to fit. ``predict`` plans each change, so that the advice holds, within the ``budget``."""
     layout, limit = request.options.layout, memory_limit_of(request)
     if layout is None or error.needed_bytes is None:
         return error
-    fitting = list(_fitting(request, layout, predict))
+    fitting = list(_fitting(request, layout, predict, budget))
     advice = "; ".join(fitting) or "none of those tried: the advice below needs other options, a batch or devices"
     return InfeasibleError(
         f"{words_of(layout)} needs {error.needed_bytes} bytes per device, "
         f"{error.needed_bytes - limit} ({size(error.needed_bytes - limit)}) more than the limit of {limit}. A single "
-        f"change that fits: {advice}.\n{error}"
+        f"change that fits: {advice}.{budget.remark}\n{error}"
     ).needing(error.needed_bytes)
 
 
-def _fitting(request: PlanRequest, layout: Layout, predict: Predict) -> Iterator[str]:
+def _fitting(request: PlanRequest, layout: Layout, predict: Predict, budget: AdviceBudget) -> Iterator[str]:
+    """The changes that fit. If weights, gradients and state are too many for all devices, none does."""
     named = 0
-    for text, changed in _changes(layout):
+    for text, changed in () if never_fits(request) else _changes(layout):
+        if not budget.allows(text):
+            continue
         with suppress(InfeasibleError, OptionsError):
             given = request.options
             options = replace(given, layout=changed, time_limit=min(given.solver_seconds, TRIAL_SECONDS))
