@@ -314,7 +314,7 @@ def _outlined(
     record = partial(_recorded, mode, step, tensors, inputs, partial(_dispatching, bool(sizes)))
     recording = record(skips=True) or record(skips=False)
     assert recording is not None
-    program = outline(recording)
+    program = outline(recording, len(inputs))
     if not program.sites:
         raise UnrecordedError("no two calls of modules are equal")
     with _without_autocast():  # The casts of autocast are already recorded.

@@ -32,7 +32,7 @@ def captured(request: Request, *, outlined: bool, symbolic: bool = True) -> tupl
     with unchanged(request.model):
         found = capture(request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined)
         graph = convert(found, request)
-    return normalise(graph), len(found.bodies.sites) if found.bodies else 0
+    return normalise(graph), len(found.bodies.outlined.sites) if found.bodies else 0
 
 
 def meanings(graph: Graph) -> dict[Hashable, int]:
