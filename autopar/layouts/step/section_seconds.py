@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from autopar.cluster.description import Cluster
 from autopar.cost import bucketed_seconds, collective_seconds
@@ -18,6 +19,7 @@ from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 
 from .chunks import recompute_seconds
 from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
+from .optimizer_update import updating_seconds
 
 # Buckets have at least so many bytes for each of the ranks that reduce them, as in Megatron-Core (a million elements
 # in fp32; `DistributedDataParallelConfig.bucket_size`): the more ranks, the longer a collective takes to start. The
@@ -37,7 +39,9 @@ class SectionTimes:
         self.taken = taken_by_messages(cluster)
         # One section represents many layers, so its seconds are cached.
         self._times: dict[int, tuple[float, float]] = {}
+        self._updating: dict[int, float] = {}
         self._sharding: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._shares: dict[tuple[int, ...], HiddenShares] = {}
 
     def over_data(self, kind: str, weights: Iterable[Weight], nbytes: Callable[[Weight], float]) -> float:
         """Seconds of collectives over the data and context ranks that have the same weights, one for each number of
@@ -99,6 +103,12 @@ class SectionTimes:
         if id(section) not in self._times:
             self._times[id(section)] = self._times_of(section)
         return self._times[id(section)]
+
+    def updating(self, section: Section) -> float:
+        """Seconds of the optimizer for one section."""
+        if id(section) not in self._updating:
+            self._updating[id(section)] = updating_seconds(section, self.layout, self.cluster)
+        return self._updating[id(section)]
 
     def _times_of(self, section: Section) -> tuple[float, float]:
         exchange = self.exchange(section)
@@ -216,6 +226,10 @@ class SectionTimes:
 
     def hidden_shares(self, chunk: Sequence[Section]) -> HiddenShares:
         """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan."""
-        weights = [weight for section in chunk for weight in section.weights]
-        exchanged = sum(w.trained * w.whole * self.layout.gradient_itemsize(w.itemsize) for w in weights)
-        return shares_of_sizes((w.whole * w.itemsize for w in weights), exchanged, self.cluster)
+        key = tuple(map(id, chunk))
+        if key not in self._shares:
+            distinct = ((weight, count) for section, count in counted(chunk) for weight in section.trained)
+            exchanged = sum(n * w.whole * self.layout.gradient_itemsize(w.itemsize) for w, n in distinct)
+            sizes = chain.from_iterable(section.whole_sizes for section in chunk)
+            self._shares[key] = shares_of_sizes(sizes, exchanged, self.cluster)
+        return self._shares[key]
