@@ -178,6 +178,7 @@ class _Finder:
     def __init__(self, program: Recording) -> None:
         self.program = program
         self._signatures: dict[Hashable, int] = {}
+        self._kinds: dict[int, Hashable] = {}
         self._last_use: dict[int, int] = {}
         for position, instruction in enumerate(program.instructions):
             self._last_use.update(dict.fromkeys(instruction.operands, position))
@@ -198,7 +199,10 @@ class _Finder:
 
     def type_of(self, number: int) -> Hashable:
         """The properties that two tensors must share to count as equal."""
-        return tensor_kind(self.program.tensors[number]), number in self.program.constants
+        tensor = self.program.tensors[number]
+        if id(tensor) not in self._kinds:  # Results of calls that did not run are the same objects.
+            self._kinds[id(tensor)] = tensor_kind(tensor)
+        return self._kinds[id(tensor)], number in self.program.constants
 
     def ends(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tensors taken from outside, in order of first use, and those computed inside and used afterwards."""

@@ -35,6 +35,14 @@ def captured(request: Request, *, outlined: bool, symbolic: bool = True) -> tupl
     return normalise(graph), len(found.bodies.outlined.sites) if found.bodies else 0
 
 
+def runs_of(request: Request) -> tuple[list[int], int]:
+    """How many calls each run has, and how many nodes the graph of the whole program has."""
+    with unchanged(request.model):
+        found = capture(request, ModuleTracker(request.model), symbolic=True, outlined=True)
+    assert found.bodies is not None
+    return [len(run.sites) for run in found.bodies.outlined.runs], len(found.graph_module.graph.nodes)
+
+
 def meanings(graph: Graph) -> dict[Hashable, int]:
     """What every output is computed by, down to parameters and inputs: a number, equal for equal computations, in
     equal modules, of graphs described one after the other. Sums of several values (gradients of a value that is used
