@@ -97,9 +97,9 @@ class LayoutModel:
         # With a single microbatch nothing is accumulated: products write their own gradients, as without fusion.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
         is_fused = layout.gradient_accumulation_fusion and not is_single
-        layout = replace(layout, gradient_accumulation_fusion=is_fused)
         divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused)
         if divided not in self._sections:
+            layout = replace(layout, gradient_accumulation_fusion=is_fused)
             self._sections[divided] = with_experts(self._sections[key], layout, cluster)
         return self._sections[divided]
 
