@@ -47,7 +47,7 @@ def wrapper_subclass(cls: type, shape: tuple[int, ...], dtype: torch.dtype) -> A
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor of a class of its own, which takes part in nothing yet, as a parameter: itself, where
     ``nn.Parameter`` would copy it. Relies on the flag ``_is_param``, by which these count as parameters (2.11)."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
     return tensor
 
 
