@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import ClassVar
 
 import torch
@@ -48,10 +48,14 @@ class Pass(ABC):
 
 
 def run(passes: Iterable[Pass], graph: Graph) -> Graph:
-    """Applies all ``passes`` in order."""
-    for step in passes:
-        graph = step(graph)
-    return graph
+    """Applies all ``passes`` in order. The graph is verified before the first and after the last; if either fails, the
+    passes are called one by one, so that the error names the one to blame."""
+    steps = tuple(passes)
+    try:
+        graph.verify()
+        return reduce(lambda result, step: step.apply(result), steps, graph).verify()
+    except Exception:  # Given an invalid graph, a pass may raise anything.
+        return reduce(lambda result, step: step(result), steps, graph)
 
 
 def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:

@@ -23,7 +23,7 @@ from autopar.layouts.sections.placement import Placed, place
 from autopar.layouts.sections.section import Sections
 from autopar.layouts.sections.section_costs import section_costs, with_experts
 from autopar.layouts.sections.section_of_node import multiplicities
-from autopar.layouts.sections.shortened_model import Depth, traced_short
+from autopar.layouts.sections.shortened_model import Depth, order_in, traced_short
 from autopar.layouts.sections.stand_in import read_by_others
 from autopar.options import Options
 from autopar.placement.fused_kernels import FusedKernels
@@ -31,7 +31,7 @@ from autopar.planner.prepare import Prepared, batch_size, prepare
 from autopar.planner.step_graphs import step_graph
 
 from .divisibility import check_modules, check_recomputed, check_represented
-from .precision import computed_in, dtype_of
+from .precision import Conversion, computed_in, dtype_of
 from .price import Priced, price_sections
 
 
@@ -60,12 +60,20 @@ class LayoutModel:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         loss_fn: Callable[..., torch.Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> LayoutModel:
-        """:meth:`of` for the arguments of a call."""
-        prepared, depth = traced_short(
-            model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True), _needed_whole
-        )
+        """:meth:`of` for the arguments of a call, with all computed in ``dtype``, if given (:func:`computed_in`): of
+        the model only the layers that are traced are copied. Raises :class:`OptionsError` if they cannot be."""
+        conversion = Conversion(frozenset(), torch.float32) if dtype is None else Conversion.of(model, dtype)
+        args, kwargs = conversion.of_arguments(args, kwargs)
+
+        def trace(short: nn.Module) -> Prepared:
+            return prepare(short, args, kwargs, device="cpu", loss_fn=loss_fn, training=True)
+
+        prepared, depth = traced_short(model, trace, _needed_whole, conversion.of_model)
         modules = tuple(path for path, _ in model.named_modules())
+        if depth.is_whole:  # Then the trace may be from the cache, and nothing have been called.
+            depth = replace(depth, called=order_in(prepared.traced.graph, depth))
         return LayoutModel(prepared, depth, batch_size(args, kwargs), modules)
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
@@ -97,9 +105,9 @@ class LayoutModel:
         # With a single microbatch nothing is accumulated: products write their own gradients, as without fusion.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
         is_fused = layout.gradient_accumulation_fusion and not is_single
-        layout = replace(layout, gradient_accumulation_fusion=is_fused)
         divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused)
         if divided not in self._sections:
+            layout = replace(layout, gradient_accumulation_fusion=is_fused)
             self._sections[divided] = with_experts(self._sections[key], layout, cluster)
         return self._sections[divided]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,25 +31,41 @@ def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.
     """A copy of the model's modules whose parameters are of ``dtype`` and take no memory. Buffers and inputs that have
     a converted dtype are converted too. Returns the model itself if nothing differs. Raises :class:`OptionsError` for
     a model that cannot be copied."""
-    args, kwargs = split_batch(batch)
-    converted, args, kwargs = call_computed_in(model, args, kwargs, dtype)
-    return converted, kwargs or args
+    conversion = Conversion.of(model, dtype)
+    args, kwargs = conversion.of_arguments(*split_batch(batch))
+    return conversion.of_model(model), kwargs or args
 
 
-def call_computed_in(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """:func:`computed_in` for the arguments of a call."""
-    old_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
-    if not old_dtypes:
-        return model, args, dict(kwargs)
-    converted: dict[int, Any] = {id(buffer): _as(buffer, old_dtypes, dtype) for buffer in model.buffers()}
-    for parameter in model.parameters():
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty_like(parameter, dtype=kind, device="meta")
-        converted[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    named = {name: _as(value, old_dtypes, dtype) for name, value in kwargs.items()}
-    return _copied(model, converted, dtype), tuple(_as(value, old_dtypes, dtype) for value in args), named
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`computed_in` does to a model of parameters in the dtypes ``old``, and to parts of it."""
+
+    old: frozenset[torch.dtype]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(model: nn.Module, dtype: torch.dtype) -> Conversion:
+        """The conversion of a model to ``dtype``."""
+        old = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype)
+        return Conversion(frozenset(old), dtype)
+
+    def of_model(self, model: nn.Module) -> nn.Module:
+        """The model as :func:`computed_in` returns it."""
+        if not self.old:
+            return model
+        converted: dict[int, Any] = {id(buffer): self._of(buffer) for buffer in model.buffers()}
+        for parameter in model.parameters():
+            kind = self.dtype if parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty_like(parameter, dtype=kind, device="meta")
+            converted[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        return _copied(model, converted, self.dtype)
+
+    def of_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call."""
+        return tuple(map(self._of, args)), {name: self._of(value) for name, value in kwargs.items()}
+
+    def _of(self, value: Any) -> Any:
+        return value.to(self.dtype) if isinstance(value, torch.Tensor) and value.dtype in self.old else value
 
 
 def _copied(model: nn.Module, converted: dict[int, Any], dtype: torch.dtype) -> nn.Module:
@@ -61,7 +78,3 @@ def _copied(model: nn.Module, converted: dict[int, Any], dtype: torch.dtype) -> 
             f"({type(error).__name__}: {error}); convert it before (model.to({dtype}), with inputs to match), or take "
             "the precision that it is in"
         ) from error
-
-
-def _as(value: Any, converted: set[torch.dtype], dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in converted else value

@@ -22,7 +22,7 @@ from autopar.precision import Precision
 from autopar.restriction import Restriction
 
 from .model import LayoutModel
-from .precision import DTYPES, call_computed_in
+from .precision import DTYPES
 from .search import LayoutSearchResult, best_layout
 from .space import PLANNED
 
@@ -41,9 +41,8 @@ def proposed_layouts(
     that of the rule of thumb. None if the model has no layers that could be divided, or if nothing fits."""
     precision = request.options.precision or _precision_of(model)
     try:
-        called = call_computed_in(model, args, kwargs, DTYPES[precision])
         found = best_layout(
-            LayoutModel.of_call(*called, loss_fn),
+            LayoutModel.of_call(model, args, kwargs, loss_fn, DTYPES[precision]),
             request.cluster,
             math.prod(request.mesh),
             batch=request.batch,

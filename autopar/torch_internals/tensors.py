@@ -11,6 +11,7 @@ from torch._prims_common import suggest_memory_format
 
 __all__ = [
     "accumulation_hooks",
+    "as_parameter",
     "counted_writes",
     "gradient_hooks",
     "is_view",
@@ -41,6 +42,13 @@ def wrapper_subclass(cls: type, shape: tuple[int, ...], dtype: torch.dtype) -> A
     """A tensor of class ``cls`` without memory of its own. Relies on ``Tensor._make_wrapper_subclass``, which
     "Extending PyTorch" names (2.11)."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of a class of its own, which takes part in nothing yet, as a parameter: itself, where
+    ``nn.Parameter`` would copy it. Relies on the flag ``_is_param``, by which these count as parameters (2.11)."""
+    tensor._is_param = True
+    return tensor
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:

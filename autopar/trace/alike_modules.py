@@ -118,8 +118,7 @@ def _are_equal(first: object, second: object) -> bool:
 def read_alike(parts: Parts, reads: Reads) -> None:
     """Records as read of the second ones what was read of the first ones, by reading it."""
     counterparts = {id(a): b for a, b in parts}
-    for identity, name in list(reads.read):
-        part = counterparts.get(identity)
-        if part is not None:
-            with suppress(AttributeError):  # A child, or a tensor, which Python asks for in another way.
-                type(part).__getattribute__(part, name)
+    for identity, name in reads.of(counterparts):
+        part = counterparts[identity]
+        with suppress(AttributeError):  # A child, or a tensor, which Python asks for in another way.
+            type(part).__getattribute__(part, name)

@@ -28,6 +28,7 @@ from autopar.torch_internals.fake_tensors import (
 from autopar.torch_internals.joint_graphs import export_joint, notes_of, preserve_node_meta
 from autopar.torch_internals.modules import buffers_of, parameters_of
 from autopar.torch_internals.replacements import exporting
+from autopar.torch_internals.tensors import as_parameter
 from autopar.trace.decompositions.general import decomposition_table
 from autopar.trace.guards.random_numbers import notes_on_draws
 from autopar.trace.guards.reads import Reads
@@ -201,10 +202,9 @@ def _sizes(request: Request) -> set[int]:
 
 
 def _fake(tensor: torch.Tensor, shape: Sequence[Any], request: Request) -> torch.Tensor:
-    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=CAPTURE_DEVICE)
-    if tensor.requires_grad and request.grad:
-        fake.requires_grad_()
-    return nn.Parameter(fake, fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    needs_grad = tensor.requires_grad and request.grad
+    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=CAPTURE_DEVICE, requires_grad=needs_grad)
+    return as_parameter(fake) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _fake_inputs(request: Request, sizes: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -314,7 +314,7 @@ def _outlined(
     record = partial(_recorded, mode, step, tensors, inputs, partial(_dispatching, bool(sizes)))
     recording = record(skips=True) or record(skips=False)
     assert recording is not None
-    program = outline(recording)
+    program = outline(recording, len(inputs))
     if not program.sites:
         raise UnrecordedError("no two calls of modules are equal")
     with _without_autocast():  # The casts of autocast are already recorded.

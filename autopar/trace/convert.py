@@ -35,8 +35,9 @@ from .expressions import Expressions
 from .lengths import BATCH, real_lengths
 from .model_state import State
 from .neutral_operations import Operation, neutral
+from .outline import Outlined, Site
 from .random_draws import number_draws
-from .replay import BACKWARD, FORWARD, Bodies
+from .replay import BACKWARD, FORWARD, TOKEN, Bodies
 
 
 def convert(captured: Captured, request: Request) -> Graph:
@@ -65,13 +66,28 @@ class _Converter:
         self.graph_module = captured.graph_module
         self.path_of = module_path_of
         self.inlined: dict[int, dict[fx.Node, Any]] = {}
+        # Where calls are out of line: the model's state by its position; of what only calls use, the values and their
+        # gradients by the program's numbers.
+        self.state: dict[int, Value] = {}
+        self.hidden: dict[int, Value] = {}
+        self.gradients: dict[int, Any] = {}
         # Of what is in a body, which is converted once for each of its calls.
         self.types: dict[int, tuple[TensorType, torch.Tensor]] = {}
         self.sources: dict[fx.Node, str] = {}
 
     def convert_nodes(self) -> None:
+        if self.captured.bodies is not None:
+            self._place_state(self.captured.bodies.outlined)
         for node in self.captured.graph_module.graph.nodes:
             self._convert(node)
+
+    def _place_state(self, outlined: Outlined) -> None:
+        """Adds the model's state, of which the graph of the whole program has only some, in the order in which it has
+        it all otherwise: parameters first."""
+        entries = list(enumerate(self.request.state, outlined.given))
+        for number, entry in sorted(entries, key=lambda item: item[1].role != "param"):
+            self.state[number - outlined.given] = self._state(entry, outlined.program.tensors[number])
+        self.hidden = {number: self.state[number - outlined.given] for number in outlined.hidden}
 
     def _convert(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -86,27 +102,43 @@ class _Converter:
             self.values[node] = self._call(node)
 
     def _forward_of(self, node: fx.Node) -> tuple[Any, ...]:
-        """Inlines the forward operations of a call that was taken out of line, and returns its results."""
-        inputs, site = self._arg(node.args)
-        body = self._bodies.graph_of(site)
-        self.inlined[site] = dict(zip(body.inputs, inputs, strict=True))
-        return self._in_line(site, body.forward, body.results)
+        """Inlines the forward operations of a run of calls, and returns its results."""
+        inputs, index = self._arg(node.args)
+        run = self._bodies.outlined.runs[index]
+        known = {**self.hidden, **dict(zip(run.inputs, inputs, strict=True))}
+        for site in run.sites:
+            body = self._bodies.graph_of(site)
+            self.inlined[site.index] = dict(zip(body.inputs, (known[number] for number in site.inputs), strict=True))
+            known.update(zip(site.outputs, self._in_line(site, body.forward, body.results), strict=True))
+        return tuple(known[number] for number in run.outputs)
 
     def _backward_of(self, node: fx.Node) -> tuple[Any, ...]:
-        gradients, site, _ = self._arg(node.args)
-        body = self._bodies.graph_of(site)
-        self.inlined[site].update(zip(body.tangents, gradients, strict=True))
-        return self._in_line(site, body.backward, body.gradients)
+        """Inlines the backward operations of a run, and returns the gradients of its inputs; those of the state hidden
+        in it are kept."""
+        gradients, index, received = self._arg(node.args)
+        outlined = self._bodies.outlined
+        run = outlined.runs[index]
+        known = dict(zip((run.outputs[i] for i in received), gradients, strict=True))
+        for site in reversed(run.sites):
+            if site.index in self._bodies.received:
+                body, own = self._bodies.graph_of(site), self._bodies.received[site.index]
+                tangents = zip(body.tangents, (known[site.outputs[i]] for i in own), strict=True)
+                self.inlined[site.index].update(tangents)
+                results = self._in_line(site, body.backward, body.gradients)
+                known.update(zip(self._bodies.differentiable(site), results, strict=True))
+        self.gradients.update((number, known[number]) for number in known if number in outlined.hidden)
+        flow = outlined.flow(run, received)
+        return (*(known[run.inputs[i]] for i in flow.inputs), *((None,) if flow.learns else ()))
 
-    def _in_line(self, index: int, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[Any, ...]:
-        site, body = self._bodies.sites[index], self._bodies.graph_of(index)
+    def _in_line(self, site: Site, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[Any, ...]:
+        body = self._bodies.graph_of(site)
 
         def path_of(node: fx.Node) -> str | None:
             place = place_of(node)
             return None if place is None else site.paths[place]
 
         outside = self.values, self.graph_module, self.path_of
-        self.values, self.graph_module, self.path_of = self.inlined[index], body.graph_module, path_of
+        self.values, self.graph_module, self.path_of = self.inlined[site.index], body.graph_module, path_of
         try:
             for node in nodes:
                 self._convert(node)
@@ -152,11 +184,14 @@ class _Converter:
             raise TraceError(f"a tensor of layout {value.layout}; but {SPARSE}")
         return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
 
-    def _placeholder(self, node: fx.Node) -> Value:
+    def _placeholder(self, node: fx.Node) -> Value | None:
         described, value = descriptor_of(node), value_of(node)
         match described:
+            case ParamAOTInput(target=target) if target.startswith(TOKEN):
+                return None
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
-                return self._state(self.request.state[int(target[1:])], value)
+                index = int(target[1:])
+                return self.state.get(index) or self._state(self.request.state[index], value)
             case PlainAOTInput(idx=index):
                 name = self.input_names[index]
                 if name in self.request.call.resident:  # It has the path of the module that uses it.
@@ -254,6 +289,8 @@ class _Converter:
             key = self._output_key(described)
             if key is not None:
                 values[key] = self.values[node] if isinstance(node, fx.Node) else None
+        for number, gradient in self.gradients.items():
+            values["gradient", self.request.state[number - self._bodies.outlined.given].name] = gradient
         for kind, name in [("output", name) for name in self.captured.returned.order]:
             yield Output("output", name, values.get((kind, name)))
         for (kind, name), value in values.items():
@@ -281,7 +318,7 @@ class _Converter:
                 # The model has its own copy of its other inputs, which nothing reads afterwards.
                 name = self.input_names[index]
                 return ("mutation", name) if name in self.request.call.resident else None
-            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if not target.startswith(TOKEN):
                 return "gradient", self.request.state[int(target[1:])].name
             case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
                 return "input_gradient", self.input_names[index]

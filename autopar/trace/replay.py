@@ -1,14 +1,15 @@
-"""Captures a recorded program as joint graphs: one of the whole program, in which each call taken out of line is a
-single operation with its own derivative, and one for each kind of such calls.
+"""Captures a recorded program as joint graphs: one of the whole program, in which each run of calls taken out of line
+is a single operation with its own derivative, and one for each kind of such calls.
 
-The operations are ``autopar_trace::forward(inputs, site)`` and ``autopar_trace::backward(gradients, site, received)``:
+The operations are ``autopar_trace::forward(inputs, run)`` and ``autopar_trace::backward(gradients, run, received)``:
 ``received`` says which results got a gradient; the backward of equal calls depends on nothing else. :mod:`.convert`
-replaces each by the graph of its body.
+replaces each by the graphs of its bodies. They neither take the state that is hidden in calls nor give its gradients;
+if it requires any, a *token*, a parameter without elements, stands for all of it, so that autograd asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +30,17 @@ from autopar.torch_internals.joint_graphs import (
     value_of,
 )
 from autopar.torch_internals.modules import buffers_of, parameters_of
-from autopar.torch_internals.tensors import suggest_memory_format
 
-from .outline import Body, Outlined, Site
+from .outline import Body, Outlined, Received, Run, Site, format_of
 from .record import PATH, PLACE, RecordedOp, Recording, Ref, UnrecordedError, replaced
 
 _LIBRARY = torch.library.Library("autopar_trace", "FRAGMENT")
-_LIBRARY.define("forward(Tensor[] inputs, int site) -> Tensor[]")
-_LIBRARY.define("backward(Tensor[] gradients, int site, int[] received) -> Tensor[]")
+_LIBRARY.define("forward(Tensor[] inputs, int run) -> Tensor[]")
+_LIBRARY.define("backward(Tensor[] gradients, int run, int[] received) -> Tensor[]")
 FORWARD = torch.ops.autopar_trace.forward.default
 BACKWARD = torch.ops.autopar_trace.backward.default
+TOKEN = "token"
 
-Received = tuple[int, ...]
 Export = Callable[[nn.Module, Sequence[torch.Tensor]], fx.GraphModule]
 
 
@@ -60,14 +60,19 @@ class BodyGraph:
 
 @dataclass(frozen=True)
 class Bodies:
-    """The sites of a captured program, the gradients each received, and the graph of each kind of call."""
+    """The calls of a captured program, the gradients each received, and the graph of each kind of call."""
 
-    sites: tuple[Site, ...]
+    outlined: Outlined
     received: dict[int, Received]
     graphs: dict[tuple[int, Received], BodyGraph]
 
-    def graph_of(self, site: int) -> BodyGraph:
-        return self.graphs[self.sites[site].body.index, self.received.get(site, ())]
+    def graph_of(self, site: Site) -> BodyGraph:
+        return self.graphs[site.body.index, self.received.get(site.index, ())]
+
+    def differentiable(self, site: Site) -> tuple[int, ...]:
+        """The tensors that the :attr:`BodyGraph.gradients` of a call are gradients of."""
+        inputs = self.outlined.differentiable(site.body, self.received.get(site.index, ()))
+        return tuple(site.inputs[index] for index in inputs)
 
 
 # The outlined program that is being captured: the two operations read their shapes from it. Not a context variable,
@@ -89,62 +94,49 @@ def _like(numbers: Sequence[int]) -> list[torch.Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
-def _forward(inputs: list[torch.Tensor], site: int) -> list[torch.Tensor]:
-    return _like(_CAPTURED[-1].sites[site].outputs)
+def _forward(inputs: list[torch.Tensor], run: int) -> list[torch.Tensor]:
+    return _like(_CAPTURED[-1].runs[run].outputs)
 
 
-def _backward(gradients: list[torch.Tensor], site: int, received: list[int]) -> list[torch.Tensor]:
-    called = _CAPTURED[-1].sites[site]
-    differentiable = differentiable_inputs(_CAPTURED[-1].program, called.body, tuple(received))
-    return [torch.empty_like(tensor) for tensor in _like([called.inputs[i] for i in differentiable])]
+def _backward(gradients: list[torch.Tensor], run: int, received: list[int]) -> list[torch.Tensor]:
+    outlined = _CAPTURED[-1]
+    called = outlined.runs[run]
+    flow = outlined.flow(called, tuple(received))
+    tokens = [torch.empty(0, device=gradients[0].device)] if flow.learns else []
+    return [*(torch.empty_like(tensor) for tensor in _like([called.inputs[i] for i in flow.inputs])), *tokens]
 
 
 torch.library.register_fake("autopar_trace::forward", _forward, lib=_LIBRARY)
 torch.library.register_fake("autopar_trace::backward", _backward, lib=_LIBRARY)
 
 
-def differentiable_inputs(program: Recording, body: Body, received: Received) -> tuple[int, ...]:
-    """The inputs that get a gradient if only the results ``received`` do."""
-    differentiable = {body.outputs[index] for index in received}
-    for instruction in reversed(body.instructions):
-        results = (number for number in instruction.results if number in differentiable)
-        if instruction.grad_mode and any(program.tensors[number].requires_grad for number in results):
-            pairs = zip(instruction.operands, instruction.requires_grad, strict=True)
-            differentiable.update(number for number, needs in pairs if needs)
-    return tuple(i for i, number in enumerate(body.inputs) if number in differentiable)
-
-
 class _Outline(torch.autograd.Function):
-    """The autograd function of a call that is taken out of line."""
+    """The autograd function of a run; the last of ``inputs`` is its token, if it has one."""
 
     @staticmethod
-    def forward(ctx: Any, site: Site, program: Recording, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: Run, outlined: Outlined, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.site, ctx.program = site, program
-        results = FORWARD(list(inputs), site.index)
-        kinds = [program.tensors[number] for number in site.outputs]
+        ctx.run, ctx.outlined = run, outlined
+        results = FORWARD(list(inputs[: len(run.inputs)]), run.index)
+        kinds = [outlined.program.tensors[number] for number in run.outputs]
         ctx.mark_non_differentiable(*(m for m, kind in zip(results, kinds, strict=True) if not kind.requires_grad))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        run: Run = ctx.run
         received = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
-        differentiable = differentiable_inputs(ctx.program, ctx.site.body, received)
-        input_gradients: list[torch.Tensor | None] = [None] * len(ctx.site.inputs)
-        if differentiable:
-            results = [ctx.program.tensors[number] for number in ctx.site.outputs]
+        flow = ctx.outlined.flow(run, received)
+        input_gradients: list[torch.Tensor | None] = [None] * (len(run.inputs) + run.learns)
+        if flow.received:
+            results = [ctx.outlined.program.tensors[number] for number in run.outputs]
             pairs = zip(gradients, results, strict=True)
-            incoming = [g.contiguous(memory_format=_format_of(result)) for g, result in pairs if g is not None]
-            computed = BACKWARD(incoming, ctx.site.index, list(received))
-            for index, input_gradient in zip(differentiable, computed, strict=True):
+            incoming = [g.contiguous(memory_format=format_of(result)) for g, result in pairs if g is not None]
+            computed = BACKWARD(incoming, run.index, list(received))
+            places = (*flow.inputs, *((len(run.inputs),) if flow.learns else ()))
+            for index, input_gradient in zip(places, computed, strict=True):
                 input_gradients[index] = input_gradient
         return None, None, *input_gradients
-
-
-def _format_of(result: torch.Tensor) -> torch.memory_format:
-    """The memory format that torch's tracer assumes for the gradient of ``result``."""
-    memory_format: torch.memory_format = suggest_memory_format(result)
-    return memory_format
 
 
 def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) -> None:
@@ -172,26 +164,29 @@ def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) 
 
 
 class OutlinedModule(nn.Module):
-    """The program with a single operation for each call that is taken out of line; its parameters and buffers are those
-    of ``like``."""
+    """The program with a single operation for each run; its parameters and buffers are those of ``like`` that are not
+    hidden in runs, and the ``tokens`` of the runs that have one, by index."""
 
-    def __init__(self, like: nn.Module, outlined: Outlined) -> None:
+    def __init__(self, like: nn.Module, outlined: Outlined, tokens: Mapping[int, nn.Parameter]) -> None:
         super().__init__()
-        parameters_of(self).update(parameters_of(like))
-        buffers_of(self).update(buffers_of(like))
+        hidden = {f"t{number - outlined.given}" for number in outlined.hidden}
+        parameters_of(self).update({n: t for n, t in parameters_of(like).items() if n not in hidden})
+        buffers_of(self).update({n: t for n, t in buffers_of(like).items() if n not in hidden})
+        parameters_of(self).update({f"{TOKEN}{index}": token for index, token in tokens.items()})
         self.__dict__["outlined"] = outlined
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outlined: Outlined = self.__dict__["outlined"]
         program = outlined.program
         members: dict[str, Any] = {**parameters_of(self), **buffers_of(self)}
-        state = [members[f"t{index}"] for index in range(len(members))]
-        tensors: dict[int, torch.Tensor] = dict(enumerate((*inputs, *state)))
+        shown = (number for number in range(outlined.given, program.inputs) if number not in outlined.hidden)
+        tensors: dict[int, torch.Tensor] = dict(enumerate(inputs))
+        tensors.update((number, members[f"t{number - outlined.given}"]) for number in shown)
         tensors.update(program.constants)
         for step in outlined.steps():
-            if isinstance(step, Site):
-                inputs_of_site = [tensors[number] for number in step.inputs]
-                results = _Outline.apply(step, program, *inputs_of_site)
+            if isinstance(step, Run):
+                tokens = [members[f"{TOKEN}{step.index}"]] if step.learns else []
+                results = _Outline.apply(step, outlined, *(tensors[number] for number in step.inputs), *tokens)
                 tensors.update(zip(step.outputs, results, strict=True))
             else:
                 _run(step, tensors, None)
@@ -225,30 +220,37 @@ def capture_outlined(
 ) -> tuple[fx.GraphModule, Bodies]:
     """The joint graph of the whole program, and those of the bodies. ``export`` captures a module called with fake
     inputs; ``symbol_inputs`` are fake inputs whose shapes contain every symbol."""
+    with mode:
+        tokens = {run.index: nn.Parameter(torch.empty(0)) for run in outlined.runs if run.learns}
     with _capturing(outlined):
-        whole = export(OutlinedModule(like, outlined), inputs)
-    received = {int(n.args[1]): tuple(n.args[2]) for n in whole.graph.nodes if n.target is BACKWARD}
-    graphs: dict[tuple[int, Received], BodyGraph] = {}
+        whole = export(OutlinedModule(like, outlined, tokens), inputs)
+    received: dict[int, Received] = {}
+    for node in whole.graph.nodes:
+        if node.target is BACKWARD:
+            _, run, results = node.args
+            received.update(outlined.flow(outlined.runs[int(run)], tuple(results)).received)
+    bodies = Bodies(outlined, received, {})
     for site in outlined.sites:
         key = site.body.index, received.get(site.index, ())
-        if key not in graphs:
-            graphs[key] = _body_graph(outlined.program, site.body, key[1], symbol_inputs, mode, export)
-    return whole, Bodies(outlined.sites, received, graphs)
+        if key not in bodies.graphs:
+            bodies.graphs[key] = _body_graph(outlined, site.body, key[1], symbol_inputs, mode, export)
+    return whole, bodies
 
 
 def _body_graph(
-    program: Recording,
+    outlined: Outlined,
     body: Body,
     received: Received,
     symbol_inputs: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     export: Export,
 ) -> BodyGraph:
+    program = outlined.program
     with mode:
         inputs = [_input_like(program.tensors[number]) for number in body.inputs]
     graph_module = export(BodyModule(body, len(symbol_inputs), received), (*symbol_inputs, *inputs))
     output = next(iter(reversed(graph_module.graph.nodes)))
-    differentiable = differentiable_inputs(program, body, received)
+    differentiable = outlined.differentiable(body, received)
     gradients: dict[int, fx.Node] = {}
     for node, described in described_outputs(output):
         match described:
@@ -276,7 +278,7 @@ def _split(
     nodes = list(graph_module.graph.nodes)
     inputs, tangents = _placeholders(nodes)
     for index, node in tangents.items():
-        expected = _format_of(program.tensors[body.outputs[index]])
+        expected = format_of(program.tensors[body.outputs[index]])
         if not value_of(node).is_contiguous(memory_format=expected):
             raise UnrecordedError("a gradient with another memory format than its value")
     outputs = nodes[-1].args[0]

@@ -128,11 +128,13 @@ def _kind_at(graph: Graph, mask: Value) -> Known | None:
 
 def _kinds(rows: Tensor, first: int) -> set[Known | None]:
     """What the rows of a mask from ``first`` on may be rows of."""
-    hides = (rows == -torch.inf) | (rows == torch.finfo(rows.dtype).min)
-    if not bool((hides | (rows == 0)).all()):
+    hides = rows <= torch.finfo(rows.dtype).min
+    hidden = int(hides.count_nonzero())
+    if int(rows.count_nonzero()) != hidden:
         return set()
-    later = torch.ones(rows.shape[-2:], dtype=torch.bool, device=rows.device).triu(first + 1)
-    found: set[Known | None] = {"nothing"} if not bool(hides.any()) else set()
+    height, width = rows.shape[-2:]
+    later = torch.arange(width) > torch.arange(first, first + height)[:, None]
+    found: set[Known | None] = set() if hidden else {"nothing"}
     return found | {"causal"} if bool((hides == later).all()) else found
 
 

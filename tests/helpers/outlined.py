@@ -32,7 +32,15 @@ def captured(request: Request, *, outlined: bool, symbolic: bool = True) -> tupl
     with unchanged(request.model):
         found = capture(request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined)
         graph = convert(found, request)
-    return normalise(graph), len(found.bodies.sites) if found.bodies else 0
+    return normalise(graph), len(found.bodies.outlined.sites) if found.bodies else 0
+
+
+def runs_of(request: Request) -> tuple[list[int], int]:
+    """How many calls each run has, and how many nodes the graph of the whole program has."""
+    with unchanged(request.model):
+        found = capture(request, ModuleTracker(request.model), symbolic=True, outlined=True)
+    assert found.bodies is not None
+    return [len(run.sites) for run in found.bodies.outlined.runs], len(found.graph_module.graph.nodes)
 
 
 def meanings(graph: Graph) -> dict[Hashable, int]:

@@ -13,6 +13,7 @@ from autopar.cluster.description import Cluster
 from autopar.errors import TraceError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
+from autopar.layouts.precision import computed_in
 from autopar.layouts.price import Priced
 from autopar.layouts.sections.shortened_model import Depth, shortened, traced_short
 from autopar.layouts.step.chunks import cut_into_chunks
@@ -142,9 +143,11 @@ def priced(model: nn.Module) -> tuple[LayoutModel, Priced]:
     return found, found.price(Layout(microbatch=8, precision="fp32"), Cluster.get("dgx-a100-80gb"))
 
 
-def every_layer(model: nn.Module, trace: Callable[[], object], _needed: object) -> tuple[object, Depth]:
+def every_layer(
+    model: nn.Module, trace: Callable[[nn.Module], object], _needed: object, convert: Callable[[nn.Module], nn.Module]
+) -> tuple[object, Depth]:
     with shortened(model, frozenset(path for path, _ in model.named_modules())) as depth:
-        return trace(), depth
+        return trace(convert(model)), depth
 
 
 # The others add how a model finds its layers: by name, in pairs, backwards.
@@ -206,7 +209,7 @@ def test_a_model_that_cannot_be_traced_says_so_of_itself() -> None:
     with pytest.raises(TraceError, match="of the model"):
         LayoutModel.of(model, (torch.empty(8, WIDTH, WIDTH),))
     with pytest.raises(TraceError, match="nothing"):
-        traced_short(model, lambda: (_ for _ in ()).throw(TraceError("nothing")), lambda *_: ())
+        traced_short(model, lambda _model: (_ for _ in ()).throw(TraceError("nothing")), lambda *_: ())
 
 
 @pytest.mark.slow
@@ -279,3 +282,19 @@ def test_layers_are_cut_in_the_order_in_which_they_run(is_turned: bool) -> None:
     assert halves[1][0].entry == 4 * WIDTH
     if is_turned:
         assert places[0] == f"ups.{2 * DEPTH - 1}"
+    assert LayoutModel.of(model, (x,)).depth == found.depth  # Also if the trace is known.
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_only_what_is_traced_of_a_model_is_converted(is_turned: bool) -> None:
+    with torch.device("meta"):
+        model, x = Halves(is_turned), torch.empty(8, WIDTH)
+    before = dict(model.named_parameters())
+    whole = LayoutModel.of(*computed_in(model, (x,), torch.bfloat16))
+    short = LayoutModel.of_call(model, (x,), {}, None, torch.bfloat16)
+    assert {p.type.dtype for p in short.prepared.graph.placeholders("param")} == {torch.bfloat16}
+    assert short.depth == whole.depth
+    layout, cluster = Layout(pipeline=2, microbatch=8), Cluster.get("dgx-a100-80gb")
+    assert short.price(layout, cluster) == whole.price(layout, cluster)
+    assert dict(model.named_parameters()) == before
+    assert not any(module._forward_hooks for module in model.modules())

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import compress, product
 
 import numpy as np
 from torch.distributed.tensor import Partial
@@ -49,9 +50,13 @@ def overlapped_products(
         return []
     if isinstance(source[TENSOR], Partial):
         return list(_products(graph, value))
+    return list(filter(is_heavy, readers)) if _is_saved(graph, value) else []
+
+
+def _is_saved(graph: Graph, value: Value) -> bool:
+    """Whether backward gets a value from forward."""
     producer = graph[origin(graph, value).node]
-    is_saved = producer.phase == "forward" and not producer.is_placeholder
-    return list(filter(is_heavy, readers)) if is_saved else []
+    return producer.phase == "forward" and not producer.is_placeholder
 
 
 def _products(graph: Graph, value: Value) -> Iterator[Node]:
@@ -143,22 +148,31 @@ def _exposed(instance: Instance, edge: TensorEdge, transfer: Transfer, chosen: I
     """The exposed seconds of a value's reshards in backward."""
     graph, value = instance.graph, Value(edge.producer, edge.result)
     rows, columns = _ends(instance, edge, transfer)
+    is_saved = _is_saved(graph, value)
+    overlaps = [row is not None and (is_saved or isinstance(row[TENSOR], Partial)) for row in rows]
+    if not any(overlaps):
+        return transfer.cost
     kind, taken = graph.type_of(value), taken_by_messages(instance.prices.cluster)
     seconds, breaks = instance.prices.table(kind).cost, breaks_kernel(edge, instance.prices.fused)
-    cost = transfer.cost.copy()
+    readers, quickest = partial(_readers, instance, edge, chosen, {}), partial(_quickest, instance, value, {})
+    cost, finite = transfer.cost.copy(), np.isfinite(transfer.cost)
     for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
-        if source is None or target is None or source == target or not np.isfinite(cost[p, q]):
+        if source is None or target is None or source == target or not overlaps[p] or not finite[p, q]:
             continue
-        nodes = overlapped_products(graph, value, source, target, _readers(instance, edge, target, chosen))
-        computing = sum(_quickest(instance, node, _fits(node, value, source, target)) for node in nodes)
-        full = seconds(source, target)
-        broken = instance.prices.broken(kind, source, target) if breaks else 0.0
-        cost[p, q] *= (waited(computing, full, taken) + broken) / (full + broken) if full else 1.0
+        nodes = overlapped_products(graph, value, source, target, readers(target))
+        computing = sum(quickest(node, source, target) for node in nodes)
+        full = seconds(source, target) if computing else 0.0
+        if full:
+            broken = instance.prices.broken(kind, source, target) if breaks else 0.0
+            cost[p, q] *= (waited(computing, full, taken) + broken) / (full + broken)
     return cost
 
 
-def _readers(instance: Instance, edge: TensorEdge, target: Placements, chosen: Ints | None) -> list[Node]:
-    """The operations that read the value as ``target``, or all that may if none does."""
+def _readers(
+    instance: Instance, edge: TensorEdge, chosen: Ints | None, known: dict[Placements, list[Node]], target: Placements
+) -> Iterator[Node]:
+    """The operations that read the value as ``target``, or all that may if none does. They are found when the first is
+    asked for, and kept in ``known``."""
 
     def reading(choices_of: Callable[[str], Iterable[Choice]]) -> list[Node]:
         return [
@@ -171,27 +185,35 @@ def _readers(instance: Instance, edge: TensorEdge, target: Placements, chosen: I
         group = instance.group_of(name)
         return [] if chosen is None else [instance.choices[group][int(chosen[group])]]
 
-    return reading(choice_of) or reading(lambda name: _offered(instance, name))
+    if target not in known:
+        known[target] = reading(choice_of) or reading(lambda name: _offered(instance, name))
+    yield from known[target]
 
 
 def _offered(instance: Instance, name: str) -> Iterator[Choice]:
     """The choices of an operation that have a finite cost."""
     group = instance.group_of(name)
-    cost = instance.problem.groups[group].cost
-    return (choice for choice, seconds in zip(instance.choices[group], cost, strict=True) if np.isfinite(seconds))
+    finite = np.isfinite(instance.problem.groups[group].cost)
+    return compress(instance.choices[group], finite.tolist())
 
 
-def _fits(node: Node, value: Value, source: Placements, target: Placements) -> Callable[[Strategy], bool]:
-    """Whether a strategy of the product fits the reshard: it reads the value as the target, or its result is a part of
-    the sum."""
-    if value in node.operands:
-        return lambda strategy: strategy.inputs[node.operands.index(value)] == target
-    return lambda strategy: strategy.outputs[0][TENSOR] == source[TENSOR]
-
-
-def _quickest(instance: Instance, node: Node, fits: Callable[[Strategy], bool]) -> float:
+def _quickest(
+    instance: Instance,
+    value: Value,
+    known: dict[tuple[str, object], float],
+    node: Node,
+    source: Placements,
+    target: Placements,
+) -> float:
+    """Seconds of a product while ``value`` is resharded, under the quickest of its strategies that fit: it reads the
+    value as the target, or its result is a part of the sum. Kept in ``known``."""
     if node.op in OPERATIONS:
         return 0.0
-    kinds = tuple(map(instance.graph.type_of, node.operands))
-    offered = (choice for choice in _offered(instance, node.name) if isinstance(choice, Strategy) and fits(choice))
-    return min((instance.prices.node(node, kinds, choice) for choice in offered), default=0.0)
+    index = node.operands.index(value) if value in node.operands else None
+    key = node.name, source[TENSOR] if index is None else target
+    if key not in known:
+        kinds = tuple(map(instance.graph.type_of, node.operands))
+        offered = (choice for choice in _offered(instance, node.name) if isinstance(choice, Strategy))
+        fitting = (c for c in offered if (c.outputs[0][TENSOR] if index is None else c.inputs[index]) == key[1])
+        known[key] = min((instance.prices.node(node, kinds, choice) for choice in fitting), default=0.0)
+    return known[key]

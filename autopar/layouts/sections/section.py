@@ -106,14 +106,20 @@ class Section:
         """Whether it has a backward pass: frozen layers after nothing that is trained have none."""
         return bool(self.saved or self.backward.total or self.blocks)
 
-    @property
+    @cached_property
+    def whole_sizes(self) -> tuple[int, ...]:
+        """Bytes of each weight before it is divided. Cached, as what follows, since one section represents many layers
+        of many layouts."""
+        return tuple(weight.whole * weight.itemsize for weight in self.weights)
+
+    @cached_property
     def trained(self) -> tuple[Weight, ...]:
         """The weights that are trained."""
         return tuple(weight for weight in self.weights if weight.trained)
 
     @cached_property
     def shared(self) -> tuple[Weight, ...]:
-        """The weights that other sections use too. Cached, since one section represents many layers of many layouts."""
+        """The weights that other sections use too."""
         return tuple(weight for weight in self.weights if weight.shared)
 
 

@@ -10,16 +10,18 @@ as many layers.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autopar.errors import TraceError
+from autopar.ir.graph import Graph
 from autopar.torch_internals.modules import buffers_of, children_of, parameters_of, set_children
 
 from .stand_in import Represented, UnlikeError
@@ -137,13 +139,13 @@ def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bo
     return isinstance(module, nn.ModuleList) or len(set(_kinds(layers).values())) < len(layers)
 
 
-@contextlib.contextmanager
+@contextmanager
 def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator[Depth]:
     """Replaces all but three of each kind of layer in the lists of ``model`` while the context is open, and restores it
     afterwards. Yields which layers the traced ones represent. Lists within layers are left alone, and every layer of
     the lists at the paths ``whole`` is traced."""
     kinds: dict[str, dict[str, str]] = {}
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for path, module in list(model.named_modules()):
             is_part = any(path.startswith(inside(outer, "")) for outer in kinds)
             layers = {name: child for name, child in children_of(module).items() if child is not None}
@@ -161,7 +163,7 @@ def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator
         yield Depth(kinds)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _call_order(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
     """The paths of layers in the order in which they, or parts of them, are first called while the context is open."""
     places: dict[int, str] = {}
@@ -182,19 +184,38 @@ def _call_order(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
         hook.remove()
 
 
+def order_in(graph: Graph, depth: Depth) -> tuple[str, ...]:
+    """The paths of layers in the order in which forward first runs an operation of each. ``graph``: as it was traced,
+    of all layers."""
+    layers = {inside(path, name) for path, kinds in depth.kinds.items() for name in kinds}
+    called: dict[str, None] = {}
+    running = (node for node in graph.nodes if node.phase == "forward" and not node.is_placeholder)
+    for module in dict.fromkeys(node.module for node in running):
+        around = accumulate(module.split("."), inside)
+        called.update((path, None) for path in around if path in layers)
+    return tuple(called)
+
+
 def traced_short(
-    model: nn.Module, trace: Callable[[], Traced], needed: Callable[[Traced, Depth], Iterable[str]]
+    model: nn.Module,
+    trace: Callable[[nn.Module], Traced],
+    needed: Callable[[Traced, Depth], Iterable[str]],
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> tuple[Traced, Depth]:
-    """Calls ``trace`` with ``model`` shortened. Returns its result, and which layers represent which.
+    """Calls ``trace`` with what ``convert`` makes of ``model``, shortened. Returns its result, and which layers
+    represent which.
 
     All layers of a list are traced if they turn out to be unlike, or if ``needed`` says so of what was traced. All
     layers of all lists are traced if the shortened model cannot be traced. Raises :class:`TraceError` if the whole
     model cannot be traced either."""
     whole = frozenset[str]()
     while True:
-        with shortened(model, whole) as depth, _call_order(model, depth) as called:
+        with ExitStack() as stack:
+            depth = stack.enter_context(shortened(model, whole))
+            converted = convert(model)
+            called = stack.enter_context(_call_order(converted, depth))
             try:
-                traced = trace()
+                traced = trace(converted)
                 needed_whole = frozenset(needed(traced, depth))
                 if not needed_whole:
                     return traced, replace(depth, called=tuple(called))

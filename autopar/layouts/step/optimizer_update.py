@@ -13,11 +13,9 @@ from autopar.layouts.sections.section import Section, Weight
 from .memory import data_ranks, gradient_bytes, resting_states, stored_bytes
 
 
-def updating_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
-    """Seconds in which the optimizer updates all weights, one after the other; ``sections``: with the number of
-    each."""
-    device = cluster.device
-    return sum(count * sum(_updating(w, layout, device) for w in section.trained) for section, count in sections)
+def updating_seconds(section: Section, layout: Layout, cluster: Cluster) -> float:
+    """Seconds in which the optimizer updates the weights of a section, one after the other."""
+    return sum(_updating(weight, layout, cluster.device) for weight in section.trained)
 
 
 def _updating(weight: Weight, layout: Layout, device: Device) -> float:

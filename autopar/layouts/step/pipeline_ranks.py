@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import lru_cache
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.layout import Layout
 from autopar.layouts.sections.section import Section
 from autopar.schedule.named import SCHEDULES
-from autopar.schedule.schedule import chunks_at
+from autopar.schedule.schedule import held_chunks
 
 from .memory import data_ranks, stored_bytes
 
 
 def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
     """The chunks of a pipeline rank."""
-    return chunks_at(rank, SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave))
+    return _held(layout.schedule_name, layout.pipeline, layout.interleave)[rank]
+
+
+@lru_cache
+def _held(schedule: str, stages: int, interleave: int) -> tuple[tuple[int, ...], ...]:
+    """The chunks of each pipeline rank."""
+    return held_chunks(SCHEDULES[schedule].placement(stages, interleave), stages)
 
 
 def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> list[list[Section]]:

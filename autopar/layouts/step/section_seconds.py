@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeVar
 
 from autopar.cluster.description import Cluster
 from autopar.cost import bucketed_seconds, collective_seconds
@@ -18,7 +20,9 @@ from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 
 from .chunks import recompute_seconds
 from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
+from .optimizer_update import updating_seconds
 
+Result = TypeVar("Result")
 # Buckets have at least so many bytes for each of the ranks that reduce them, as in Megatron-Core (a million elements
 # in fp32; `DistributedDataParallelConfig.bucket_size`): the more ranks, the longer a collective takes to start. The
 # runtime's do not grow, so a plan of many data ranks pays more.
@@ -35,9 +39,17 @@ class SectionTimes:
     def __init__(self, layout: Layout, microbatches: int, cluster: Cluster, exchanged: int) -> None:
         self.layout, self.microbatches, self.cluster, self.exchanged = layout, microbatches, cluster, exchanged
         self.taken = taken_by_messages(cluster)
-        # One section represents many layers, so its seconds are cached.
-        self._times: dict[int, tuple[float, float]] = {}
+        # One section represents many layers, so what it takes is computed once.
+        self._known: dict[tuple[str, int], Any] = {}
         self._sharding: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._shares: dict[tuple[int, ...], HiddenShares] = {}
+
+    def _once(self, what: str, section: Section, compute: Callable[[Section], Result]) -> Result:
+        key = what, id(section)
+        if key not in self._known:
+            self._known[key] = compute(section)
+        found: Result = self._known[key]
+        return found
 
     def over_data(self, kind: str, weights: Iterable[Weight], nbytes: Callable[[Weight], float]) -> float:
         """Seconds of collectives over the data and context ranks that have the same weights, one for each number of
@@ -58,11 +70,13 @@ class SectionTimes:
     def in_buckets(
         self, kind: str, sections: Iterable[tuple[Section, int]], nbytes: Callable[[Weight], float]
     ) -> float:
-        """Seconds of exchanging ``nbytes`` of each weight once a step, packed into buckets as in a plan."""
-        return sum(
-            count * sum(self._bucketed(kind, weight, nbytes(weight)) for weight in section.weights)
-            for section, count in sections
-        )
+        """Seconds of exchanging ``nbytes`` of each weight once a step, packed into buckets as in a plan. All exchanges
+        of a ``kind`` are of the same bytes."""
+
+        def exchanging(section: Section) -> float:
+            return sum(self._bucketed(kind, weight, nbytes(weight)) for weight in section.weights)
+
+        return sum(count * self._once(kind, section, exchanging) for section, count in sections)
 
     def _bucketed(self, kind: str, weight: Weight, nbytes: float) -> float:
         mesh = self._mesh(weight.experts)
@@ -77,7 +91,7 @@ class SectionTimes:
         return sum(2 * exchange_seconds(self.cluster, self.layout, block) for block in section.blocks)
 
     def again(self, section: Section) -> Seconds:
-        return recompute_seconds(section, self.layout)
+        return self._once("again", section, lambda each: recompute_seconds(each, self.layout))
 
     def exchanges(self, section: Section) -> float:
         """Seconds of the exchanges of forward, of backward and of recomputation."""
@@ -96,9 +110,11 @@ class SectionTimes:
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, exchanges of rows included, without ZeRO-3's collectives."""
-        if id(section) not in self._times:
-            self._times[id(section)] = self._times_of(section)
-        return self._times[id(section)]
+        return self._once("times", section, self._times_of)
+
+    def updating(self, section: Section) -> float:
+        """Seconds of the optimizer for one section."""
+        return self._once("update", section, lambda each: updating_seconds(each, self.layout, self.cluster))
 
     def _times_of(self, section: Section) -> tuple[float, float]:
         exchange = self.exchange(section)
@@ -110,8 +126,9 @@ class SectionTimes:
     def sharded(self, section: Section) -> tuple[float, float]:
         """Seconds of the collectives of ZeRO-3 in forward and in backward: gathers of weights, and scatters of their
         gradients."""
-        if self.layout.zero < 3:
-            return 0.0, 0.0
+        return self._once("weights", section, self._sharded) if self.layout.zero >= 3 else (0.0, 0.0)
+
+    def _sharded(self, section: Section) -> tuple[float, float]:
         gather = self.gather(section)
         again = gather if section.runs_backward else 0.0
         if self.layout.gathers == "tensor":
@@ -216,6 +233,10 @@ class SectionTimes:
 
     def hidden_shares(self, chunk: Sequence[Section]) -> HiddenShares:
         """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan."""
-        weights = [weight for section in chunk for weight in section.weights]
-        exchanged = sum(w.trained * w.whole * self.layout.gradient_itemsize(w.itemsize) for w in weights)
-        return shares_of_sizes((w.whole * w.itemsize for w in weights), exchanged, self.cluster)
+        key = tuple(map(id, chunk))
+        if key not in self._shares:
+            distinct = ((weight, count) for section, count in counted(chunk) for weight in section.trained)
+            exchanged = sum(n * w.whole * self.layout.gradient_itemsize(w.itemsize) for w, n in distinct)
+            sizes = chain.from_iterable(section.whole_sizes for section in chunk)
+            self._shares[key] = shares_of_sizes(sizes, exchanged, self.cluster)
+        return self._shares[key]

@@ -14,7 +14,7 @@ from autopar.layouts.sections.section import Section, counted
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds
 from autopar.schedule.named import SCHEDULES, make_schedule
 
-from .optimizer_update import offloading_seconds, updating_seconds
+from .optimizer_update import offloading_seconds
 from .pipeline_ranks import borrowing_seconds, chunks_of
 from .section_seconds import SectionTimes
 
@@ -34,22 +34,21 @@ class LayoutStep:
         self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
     ) -> None:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
-        trained = (w for chunk in chunks for section in chunk for w in section.trained if w.owner is None)
-        self.sections = SectionTimes(layout, microbatches, cluster, sum(weight.whole for weight in trained))
-        self.edges = self._edges()
-        self.prices = self._chunk_prices()
+        every = counted(section for chunk in chunks for section in chunk)
+        whole = (count * w.whole for section, count in every for w in section.trained if w.owner is None)
+        self.sections = SectionTimes(layout, microbatches, cluster, sum(whole))
+        self.ranks = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
+        # A bound needs few of these.
+        self._prices: dict[object, ChunkPrice] = {}
+        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def _chunk_prices(self) -> list[ChunkPrice]:
-        """The price of each chunk. Chunks of the same sections between the same links share one."""
-        by_key: dict[object, ChunkPrice] = {}
-        prices = []
-        for c, chunk in enumerate(self.chunks):
-            idle_seconds = self.idle_seconds(c)
-            key = tuple(map(id, chunk)), idle_seconds
-            if key not in by_key:
-                by_key[key] = self.chunk_price(chunk, *idle_seconds)
-            prices.append(by_key[key])
-        return prices
+    def price(self, c: int) -> ChunkPrice:
+        """The price of a chunk. Chunks of the same sections between the same links share one."""
+        chunk, idle_seconds = self.chunks[c], self.idle_seconds(c)
+        key = tuple(map(id, chunk)), idle_seconds
+        if key not in self._prices:
+            self._prices[key] = self.chunk_price(chunk, *idle_seconds)
+        return self._prices[key]
 
     def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
         """The price of one chunk; ``before``, ``after``: seconds of blocking for the messages at its two ends."""
@@ -79,17 +78,21 @@ class LayoutStep:
         """Seconds of borrowing weights that ranks share, of the optimizer, of gathering the updated weights, and of
         transferring states in host memory."""
         sections = self.sections_of(rank)
-        seconds = updating_seconds(sections, self.layout, self.cluster)
+        seconds = self.updating(sections)
         seconds += borrowing_seconds(rank, sections, self.layout, self.cluster)
         return seconds + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
+
+    def updating(self, sections: Sequence[tuple[Section, int]]) -> float:
+        """Seconds of the optimizer for sections, each with its number."""
+        return sum(count * self.sections.updating(section) for section, count in sections)
 
     def reducing(self, rank: int) -> float:
         """Exposed seconds of reducing a rank's gradients."""
         held = chunks_of(rank, self.layout)
         if self.layout.reducing == "step":
-            return sum(self.prices[c].reduce - self.prices[c].overlap_backward for c in held)
+            return sum(self.price(c).reduce - self.price(c).overlap_backward for c in held)
         alone = (self.sections.chunk_times(self.chunks[c])[1] + sum(self.idle_seconds(c)) for c in held)
-        return self.microbatches * (sum(self.prices[c].whole_backward for c in held) - sum(alone))
+        return self.microbatches * (sum(self.price(c).whole_backward for c in held) - sum(alone))
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
         """The sections of a rank, with the number of each."""
@@ -106,7 +109,7 @@ class LayoutStep:
         before and after it; 0 if messages overlap computation."""
         if "message" in self.layout.overlap:
             return 0.0, 0.0
-        before, after = (self.edges.get(ends, EdgePrice()) for ends in ((c - 1, c), (c, c + 1)))
+        before, after = self.edge(c), self.edge(c + 1)
         return before.latency + before.nbytes / before.bandwidth, after.latency + after.nbytes / after.bandwidth
 
     def fetching(self, rank: int) -> float:
@@ -121,18 +124,18 @@ class LayoutStep:
         """Seconds for which a rank blocks for each microbatch."""
         return 2 * sum(sum(self.idle_seconds(c)) for c in chunks_of(rank, self.layout))
 
-    def _edges(self) -> dict[tuple[int, int], EdgePrice]:
-        edges = {}
-        ranks = SCHEDULES[self.layout.schedule_name].placement(self.layout.pipeline, self.layout.interleave)
-        for c in range(1, len(self.chunks)):
-            if ranks[c - 1] == ranks[c]:
-                continue
-            size = self.chunks[c][0].entry
-            if self.layout.scatter and not self.layout.sequence_parallel:
-                size //= self.layout.tensor
-            latency, bandwidth = message_rate(self.cluster, ranks[c - 1], ranks[c], self.layout.stage_devices)
-            edges[c - 1, c] = EdgePrice(float(size), bandwidth, latency)
-        return edges
+    def edge(self, c: int) -> EdgePrice:
+        """The messages between chunk ``c`` and the one before it; nothing where there is none, or both are on a
+        rank."""
+        if not 0 < c < len(self.chunks) or self.ranks[c - 1] == self.ranks[c]:
+            return EdgePrice()
+        size, ends = self.chunks[c][0].entry, (self.ranks[c - 1], self.ranks[c])
+        if self.layout.scatter and not self.layout.sequence_parallel:
+            size //= self.layout.tensor
+        if ends not in self._rates:
+            self._rates[ends] = message_rate(self.cluster, *ends, self.layout.stage_devices)
+        latency, bandwidth = self._rates[ends]
+        return EdgePrice(float(size), bandwidth, latency)
 
     def seconds(self) -> float:
         """Seconds of the simulated step. Many microbatches are extrapolated from the last round of few."""
@@ -150,7 +153,7 @@ class LayoutStep:
         """Approximate lower bound of the simulated seconds."""
         ranks = sorted({0, self.layout.pipeline // 2, self.layout.pipeline - 1})
         busiest = max(sum(self.of_rank(rank)) for rank in ranks)
-        middle = self.prices[len(self.prices) // 2]
+        middle = self.price(len(self.chunks) // 2)
         received = middle.receive_forward + middle.receive_backward
         filling = (self.layout.pipeline - 1) * (middle.forward + middle.whole_backward - received)
         return busiest + filling
@@ -158,14 +161,16 @@ class LayoutStep:
     def simulated(self, microbatches: int) -> float:
         update = max(map(self.update, range(self.layout.pipeline)))
         if self.layout.chunks == 1:
-            price = self.prices[0]
+            price = self.price(0)
             exposed = price.reduce - price.overlap_backward
             return microbatches * (price.forward + price.whole_backward) + exposed + update
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
         # If ranks block for messages, the prices of chunks include them.
-        edges = self.edges if "message" in self.layout.overlap else {}
+        cuts = (c for c in range(1, len(self.chunks)) if self.ranks[c - 1] != self.ranks[c])
+        edges = {(c - 1, c): self.edge(c) for c in cuts} if "message" in self.layout.overlap else {}
         hides, hides_reductions = self.cluster.overlaps, "gradient" in self.layout.overlap
-        prices = PipelinePrices(tuple(self.prices), edges, update, hides=hides, hides_reductions=hides_reductions)
+        chunks = tuple(map(self.price, range(len(self.chunks))))
+        prices = PipelinePrices(chunks, edges, update, hides=hides, hides_reductions=hides_reductions)
         return simulate(schedule, prices).seconds
 
     def busiest(self) -> tuple[float, float]:
@@ -181,7 +186,7 @@ class LayoutStep:
             compute += count * (seconds.compute + seconds.host + self.sections.adding_up(section))
             total += count * sum(self.sections.times(section))
         total += self.sharding(rank)
-        updating = updating_seconds(sections, self.layout, self.cluster)
+        updating = self.updating(sections)
         computed = self.microbatches * compute + updating
         moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
         # Rounding may leave less than nothing.

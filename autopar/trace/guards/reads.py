@@ -56,6 +56,8 @@ class Reads:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.owners: dict[int, Owner] = {}
         self.read: dict[tuple[int, str], None] = {}
+        # The same by object, each with its position among all reads.
+        self._names_of: dict[int, list[tuple[int, str]]] = {}
         self.variables: dict[tuple[int, str], Variable] = {}
         self.generators = WatchedGenerators()
         self.tree = frozenset(id(module) for module in model.modules())
@@ -208,6 +210,7 @@ class Reads:
             return members
         is_own = key in self._put
         if not is_own:
+            self._names_of.setdefault(id(owner), []).append((len(self.read), name))
             self.read[key] = None
             self._keep(record, name, record.get(name))
         value = inner(owner, name)
@@ -215,6 +218,11 @@ class Reads:
             self._tensors[key] = value
         self.follow(value, f"{record.label}.{name}", key)
         return value
+
+    def of(self, identities: Iterable[int]) -> list[tuple[int, str]]:
+        """What was read of the objects with these ids, in order."""
+        found = ((place, identity, name) for identity in identities for place, name in self._names_of.get(identity, ()))
+        return [(identity, name) for _, identity, name in sorted(found)]
 
     def _note_write(self, owner: Owner, name: str, old: object) -> None:
         """Notes that the model has written to an attribute, whose value was ``old``."""
