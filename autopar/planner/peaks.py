@@ -11,12 +11,11 @@ from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
 from autopar.solver.problem import memory_of
 
-from .memory_limit import Needed
+from .memory_limit import SPARE, Needed
 from .mesh_solution import MeshSolution, may_fit, peak_bytes
 from .request import PlanRequest, memory_limit_of
 
-# The nodes of a graph whose step is estimated. Chosen: steps of fewer are rehearsed within a second, and small models
-# repeat less exactly from layer to layer, since one bucket of gradients holds those of many.
+# The nodes of a graph whose step is estimated. Chosen: steps of fewer are rehearsed within a second.
 LEAST_NODES = 4000
 Key = tuple[int, bytes]
 
@@ -57,10 +56,14 @@ class Peaks:
         """Whether the step fits: measured, unless estimates or what the program counts rule it out."""
         if not may_fit(solved, self.allowed):
             return False
-        # A step of which the program counts no more will fit: no need to estimate it first.
+        # A step of which the program counts no more will probably fit: no need to estimate it first.
         return (solved.step.counted.peak <= self.allowed or self.seems_to_fit(solved)) and (
             self.exact(solved) <= self.allowed
         )
+
+    def may_err(self, solved: MeshSolution) -> bool:
+        """Whether a step that was said not to fit may fit, for all that is known of how far estimates are off."""
+        return may_fit(solved, self.allowed) and (self.seems_to_fit(solved) or abs(self.lacking) > SPARE * self.allowed)
 
     def needed(self, solved: MeshSolution) -> Needed:
         return Needed(memory_of(solved.instance.problem, solved.solution.choices), self.about(solved))

@@ -238,6 +238,9 @@ def _enforce_memory_limit(
         best = _solve_limited(request, annotated, free, beyond, timings, peaks, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
             best = _take_cheapest(peaks, best, others)
+        # An estimate may have ruled it out.
+        if quickest is not None and quickest.solution.objective < best.solution.objective and peaks.may_err(quickest):
+            best = quickest if peaks.exact(quickest) <= peaks.allowed else best
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings)
     return _with_bound(request, best, free.seconds)
@@ -271,12 +274,13 @@ def _solve_limited(
     instance = with_memory_savers(request, free.instance)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
-    best = within.best(instance, beyond, starts)
+    best, beyond = within.best(instance, beyond, starts)
     if best is None and host_binds(instance.problem):
         instance = untie_layers(request, annotated, instance)
-        best = within.best(instance, None, ())
+        best, beyond = within.best(instance, None, ())
     if best is None:
-        best = within.best_from(_minimize_memory_within(request, instance))
+        least = _minimize_memory_within(request, instance)
+        best = within.quickest_that_fits(least, beyond) or least
     return best
 
 

@@ -28,7 +28,7 @@ from .mesh_solution import MeshSolution
 from .peaks import Peaks
 from .request import PlanRequest
 
-# How often what is found by wrong estimates is improved. Chosen: the second estimates have learned from the first.
+# How often a search with wrong estimates goes on. Chosen: the second estimates have learned from the first.
 RETRIED = 1
 
 
@@ -42,25 +42,25 @@ class WithinMemory:
     solve: Solve
     unlimited: float
 
-    def best(self, instance: Instance, beyond: Needed | None, starts: Sequence[Ints]) -> MeshSolution | None:
-        """The best solution of ``instance`` that is found to fit. ``beyond``: what a solution needs that does not, if
-        one is known; ``starts``: choices of the program without recomputation and offload."""
-        limit, solve = first_limit(self.peaks.allowed, beyond), self._wide(starts)
-        for _ in range(ROUNDS):
-            found, beyond = self._until_fits(instance, limit, beyond, solve)
-            if found is None:
-                return None
-            best = self._quickest_that_fits(found, beyond)
-            if best is not None:
-                return best
+    def best(
+        self, instance: Instance, beyond: Needed | None, starts: Sequence[Ints]
+    ) -> tuple[MeshSolution | None, Needed | None]:
+        """The best solution of ``instance`` that is found to fit, and what the last that does not fit needs, if they
+        are known. ``beyond``: as the latter, before; ``starts``: choices of the program without recomputation and
+        offload."""
+        limit, solve, rounds = (
+            first_limit(self.peaks.allowed, beyond),
+            self._wide(starts),
+            iter(range(ROUNDS + RETRIED)),
+        )
+        while True:
+            found, beyond = self._until_fits(instance, limit, beyond, solve, rounds)
+            best = None if found is None else self.quickest_that_fits(found, beyond)
+            if found is None or best is not None:
+                return best, beyond
             # Measured by now, and too large, though it did not seem to be.
             beyond = self.peaks.needed(found)
             limit, solve = next_limit(self.peaks.allowed, beyond, None), self.solve
-        return None
-
-    def best_from(self, fitting: MeshSolution) -> MeshSolution:
-        """``fitting``, or a quicker solution that is found to fit."""
-        return self._quickest_that_fits(fitting, None) or fitting
 
     def _wide(self, starts: Sequence[Ints]) -> Solve:
         def solve(instance: Instance, _: Sequence[Ints]) -> Solution:
@@ -69,11 +69,12 @@ class WithinMemory:
         return solve
 
     def _until_fits(
-        self, instance: Instance, limit: float, beyond: Needed | None, solve: Solve
+        self, instance: Instance, limit: float, beyond: Needed | None, solve: Solve, rounds: Iterator[int]
     ) -> tuple[MeshSolution | None, Needed | None]:
-        """Solves ``instance``, first with ``limit`` and then with less memory until the step seems to fit. Returns the
-        solution that does, and what the last that does not needs, if there are any."""
-        for _ in range(ROUNDS):
+        """Solves ``instance``, first with ``limit`` and then with less memory until the step seems to fit, as long as
+        there are ``rounds``. Returns the solution that does, and what the last that does not needs, if there are
+        any."""
+        for _ in rounds:
             limited = with_limit(instance, limit)
             solution = solve(limited, ())
             if solution.status == "infeasible":
@@ -85,17 +86,17 @@ class WithinMemory:
             limit, solve = next_limit(self.peaks.allowed, beyond, None), self.solve
         return None, beyond
 
-    def _quickest_that_fits(self, first: MeshSolution, beyond: Needed | None) -> MeshSolution | None:
-        """The quickest of ``first`` and of what is found with more memory that fits, as measured; None if none does."""
-        best: MeshSolution | None = first
+    def quickest_that_fits(self, best: MeshSolution, beyond: Needed | None) -> MeshSolution | None:
+        """The quickest of ``best`` and of what is found with more memory that fits, as measured; None if none does.
+        ``beyond``: what a solution needs that does not fit."""
         for _ in range(1 + RETRIED):
-            assert best is not None
             lacked, found = self.peaks.lacking, [best, *self._with_more(best, beyond)]
             quickest = sorted(found, key=lambda solved: solved.solution.objective)
-            best = next((solved for solved in quickest if self.peaks.exact(solved) <= self.peaks.allowed), None)
+            fitting = next((solved for solved in quickest if self.peaks.exact(solved) <= self.peaks.allowed), None)
             # If estimates were far off, more or less memory may have been left than they said.
-            if best is None or abs(self.peaks.lacking - lacked) <= SPARE * self.peaks.allowed:
-                break
+            if fitting is None or abs(self.peaks.lacking - lacked) <= SPARE * self.peaks.allowed:
+                return fitting
+            best = fitting
         return best
 
     def _with_more(self, best: MeshSolution, beyond: Needed | None) -> Iterator[MeshSolution]:
@@ -114,9 +115,7 @@ class WithinMemory:
                 break
             limited = with_limit(best.instance, limit)
             solution = self.solve(limited, [best.solution.choices])
-            # Within the gap of the solver nothing else is quicker, and with still more memory it will hardly be.
-            is_same = solution.status != "infeasible" and np.array_equal(solution.choices, best.solution.choices)
-            if solution.status == "infeasible" or is_same:
+            if solution.status == "infeasible":
                 break
             found = MeshSolution.of(limited, solution)
             if self.peaks.seems_to_fit(found):

@@ -3,15 +3,16 @@ prices leave open to be quicker than both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
 from autopar.options import without_stages
 from autopar.planner.memory_limit import TooSlowError
-from autopar.planner.request import NEAR, PlanRequest, Proposals
+from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.restriction import words_of
 
@@ -19,6 +20,8 @@ from .candidate import RULE, Excluded, Tried, keep_shown
 from .division_bounds import Division, bounds_of
 from .pipelines import whole_step
 
+# The shares of counted work that are left for plans without stages, and then for further pipelines. Chosen.
+FOR_NO_STAGES, FOR_OTHERS = 0.5, 0.25
 Solve = Callable[[PlanRequest], Tried]
 
 
@@ -27,69 +30,103 @@ def tried_proposals(
 ) -> Tried:
     """What ``solve`` finds for the layouts of ``proposals`` and without stages; no candidates if none of the layouts
     has any. ``worth``: seconds of a plan without stages that would not be chosen instead of what was tried."""
+    search = ProposedSearch(request, proposals, timings, solve)
+    search.solve_first()
+    if not search.tried.candidates:
+        return search.tried
+    # Seconds that a user limits cannot be had back: what is quickest on most clusters has them first.
+    is_limited = request.options.time_limit is not None
+    if not is_limited:
+        search.solve_without_stages(worth(search.tried))
+    search.solve_others()
+    search.solve_other_microbatches()
+    search.solve_rule_of_thumb()
+    if is_limited:
+        search.solve_without_stages(worth(search.tried))
+    return search.tried
 
-    def restricted(layout: Layout) -> Tried:
-        own = replace(request, options=replace(request.options, layout=layout), worth=tried.least)
+
+@dataclass
+class ProposedSearch:
+    """What was ``tried`` so far, and how each layout that was ``solved`` did."""
+
+    request: PlanRequest
+    proposals: Proposals
+    timings: Timings
+    solve: Solve
+    tried: Tried = field(default_factory=Tried)
+    solved: dict[Layout, Tried] = field(default_factory=dict)
+
+    def solve_first(self) -> None:
+        """Solves layouts until one has a plan."""
+        for layout in self.proposals.layouts:
+            if self._restricted(layout).candidates:
+                return
+
+    def solve_without_stages(self, worth: float) -> None:
+        options = self.request.options
+        self.timings.reserve(options, FOR_NO_STAGES)
+        self.tried += self.solve(replace(self.request, options=without_stages(options), worth=worth))
+        self.timings.reserve(options, FOR_OTHERS)
+
+    def solve_others(self) -> None:
+        for layout in self.proposals.layouts:
+            if layout not in self.solved and self._may_win(layout) and not self._is_spent:
+                self._restricted(layout)
+
+    def solve_other_microbatches(self) -> None:
+        """Tries larger and smaller microbatches of the quickest layout: as long as these are quicker, and their bound
+        and their quick price say that they could be."""
+        layout = min(self.solved, key=lambda layout: self.solved[layout].least)
+        for factor in (2.0, 0.5):
+            seconds, size = self.tried.least, layout.microbatch * factor
+            while size.is_integer() and self.request.batch % (layout.data * size) == 0 and not self._is_spent:
+                other = replace(layout, microbatch=int(size))
+                if not self._may_win(other) or self._bound(other) >= seconds:
+                    break
+                found = self._restricted(other)
+                if found.least >= seconds:
+                    break
+                seconds, size = found.least, size * factor
+
+    def solve_rule_of_thumb(self) -> None:
+        """Finds what the layout of the rule of thumb takes. One that cannot be the quickest is not solved: its quick
+        price says so."""
+        rule = self.proposals.rule
+        if rule is None or (rule not in self.solved and self._is_spent):
+            return
+        if rule not in self.solved and not self._may_win(rule):
+            slow = TooSlowError(words_of(rule), self.proposals.quick[rule], is_proven=False)
+            self.tried += Tried(excluded=(Excluded(RULE, slow),))
+            return
+        found = self.solved.get(rule) or self._restricted(rule)
+        best = min(found.candidates, key=lambda candidate: candidate.seconds, default=None)
+        errors = [failure.error for failure in found.failures if isinstance(failure.error, InfeasibleError)]
+        self.tried += Tried(excluded=tuple(Excluded(RULE, error) for error in errors), rule=best)
+
+    def _restricted(self, layout: Layout) -> Tried:
+        """What a layout has."""
+        options, found = replace(self.request.options, layout=layout), Tried()
         with suppress(OptionsError):
-            return solve(own)
-        return Tried()
+            found = self.solve(replace(self.request, options=options, worth=self.tried.least))
+        self.solved[layout] = found
+        self.tried += found
+        keep_shown(self.tried)
+        return found
 
-    tried, solved = Tried(), dict[Layout, Tried]()
-    for layout in proposals.layouts:
-        known = next((each for each in solved if solved[each].candidates), None)
-        if known is not None and timings.is_spent(request.options):
-            break
-        if known is None or proposals.may_take(tried.least, layout, known, solved[known].least):
-            solved[layout] = restricted(layout)
-            tried += solved[layout]
-            keep_shown(tried)
-        if known is None and solved[layout].candidates:
-            timings.reserve(request.options, 0.5)
-            tried += solve(replace(request, options=without_stages(request.options), worth=worth(tried)))
-    if tried.candidates and not timings.is_spent(request.options):
-        quickest = min(solved, key=lambda layout: solved[layout].least)
-        if solved[quickest].least <= NEAR * tried.least:
-            tried += _other_microbatches(request, proposals, quickest, solved[quickest].least, restricted)
-        tried += _rule_of_thumb(proposals, solved, restricted)
-    return tried
+    def _may_win(self, layout: Layout) -> bool:
+        """Whether quick prices leave open that a layout is quicker than all that was tried: near the quickest, and by
+        its ratio to the quick price of a layout that was solved."""
+        known = next((each for each, found in self.solved.items() if found.candidates), None)
+        if known is None or not self.proposals.is_near(layout):
+            return known is None
+        return self.proposals.may_take(self.tried.least, layout, known, self.solved[known].least)
 
+    def _bound(self, layout: Layout) -> float:
+        count = self.request.batch // (layout.data * layout.microbatch)
+        division = Division(layout.pipeline, layout.data, layout.tensor, count, 1)
+        return bounds_of(self.request, whole_step(self.request)).seconds(division)
 
-def _rule_of_thumb(proposals: Proposals, solved: Mapping[Layout, Tried], solve: Callable[[Layout], Tried]) -> Tried:
-    """What the layout of the rule of thumb takes; ``solved``: what other layouts do. One that is far from the quickest
-    is not solved: its quick price says so."""
-    rule = proposals.rule
-    if rule is None:
-        return Tried()
-    if rule not in solved and not proposals.is_near(rule):
-        slow = TooSlowError(words_of(rule), proposals.quick[rule], is_proven=False)
-        return Tried(excluded=(Excluded(RULE, slow),))
-    found = solved.get(rule) or solve(rule)
-    best = min(found.candidates, key=lambda candidate: candidate.seconds, default=None)
-    errors = [failure.error for failure in found.failures if isinstance(failure.error, InfeasibleError)]
-    return Tried(
-        candidates=() if rule in solved else found.candidates,
-        excluded=tuple(Excluded(RULE, error) for error in errors),
-        rule=best,
-    )
-
-
-def _other_microbatches(
-    request: PlanRequest, proposals: Proposals, layout: Layout, best: float, solve: Callable[[Layout], Tried]
-) -> Tried:
-    """Candidates like those of ``layout``, which takes ``best`` seconds, with larger and smaller microbatches: as long
-    as these are quicker, and their bound and their quick price say that they could be."""
-    tried = Tried()
-    for factor in (2.0, 0.5):
-        seconds, size = best, layout.microbatch * factor
-        while size.is_integer() and request.batch % (layout.data * size) == 0:
-            count = request.batch // (layout.data * int(size))
-            division = Division(layout.pipeline, layout.data, layout.tensor, count, 1)
-            other = replace(layout, microbatch=int(size))
-            if not proposals.is_near(other) or bounds_of(request, whole_step(request)).seconds(division) >= seconds:
-                break
-            found = solve(other)
-            tried += found
-            if found.least >= seconds:
-                break
-            seconds, size = found.least, size * factor
-    return tried
+    @property
+    def _is_spent(self) -> bool:
+        return self.timings.is_spent(self.request.options) and math.isfinite(self.tried.least)

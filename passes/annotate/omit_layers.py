@@ -47,7 +47,7 @@ class Stack:
 class OmitLayers(Pass):
     """Leaves out ``count`` layers of ``stack`` from ``begin``: a multiple of its period, with at least one period of
     layers that repeat on either side. Raises :class:`GraphError` if a value of theirs is read outside of the stack, or
-    by all layers."""
+    by a layer for which none is as far away any more."""
 
     name: ClassVar[str] = "omit-layers"
     stack: Stack

@@ -71,7 +71,7 @@ class StorageMeter(TorchDispatchMode):
             del self._lives[key]
 
     def peak_between(self, begin: int, end: int) -> int:
-        """The most bytes live at once from event ``begin`` to before event ``end``."""
+        """The most bytes live after any allocation from event ``begin`` to before event ``end``; 0 without one."""
         first, last = (bisect_left(self._rises, (event, 0)) for event in (begin, end))
         return max((held for _, held in self._rises[first:last]), default=0)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.ir.graph import Graph
+from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.placed_step import PlacedStep
 from autopar.planner import peaks as measuring
 from autopar.planner.mesh_solution import MeshSolution, peak_bytes
@@ -18,10 +19,12 @@ from autopar.planner.peaks import Peaks
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
+from autopar.planner.steps import short_rehearsal
 from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
 from autopar.planner.timings import Timings
 from tests.helpers.models import Case, llama
 from tests.helpers.planning import requested
+from tests.passes.test_omit_layers import deep
 
 
 class Layer(nn.Module):
@@ -67,18 +70,24 @@ def two_stacks() -> Case:
     return Both(), {"x": torch.randn(64, 64)}
 
 
-def skips() -> Case:
+class Skips(Turns):
     """The outputs of all layers are read after the last."""
 
-    class Skips(Turns):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = []
-            for layer in self.layers:
-                x = layer(x)
-                found.append(x)
-            return torch.stack(found).square().mean()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for layer in self.layers:
+            x = layer(x)
+            found.append(x)
+        return torch.stack(found).square().mean()
 
+
+def skips() -> Case:
     return Skips(24), {"x": torch.randn(64, 64)}
+
+
+def wide() -> Case:
+    """Activations are most of what it holds: the program counts more than that."""
+    return Turns(24), {"x": torch.randn(1024, 64)}
 
 
 def graph_of(request: PlanRequest) -> Graph:
@@ -104,6 +113,7 @@ def limit_of(request: PlanRequest) -> int:
 def estimating(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of small graphs are estimated too."""
     monkeypatch.setattr(measuring, "LEAST_NODES", 0)
+    monkeypatch.setattr(short_rehearsal, "LEAST_BUCKETS", 0)
 
 
 @pytest.mark.usefixtures("estimating")
@@ -117,6 +127,7 @@ def test_few_layers_tell_what_many_hold(model: Callable[[], Case]) -> None:
         assert estimated_peak(measuring._plain(best), short) == peak_bytes(best)
 
 
+@pytest.mark.usefixtures("estimating")
 def test_a_transformer_is_estimated_within_a_few_hundredths() -> None:
     best = solved(requested(partial(llama, 14), (2,), offload=False, recompute="full"))
     short = short_graphs(best.instance.graph)
@@ -144,15 +155,20 @@ def test_fewer_steps_are_rehearsed_in_full(monkeypatch: pytest.MonkeyPatch) -> N
     all_rehearsed = len(measured)
     measured.clear()
     monkeypatch.setattr(measuring, "LEAST_NODES", 0)
+    monkeypatch.setattr(short_rehearsal, "LEAST_BUCKETS", 0)
     assert peak_bytes(solved(request)) <= limit_of(request)
     assert len(measured) < all_rehearsed
 
 
 @pytest.mark.usefixtures("estimating")
-@pytest.mark.parametrize("error", [0.7, 1.2])
-def test_a_wrong_estimate_costs_rounds_and_no_memory(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates that are too low, or too high: what is chosen fits, as measured, and is not slower."""
-    request = within(requested(turns, (2,), offload=False), 0.7)
+@pytest.mark.parametrize("share", [0.7, 1.0, 1.05])
+@pytest.mark.parametrize("error", [0.7, 1.36])
+def test_a_wrong_estimate_costs_rounds_and_no_memory(
+    error: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Estimates that are too low, or too high: what is chosen fits, as measured, and is not slower. Where the quickest
+    fits, it is chosen."""
+    request = within(requested(wide, (2,), offload=False), share)
     right = solved(request)
 
     def wrong(step: PlacedStep, short: ShortGraphs) -> int:
@@ -163,4 +179,41 @@ def test_a_wrong_estimate_costs_rounds_and_no_memory(error: float, monkeypatch: 
     monkeypatch.setattr(measuring, "estimated_peak", wrong)
     best = solved(request)
     assert peak_bytes(best) <= limit_of(request)
-    assert best.solution.objective <= 1.02 * right.solution.objective
+    assert best.solution.objective <= (1.02 if share < 1.0 else 1.0) * right.solution.objective
+
+
+def test_gradients_that_one_bucket_holds_are_not_estimated() -> None:
+    """Of 24 small layers the gradients of all are in one bucket; those of few are too."""
+    best = solved(requested(turns, (2,), offload=False))
+    short = short_graphs(best.instance.graph)
+    assert short is not None and estimated_peak(measuring._plain(best), short) is None
+
+
+@pytest.mark.parametrize("period", [1, 3, 4, 6])
+@pytest.mark.parametrize("layers", [36, 37, 49])
+def test_turns_of_any_length_are_shortened(period: int, layers: int) -> None:
+    short = short_graphs(fold_layers(Graph.from_text(deep(layers, turns=period))))
+    assert short is not None
+    (longer, times) = short.longer[0]
+    per_layer = (len(longer) - len(short.base)) * times
+    assert len(short.base) + per_layer == len(Graph.from_text(deep(layers, turns=period)))
+
+
+def test_a_stack_that_is_read_outside_keeps_its_layers_and_others_do_not() -> None:
+    """Experts that are read together, beside a deep stack."""
+
+    class Mixed(Skips):
+        def __init__(self) -> None:
+            super().__init__(12)
+            self.deep = Turns(24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = super().forward(x) + self.deep(x)
+            return loss
+
+    best = solved(requested(lambda: (Mixed(), {"x": torch.randn(64, 64)}), (2,), offload=False))
+    short = short_graphs(best.instance.graph)
+    assert short is not None and len(short.longer) == 1
+    assert sum(node.module.startswith("layers.") for node in short.base.nodes) == sum(
+        node.module.startswith("layers.") for node in best.instance.graph.nodes
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,11 @@ from autopar.planner.roles.axis_roles import AxisRole
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
-from autopar.search import attempts, best_plan, division_bounds, proposed
+from autopar.search import attempts, best_plan, division_bounds
 from autopar.search.candidate import Candidate, Tried
 from autopar.search.division_bounds import Bounds, Division, all_divisions, bounds_of, covered, divides, searched
 from autopar.search.pipelines import whole_step
+from autopar.search.proposed import ProposedSearch
 from autopar.search.stage_meshes import layout_of
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.planning import CLUSTER, planned, requested, slow_devices
@@ -264,26 +266,40 @@ def test_what_was_excluded_is_not_quicker() -> None:
         assert other.predicted.step_seconds >= seconds * (1 - 1e-9), division
 
 
-def test_other_microbatches_are_tried_while_they_are_quicker() -> None:
+def microbatches(quick: Mapping[Layout, float], without: float = math.inf) -> list[int]:
+    """The microbatches that are tried for one of two samples, which takes 10 s, where a plan without stages takes
+    ``without`` seconds."""
     asked, tried = request(Layout()), list[int]()
 
-    def solve(layout: Layout) -> Tried:
+    def solve(own: PlanRequest) -> Tried:
+        layout = own.options.layout
+        assert layout is not None and layout.microbatch is not None
         tried.append(layout.microbatch)
-        seconds = {1: 12.0, 2: 10.0, 4: 9.0, 8: 9.5}[layout.microbatch]
-        return Tried((Candidate(seconds * 1e9, None, _never, _never),))
+        return known({1: 12.0, 2: 10.0, 4: 9.0, 8: 9.5}[layout.microbatch])
 
-    layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
-    found = proposed._other_microbatches(asked, Proposals(), layout, 10.0 * 1e9, solve)
-    assert tried == [4, 8, 1] and len(found.candidates) == 3
-    tried.clear()
-    quick = {layout: 1.0, replace(layout, microbatch=4): 1.04, replace(layout, microbatch=8): 1.06}
-    proposed._other_microbatches(asked, Proposals((layout,), None, quick), layout, 10.0 * 1e9, solve)
-    assert tried == [4, 1], "quick prices put 8 behind, and have none of 1"
+    search = ProposedSearch(asked, Proposals((TWO,), None, quick), Timings(), solve)
+    search.solve_first()
+    search.tried += known(without)
+    search.solve_other_microbatches()
+    return tried[1:]
+
+
+def known(seconds: float) -> Tried:
+    return Tried((Candidate(seconds * 1e9, None, _never, _never),))
+
+
+TWO = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
+
+
+def test_other_microbatches_are_tried_while_they_are_quicker() -> None:
+    assert microbatches({}) == [4, 8, 1]
+    quick = {TWO: 1.0, replace(TWO, microbatch=4): 1.04, replace(TWO, microbatch=8): 1.06}
+    assert microbatches(quick) == [4, 1], "quick prices put 8 behind, and have none of 1"
+    assert microbatches(quick, without=9.4) == [1], "by their ratio, 4 would take 10.4 s"
 
 
 def test_microbatches_whose_bound_is_no_better_are_not_tried() -> None:
-    layout = Layout(pipeline=2, tensor=2, data=1, microbatch=2)
-    assert proposed._other_microbatches(request(layout), Proposals(), layout, 0.0, _never) == Tried()
+    assert microbatches({}, without=0.0) == []
 
 
 def _never(*_: object) -> Any:
