@@ -7,7 +7,7 @@ So a call of an element of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` is
 - an earlier call was of a module that is alike (:mod:`.alike_modules`), with equal arguments, in the same modes;
 - another call that is alike has run and has recorded exactly what the earlier one did, apart from the tensors;
 - its operations use no tensor but its own parameters and buffers, its arguments, and what it computes;
-- none of its operations writes to memory, and its results share none with anything else.
+- its operations write to no memory but their own, and its results share none with anything else.
 
 Then its operations are those of the earlier call, with other tensors, and its results are new tensors of the same kind.
 What cannot be seen from outside a call is what its code changes in Python: a counter, a list. If anything has changed
@@ -224,7 +224,7 @@ class RepeatedCalls:
         for step in instructions:
             is_inside = step.path is not None and f"{step.path}.".startswith(f"{template.path}.")
             is_known = all(number in given or number in template.numbers for number in step.operands)
-            if is_mutable(step.op) or not is_inside or not is_known:
+            if not is_inside or not is_known or (is_mutable(step.op) and not self._writes_own(template, step, given)):
                 raise _UnlikeError
         made = [ref.number for ref in _refs(template.results) if ref.number in template.numbers]
         memory_of = {n: storage_key(recorder.tensors[n].untyped_storage()) for n in (*made, *given) if n >= 0}
@@ -233,6 +233,35 @@ class RepeatedCalls:
             raise _UnlikeError
         if any(recorder.tensors[n].requires_grad and not recorder.tensors[n].is_contiguous() for n in made):
             raise _UnlikeError  # Copies of it might have other strides.
+
+    def _writes_own(self, template: _Template, step: RecordedOp, given: set[int]) -> bool:
+        """Whether a step that writes to memory has operands that the call itself made, in memory of their own: the sum
+        within a norm, to which a constant is added."""
+        tensors = self.recorder.tensors
+        foreign = {storage_key(tensors[n].untyped_storage()) for n in given if n >= 0}
+        memories = {storage_key(tensors[n].untyped_storage()) for n in step.operands}
+        is_own = all(n in template.numbers for n in step.operands) and not memories & foreign
+        # No views of it: copies could not share its memory.
+        kinds = {tensor_kind(tensors[n]) for n in self._sharing(template, memories)}
+        return is_own and len(memories) == 1 == len(kinds)
+
+    def _sharing(self, template: _Template, memories: set[int]) -> list[int]:
+        """The numbers of the tensors of a call that lie in some memories."""
+        tensors = self.recorder.tensors
+        return [n for n in template.numbers if storage_key(tensors[n].untyped_storage()) in memories]
+
+    def _with_memory_of_its_own(self, template: _Template, first: int) -> None:
+        """Gives what a call that is not run writes to memory of its own: it would seem that both calls write to the
+        same. ``first``: the number of its first new tensor."""
+        recorder, region = self.recorder, template.region
+        steps = recorder.instructions[region.start : region.end]
+        written = [step.operands[0] for step in steps if is_mutable(step.op)]
+        for memory in {storage_key(recorder.tensors[n].untyped_storage()) for n in written}:
+            own: torch.Tensor | None = None
+            for old in self._sharing(template, {memory}):
+                number = first + template.numbers.index(old)
+                own = recorder.stand_in(recorder.tensors[old], number) if own is None else own
+                recorder.tensors[number] = own
 
     def _renamed(
         self, template: _Template, module: nn.Module, numbers: tuple[int, ...], first: int
@@ -281,6 +310,7 @@ class RepeatedCalls:
         assert parts is not None
         recorder.instructions += self._renamed(template, module, numbers, first)
         recorder.tensors += [recorder.tensors[n] for n in template.numbers]
+        self._with_memory_of_its_own(template, first)
         recorder.add_region(module, _moved(template.region, start - template.region.start))
         read_alike(parts, self.reads)
         given = dict(zip(template.arguments, numbers, strict=True))

@@ -150,6 +150,33 @@ class Dropping(Layer):
         return nn.functional.dropout(x, 0.1, self.training)
 
 
+class Normed(Layer):
+    """RMSNorm writes to a sum of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def also(self, x: Tensor) -> Tensor:
+        return super().also(self.norm(x))
+
+
+class OwnSums(Layer):
+    """Returns what it wrote to."""
+
+    def also(self, x: Tensor) -> Tensor:
+        return (x * 2.0).add_(1.0)
+
+
+class WrittenViews(Layer):
+    """Writes to a part of what it made, and reads the whole."""
+
+    def also(self, x: Tensor) -> Tensor:
+        whole = x * 2.0
+        whole[:, :2].add_(1.0)
+        return whole * 1.5
+
+
 class InPlace(Layer):
     """Changes what it gets."""
 
@@ -231,6 +258,9 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "buffers": (lambda: Stack(WithBuffer), 0),
     "dropping": (lambda: Stack(Dropping), LAYERS - 2),
     "in place": (lambda: Stack(InPlace), 0),
+    "norms": (lambda: Stack(Normed), LAYERS - 2),
+    "own sums": (lambda: Stack(OwnSums), LAYERS - 2),
+    "written views": (lambda: Stack(WrittenViews), 0),
     "views": (lambda: Stack(Viewing), LAYERS - 2),
     "tied": (lambda: Stack(Layer, _tie), LAYERS - 2),
     "frozen": (lambda: Stack(Layer, _freeze), LAYERS - 3),
