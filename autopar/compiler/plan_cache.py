@@ -115,7 +115,7 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
     for field in fields(request):
         if field.name == "propose":
             yield f"proposes={proposes(request)}"
-        elif field.name not in ("graph", "cluster", "options", "shared"):
+        elif field.name not in ("graph", "cluster", "options", "shared", "asked"):  # The last is for errors alone.
             yield f"{field.name}={getattr(request, field.name)!r}"
     for field in fields(request.options):
         if field.name in _NOT_PLANNED:

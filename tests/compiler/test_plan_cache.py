@@ -164,8 +164,9 @@ def test_everything_in_a_question_counts(plan_request: PlanRequest, monkeypatch:
     keys["code"] = plan_key(plan_request)
     source_hash.code_version.cache_clear()
     assert len(set(keys.values())) == len(keys)
-    # ``shared`` holds what other requests computed too, which changes no plan; only a search says what is ``worth`` it.
-    assert {"graph", "propose", "shared", "worth", *_OTHER} == {field.name for field in fields(PlanRequest)}
+    # ``shared`` holds what other requests computed too, and errors name the mesh that was ``asked`` for, which changes no
+    # plan; only a search says what is ``worth`` it.
+    assert {"graph", "propose", "shared", "asked", "worth", *_OTHER} == {field.name for field in fields(PlanRequest)}
 
 
 def test_options_that_are_not_looked_at_here_count_too() -> None:
