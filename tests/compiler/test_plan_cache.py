@@ -164,8 +164,8 @@ def test_everything_in_a_question_counts(plan_request: PlanRequest, monkeypatch:
     keys["code"] = plan_key(plan_request)
     source_hash.code_version.cache_clear()
     assert len(set(keys.values())) == len(keys)
-    # ``shared`` holds what other requests computed too, and errors name the mesh that was ``asked`` for: neither changes
-    # a plan. Only a search says what is ``worth`` it.
+    # ``shared`` holds what other requests computed too, and errors name the mesh ``asked`` for: neither changes a plan.
+    # Only a search says what is ``worth`` it.
     assert {"graph", "propose", "shared", "asked", "worth", *_OTHER} == {field.name for field in fields(PlanRequest)}
 
 
