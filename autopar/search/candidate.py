@@ -129,7 +129,8 @@ def _quicker(one: Predicted | None, other: Predicted | None) -> Predicted | None
 
 def why_excluded(tried: Tried, limit: int) -> dict[str, str]:
     """Why no plan of a kind was priced, for every kind of which there is none. ``limit``: bytes for each device."""
-    found = {NO_STAGES for candidate in tried.candidates if candidate.layout is None}
+    # A whole step in microbatches has no stages either.
+    found = {NO_STAGES for each in tried.candidates if each.layout is None or each.layout.stages == 1}
     found |= {RULE} if tried.rule is not None else set()
     reasons: dict[str, list[InfeasibleError]] = {}
     for excluded in tried.excluded:

@@ -9,7 +9,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan_record import Predicted
 from autopar.planner.timings import Timings
 from autopar.search import best_plan as search
-from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, also_priced
+from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, also_priced, why_excluded
 from tests.helpers.planning import requested
 
 
@@ -22,6 +22,13 @@ def test_of_the_baselines_of_excluded_meshes_the_quickest_is_listed() -> None:
     excluded = tuple(Excluded(NO_STAGES, InfeasibleError("too full"), baselines) for baselines in priced)
     best = Candidate(1.0, None, Mock(), Mock())
     assert also_priced(Tried((best,), excluded), best) == {"FSDP": step_of(1.0), "DDP": None}
+
+
+@pytest.mark.parametrize(("stages", "is_said"), [(1, False), (2, True)])
+def test_a_whole_step_in_microbatches_is_a_plan_without_stages(stages: int, is_said: bool) -> None:
+    excluded = (Excluded(NO_STAGES, InfeasibleError("too full").needing(2)),)
+    found = Candidate(1.0, Mock(stages=stages), Mock(), Mock())
+    assert (NO_STAGES in why_excluded(Tried((found,), excluded), limit=1)) == is_said
 
 
 def test_only_the_error_that_would_be_shown_keeps_what_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
