@@ -183,6 +183,11 @@ class Node:
         """The fully qualified name of what a placeholder represents (parameter path, input name, ...)."""
         return str(self.args[0])
 
+    @property
+    def path(self) -> str:
+        """Its path in the model: its module's, or for placeholders such as parameters their own."""
+        return self.target if self.is_placeholder else self.module
+
     def map_values(self, function: Callable[[Value], Value]) -> Node:
         """The node with other operands; itself, if they stay the same."""
         operands = self.operands

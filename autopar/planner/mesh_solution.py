@@ -18,9 +18,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.placement.rooms import Room
 from autopar.planner.steps.exact_memory import ExactMemory, exact_memory, is_rehearsed
-from autopar.solver.problem import Ints, Solution, memory_of
-
-from .memory_limit import Needed
+from autopar.solver.problem import Ints, Solution
 
 # What the cost breakdown of a step that saves no memory counts is at most so many times what it holds: to what rests it
 # adds activations, gradients and the largest operation, which the step may hold one after the other.
@@ -140,11 +138,6 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 def may_fit(solved: MeshSolution, limit: float) -> bool:
     """Whether it takes a rehearsal, which takes long, to know whether a step holds at most ``limit`` bytes."""
     return solved.saves_memory or solved.step.counted.peak <= COUNTED_AT_MOST * limit
-
-
-def needed(solved: MeshSolution) -> Needed:
-    """The bytes of a solution, as its program counts them and at its peak."""
-    return Needed(memory_of(solved.instance.problem, solved.solution.choices), peak_bytes(solved))
 
 
 def peak_bytes(solved: MeshSolution) -> int:

@@ -34,7 +34,7 @@ from .memory_limit import (
     with_limit,
     without_limit,
 )
-from .mesh_solution import MeshSolution, needed, peak_bytes, placed_step
+from .mesh_solution import MeshSolution, peak_bytes, placed_step
 from .peaks import Peaks
 from .request import PlanRequest, asked_mesh, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
@@ -242,7 +242,7 @@ def _enforce_memory_limit(
         if quickest is not None and quickest.solution.objective < best.solution.objective and peaks.may_err(quickest):
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best
     if _memory_binds(request, best, free.seconds):
-        best = _refine_untied(request, annotated, best, timings)
+        best = _refine_untied(request, annotated, best, timings, peaks)
     return _with_bound(request, best, free.seconds)
 
 
@@ -327,10 +327,12 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
     return folded and limit_costs and peak_bytes(best) > 0.8 * memory_limit_of(request)
 
 
-def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
+def _refine_untied(
+    request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings, peaks: Peaks
+) -> MeshSolution:
     """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
-        limit = next_limit(float(memory_limit_of(request)), None, needed(best))
+        limit = next_limit(peaks.allowed, None, peaks.needed(best))
         instance = with_limit(untie_layers(request, annotated, best.instance), limit)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)
@@ -338,7 +340,7 @@ def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, t
     if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
     refined = MeshSolution.of(instance, solution)
-    return refined if peak_bytes(refined) <= memory_limit_of(request) else best
+    return refined if peaks.exact(refined) <= peaks.allowed else best
 
 
 def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:

@@ -48,11 +48,8 @@ class WithinMemory:
         """The best solution of ``instance`` that is found to fit, and what the last that does not fit needs, if they
         are known. ``beyond``: as the latter, before; ``starts``: choices of the program without recomputation and
         offload."""
-        limit, solve, rounds = (
-            first_limit(self.peaks.allowed, beyond),
-            self._wide(starts),
-            iter(range(ROUNDS + RETRIED)),
-        )
+        rounds = iter(range(ROUNDS + RETRIED))
+        limit, solve = first_limit(self.peaks.allowed, beyond), self._wide(starts)
         while True:
             found, beyond = self._until_fits(instance, limit, beyond, solve, rounds)
             best = None if found is None else self.quickest_that_fits(found, beyond)

@@ -16,7 +16,6 @@ from types import MappingProxyType
 
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import fold_path, layers_among
-from autopar.ir.node import Node
 
 from .equivalent_nodes import EquivalenceKeys
 from .fold_loops import fold_loops
@@ -24,15 +23,10 @@ from .fold_loops import fold_loops
 NOBODY: Mapping[str, Hashable] = MappingProxyType({})
 
 
-def _path(node: Node) -> str:
-    """A node's path in the model: its module's, or for placeholders such as parameters their own."""
-    return node.target if node.is_placeholder else node.module
-
-
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
     """The graph with ``classes``, which maps each node's name to that of the first node of its class. Nodes named in
     ``apart`` are tied only to nodes with the same entry there: those that the user pinned alike."""
-    keys, paths = EquivalenceKeys(graph), {node.name: _path(node) for node in graph.nodes}
+    keys, paths = EquivalenceKeys(graph), {node.name: node.path for node in graph.nodes}
     distinct = dict.fromkeys(paths.values())
     layers = layers_among(distinct)
     patterns = {path: fold_path(path, layers) for path in distinct}

@@ -116,13 +116,8 @@ class _Layers:
         return _Layers(number, place, nodes)
 
 
-def _path(node: Node) -> str:
-    return node.target if node.is_placeholder else node.module
-
-
 def _number(node: Node, path: str) -> int | None:
-    own = _path(node)
-    number = own[len(path) :].partition(".")[0] if own.startswith(path) else ""
+    number = node.path[len(path) :].partition(".")[0] if node.path.startswith(path) else ""
     return int(number) if number.isdigit() else None
 
 
@@ -130,7 +125,7 @@ def stacks_of(graph: Graph, least: int) -> tuple[Stack, ...]:
     """The outermost stacks of a graph with classes, of at least ``least`` layers that repeat."""
     sequences: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:
-        for path, number in _numbers(_path(node)):
+        for path, number in _numbers(node.path):
             sequences[path][number].append(graph.classes.get(node.name, node.name))
     found: list[Stack] = []
     for path, layers in sorted(sequences.items(), key=lambda item: len(item[0])):

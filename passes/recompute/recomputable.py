@@ -137,7 +137,7 @@ def _forward_users(graph: Graph, node: Node) -> Iterator[Node]:
 def _layers(graph: Graph) -> dict[str, str]:
     """The layer of each forward operation that is inside one: the path of the outermost element of a container.
     Constants belong to none: those of equal layers are computed in the first of them alone, such as a causal mask."""
-    paths = layers_among(node.target if node.is_placeholder else node.module for node in graph.nodes)
+    paths = layers_among(node.path for node in graph.nodes)
     layers: dict[str, str] = {}
     constants: set[str] = set()
     for node in graph.nodes:

@@ -21,7 +21,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES
 from autopar.runtime.rehearse.rehearsal import Footprint
 
-from .exact_memory import bytes_of_update, footprint_of, is_rehearsed
+from .exact_memory import bytes_of_update, footprint_of
 
 # Layers that are kept at each end of what repeats in a stack, and how many more the second rehearsal has.
 # Chosen: what the ends of forward and backward hold besides saved activations ends within two layers.
@@ -86,9 +86,10 @@ def _at(graph: Graph, more: Mapping[Stack, int]) -> Graph | None:
 
 def estimated_peak(step: PlacedStep, short: ShortGraphs) -> int | None:
     """The peak bytes of ``step`` (whose assignment says what is recomputed, and whose graph has no copies of it yet) by
-    rehearsals of ``short``, which is of its graph. None if the step is not rehearsed, or cannot be, or if its layers
-    have so small gradients that buckets hold those of all layers of ``short``: many layers hold fewer buckets then."""
-    if not is_rehearsed(step) or _gradient_bytes(step, short.base) < LEAST_BUCKETS * BUCKET_BYTES:
+    rehearsals of ``short``, which is of its graph. Of a step that is rehearsed (:func:`.is_rehearsed`). None if it
+    cannot be, or if its layers have so small gradients that buckets hold those of all layers of ``short``: many layers
+    hold fewer buckets then."""
+    if _gradient_bytes(step, short.base) < LEAST_BUCKETS * BUCKET_BYTES:
         return None
     base, *longer = (_placed(step, graph) for graph in (short.base, *(graph for graph, _ in short.longer)))
     try:
