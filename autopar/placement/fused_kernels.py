@@ -27,6 +27,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.ir.node import RECOMPUTED, VIEWS, Node, Value
 from autopar.ir.placements import REPLICATE, Strategy
+from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.lower.fuse_bias import biased_products
 from autopar.passes.native.restore import restore
@@ -60,12 +61,17 @@ class FusedKernels:
         for kernel in fused:
             shares.update(shares_of(kernels.graph, kernel))
         numbers = {node.name: number for number, kernel in enumerate(fused) for node in kernel.nodes}
-        classes = fold_layers(graph).classes
+        classes = graph.classes or fold_layers(graph).classes
         inside = {
             (Value(classes.get(value.node, value.node), value.index), classes.get(consumer, consumer))
             for value, consumer in (*_inside(kernels.graph, numbers), *_into_products(graph, kernels.graph))
         }
         return FusedKernels(kernels, shares, frozenset(inside), classes)
+
+    @staticmethod
+    def of_layers(graph: Graph, device: Device) -> FusedKernels:
+        """:meth:`of` a graph with classes, as far as prices need it: ``kernels`` are those of few layers."""
+        return replace(FusedKernels.of(FewLayers()(graph), device), classes=graph.classes)
 
     def share_of(self, node: Node) -> Share | None:
         """The share of a node, or of the one that it is a copy of; None if it is no part of a fused kernel."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.ir.graph import Graph
 from autopar.offload import allowed, required
 from autopar.options import Options
+from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.pipeline.microbatch import split_inputs
 from autopar.placement.constraints import pin_instance, pinned_apart, with_choices, zero_allows
@@ -24,18 +25,10 @@ PROGRAMS = 2
 
 
 def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:
-    """The instance of an annotated graph, without recomputation and offload. The depth of the model is divided into
-    ``stretches``; equal layers of one stretch are tied."""
-    pins = request.options.pins
-    folded = request.shared.once(
-        "folded graph",
-        (annotated,),
-        stretches,
-        tuple(pins.items()),
-        make=lambda: fold_layers(annotated, stretches, pinned_apart(annotated, pins)),
-    )
+    """The instance of an annotated graph, which may have classes, without recomputation and offload. The depth of the
+    model is divided into ``stretches``; equal layers of one stretch are tied."""
     instance = build_instance(
-        folded,
+        _tied(request, annotated, stretches),
         prices,
         optimizer=request.options.optimizer,
         memory_limit=float(memory_limit_of(request)),
@@ -43,6 +36,20 @@ def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches:
         repeats=request.repeats,
     )
     return _restricted(request, instance)
+
+
+def _tied(request: PlanRequest, annotated: Graph, stretches: int) -> Graph:
+    """The annotated graph with classes of the nodes that choose alike."""
+    pins = request.options.pins
+    if annotated.classes and not pins and stretches == 1:
+        return annotated
+    return request.shared.once(
+        "tied graph",
+        (annotated,),
+        stretches,
+        tuple(pins.items()),
+        make=lambda: fold_layers(annotated, stretches, pinned_apart(annotated, pins)),
+    )
 
 
 def untie_layers(request: PlanRequest, annotated: Graph, folded: Instance) -> Instance:
@@ -82,11 +89,16 @@ def _restricted(request: PlanRequest, instance: Instance) -> Instance:
 
 
 def _products(request: PlanRequest, instance: Instance) -> Products:
-    """The products of the instance's graph, one object for all that share its nodes and strategies."""
+    """The products of few layers of the instance's graph, among them the nodes by whose names groups go. One object for
+    all graphs that share nodes, strategies and classes."""
     graph, axes = instance.graph, len(request.roles)
     dims = {name: dim for name, dim in split_inputs(request.graph).items() if dim is not None}
-    of, settings = (graph.nodes, graph.strategies), (axes, tuple(dims.items()))
-    return request.shared.once("products", of, *settings, make=lambda: Products(graph, axes, dims), kept=PROGRAMS)
+    of, settings = (graph.nodes, graph.strategies, graph.classes), (axes, tuple(dims.items()))
+
+    def make() -> Products:
+        return Products(FewLayers()(graph), axes, dims)
+
+    return request.shared.once("products", of, *settings, make=make, kept=PROGRAMS)
 
 
 def _zero_of(options: Options) -> str:

@@ -13,6 +13,7 @@ from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import Shares
 from autopar.layout import Layout
 from autopar.options import Options
+from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.roles.axis_roles import AxisRole
 
@@ -115,8 +116,13 @@ def kernels_of(request: PlanRequest, graph: Graph) -> FusedKernels | None:
     """The kernels that a concrete graph runs as; None if operations run one by one."""
     if not is_compiled(request):
         return None
-    device = request.cluster.device
-    return request.shared.once("kernels", (graph,), device.is_gpu, make=lambda: FusedKernels.of(graph, device))
+    device, folded = request.cluster.device, folded_graph(request, graph)
+    return request.shared.once("kernels", (graph,), device.is_gpu, make=lambda: FusedKernels.of_layers(folded, device))
+
+
+def folded_graph(request: PlanRequest, graph: Graph) -> Graph:
+    """``graph`` with the classes of equal nodes (:func:`.fold_layers`)."""
+    return request.shared.once("folded graph", (graph,), make=lambda: fold_layers(graph))
 
 
 def memory_limit_of(request: PlanRequest) -> int:

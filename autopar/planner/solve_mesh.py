@@ -36,7 +36,7 @@ from .memory_limit import (
 )
 from .mesh_solution import MeshSolution, peak_bytes, placed_step
 from .peaks import Peaks
-from .request import PlanRequest, asked_mesh, host_limit_of, kernels_of, memory_limit_of
+from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
 from .within_memory import WithinMemory
@@ -116,7 +116,8 @@ def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Gr
     memory."""
     once, mesh, cluster, shares = request.shared.once, request.mesh, request.cluster, request.shares
     with timings.phase("annotate"):
-        annotated = once("annotated graph", (graph,), mesh, shares, make=lambda: annotate(graph, mesh, shares))
+        folded = folded_graph(request, graph)
+        annotated = once("annotated graph", (folded,), mesh, shares, make=lambda: annotate(folded, mesh, shares))
         fused = kernels_of(request, graph)
         of, limits = (annotated, cluster, fused), request.rank_limits if any(shares) else ()
         prices = once("prices", of, mesh, limits, make=lambda: Prices.of(cluster, mesh, annotated, fused, limits))

@@ -39,6 +39,7 @@ from autopar.passes.rule_language.registry import OpCall
 from autopar.passes.rules import RULES
 
 from .equivalent_nodes import without_positions
+from .few_layers import FewLayers
 from .fold import fold_layers
 from .prune import Live, is_live, live_placements
 from .unequal_shares import fitting_shares, unequal_strategies
@@ -129,16 +130,27 @@ def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
     """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`).
     ``shares``: those in which rows may be divided, besides equal ones; if these rows do not divide so, the nearest that
     they do."""
+    folded = graph if graph.classes else fold_layers(graph)
+    few, stacks = FewLayers().shortened(folded)
+    known = _strategies_of_all(few, mesh, shares)
+    if stacks:  # Equal layers have equal strategies.
+        names = {name: name if name in known else first for name, first in folded.classes.items()}
+        known = {name: known[own] for name, own in names.items()}
+    return replace(graph, strategies=known)
+
+
+def _strategies_of_all(graph: Graph, mesh: tuple[int, ...], shares: Shares) -> Mapping[str, tuple[Strategy, ...]]:
+    """The strategies of every node of a graph with classes."""
     shares = fitting_shares(graph, shares) or ((),) * len(mesh)
     factors, calls = reshape_factors(graph, mesh, shares), _distinct_calls(graph)
     sizes = sorted({each for each in zip(mesh, shares, strict=True) if each[0] > 1})
     offer = partial(axis_strategies, factors=factors)
     single = [_strategies(graph, calls, (size,), offer, (unequal,)) for size, unequal in sizes]
     joined = _joined(graph, single)
-    live = live_placements(graph, joined, fold_layers(graph).classes)
+    live = live_placements(graph, joined, graph.classes)
     wanted = _wanted(graph, calls, live)
     composed = _strategies(graph, calls, mesh, partial(_live_offers, factors=factors, wanted=wanted), shares)
-    return replace(graph, strategies=_pruned(graph, composed, live))
+    return _pruned(graph, composed, live)
 
 
 def _joined(graph: Graph, single: Sequence[Mapping[str, tuple[Strategy, ...]]]) -> dict[str, tuple[Strategy, ...]]:

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Partial
 from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
-from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 from autopar.ir.placements import REPLICATE, Placement, is_shard
 from autopar.placement.choices import Choice
@@ -43,14 +42,14 @@ def divided_between(instance: Instance, products: Products, axis: int, sequence_
         return instance
     if not sequence_parallel:
         return with_choices(instance, lambda node, choice: _is_whole(products, axis, node, choice))
-    graph, positions = instance.graph, products.positions[axis]
+    positions = products.positions[axis]
     if not any(Value(name) in positions for name in products.names):
         raise OptionsError(
             "Layout(sequence_parallel=True): no product computes one row for each position of a sequence, which is dim "
             "1 of every input; leave sequence_parallel out"
         )
 
-    sums = _sums(graph, products, axis)
+    sums = _sums(products, axis)
 
     def rule(edge: TensorEdge) -> Forbidden | None:
         value = Value(edge.producer, edge.result)
@@ -81,10 +80,10 @@ def _is_whole(products: Products, axis: int, node: Node, choice: Choice) -> bool
     return not any(place in of.get(value, ()) for value, place in shards for of in known)
 
 
-def _sums(graph: Graph, products: Products, axis: int) -> set[Value]:
+def _sums(products: Products, axis: int) -> set[Value]:
     """The results of products, and what is computed from them by operations through which a sum can stay partial on
     ``axis``: views, additions, scaling, casts and so on."""
-    found: set[Value] = set()
+    graph, found = products.graph, set[Value]()
     for node in graph.nodes:
         results = [Value(node.name, index) for index in range(len(node.types))]
         if node.name in products.names or (not node.is_placeholder and family_of(node.op).matrix is not None):

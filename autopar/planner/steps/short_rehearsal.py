@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from autopar.errors import GraphError
 from autopar.ir.graph import Graph
-from autopar.passes.annotate.omit_layers import OmitLayers, Stack, stacks_of
+from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.alternatives import holdings
 from autopar.placement.memory_bound import host_memory
@@ -23,12 +22,6 @@ from autopar.runtime.rehearse.rehearsal import Footprint
 
 from .exact_memory import bytes_of_update, footprint_of
 
-# Layers that are kept at each end of what repeats in a stack, and how many more the second rehearsal has.
-# Chosen: what the ends of forward and backward hold besides saved activations ends within two layers.
-ENDS, MORE = 2, 2
-# The least layers of a stack that are left out: below, a rehearsal of all takes not much longer than two of few.
-# Chosen, not measured.
-LEAST_OMITTED = 4
 # How many buckets the gradients of the fewest layers fill at least. Chosen: with less than one, a stack of 210 layers
 # was estimated at 1.36 of its peak.
 LEAST_BUCKETS = 2
@@ -45,43 +38,16 @@ class ShortGraphs:
 
 
 def short_graphs(graph: Graph) -> ShortGraphs | None:
-    """``graph`` (with classes) at smaller depths; None if it has no deep stack of equal layers. A stack of which values
-    are read outside, layer by layer, keeps all of its layers."""
-    stacks = [stack for stack in stacks_of(graph, LEAST_OMITTED) if _omitted(stack, 0) >= LEAST_OMITTED]
-    stacks = [stack for stack in stacks if _at(graph, {stack: 0}) is not None]
-    if not stacks:
-        return None
-    base = _at(graph, dict.fromkeys(stacks, 0))
-    longer = [(_at(graph, {**dict.fromkeys(stacks, 0), stack: 1}), _missing(stack)) for stack in stacks]
-    known = tuple((each, times) for each, times in longer if each is not None)
-    return None if base is None or len(known) < len(longer) else ShortGraphs(base, known)
-
-
-def _whole_turns(stack: Stack, count: int) -> int:
-    """At least ``count`` layers of ``stack``, in whole turns."""
-    return -(-count // stack.period) * stack.period
-
-
-def _omitted(stack: Stack, more: int) -> int:
-    """How many layers of ``stack`` are left out, if ``MORE`` of them, or a turn, are kept ``more`` times besides those
-    at both ends."""
-    kept = 2 * _whole_turns(stack, ENDS) + more * _whole_turns(stack, MORE)
-    return max(0, (stack.last - stack.first - kept) // stack.period * stack.period)
-
-
-def _missing(stack: Stack) -> float:
-    """How many times ``MORE`` layers, or a turn, are left out."""
-    return _omitted(stack, 0) / (_omitted(stack, 0) - _omitted(stack, 1))
-
-
-def _at(graph: Graph, more: Mapping[Stack, int]) -> Graph | None:
-    """``graph`` with few layers of these stacks; None if what lies outside of one reads values of all layers."""
-    try:
-        for stack, each in more.items():
-            graph = OmitLayers(stack, stack.first + _whole_turns(stack, ENDS), _omitted(stack, each))(graph)
-    except GraphError:
-        return None
-    return graph
+    """``graph`` (with classes) at smaller depths; None if it has no deep stack of equal layers."""
+    base, stacks = FewLayers().shortened(graph)
+    longer: list[tuple[Graph, float]] = []
+    for stack in stacks:
+        few = FewLayers(longer=stack.path)
+        own, shortened = few.shortened(graph)
+        if shortened != stacks:
+            return None
+        longer.append((own, few.missing(stack)))
+    return ShortGraphs(base, tuple(longer)) if stacks else None
 
 
 def estimated_peak(step: PlacedStep, short: ShortGraphs) -> int | None:
