@@ -114,6 +114,8 @@ class WithinMemory:
             solution = self.solve(limited, [best.solution.choices])
             if solution.status == "infeasible":
                 break
+            if np.array_equal(solution.choices, best.solution.choices):
+                break  # What would be left by then is little.
             found = MeshSolution.of(limited, solution)
             if self.peaks.seems_to_fit(found):
                 within = Needed(limit, self.peaks.about(found))
