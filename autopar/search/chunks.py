@@ -29,7 +29,8 @@ from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices, local_bytes
 
-_DUPLICATE = re.compile(r"_at\d+(?=$|_)")
+# What cutting adds to the names of operations that several chunks repeat.
+COPY = re.compile(r"_at\d+(?=$|_)")
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
 def _original(name: str, names: Mapping[str, object]) -> str:
     """The name of the node that ``name`` copies, if it is not among ``names`` itself: a copy for another chunk is
     called ``<name>_at<chunk>``."""
-    return name if name in names or "_at" not in name else _DUPLICATE.sub("", name)
+    return name if name in names or "_at" not in name else COPY.sub("", name)
 
 
 def _home(value: Value, strategies: Mapping[str, Strategy], parameters: Mapping[str, object]) -> Placements | None:

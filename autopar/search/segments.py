@@ -26,7 +26,7 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.schedules.cuts import Segments
 from autopar.solver.problem import Ints
 
-from .chunks import WirePrice
+from .chunks import COPY, WirePrice
 
 
 class PinnedTogetherError(OptionsError):
@@ -38,13 +38,14 @@ STAGE_PIN = re.compile(r"^\s*stage\s*[= ]\s*(\d+)\s*$")
 
 def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict[str, int]:
     """For each node of ``graph`` (one microbatch, without nodes for saved activations), the segment it runs in.
-    Backward nodes run in the segments of their forward nodes."""
+    Backward nodes run in the segments of their forward nodes, and what every chunk repeats that reads it, such as a
+    view, in the first of these."""
     finest = cut(graph, tuple(candidate.name for candidate in candidates))
     segments: dict[str, int] = {}
     for index, chunk in enumerate(finest.chunks):
         for node in chunk.nodes:
             if node.op != "receive":
-                segments.setdefault(node.name, index)
+                segments.setdefault(node.name if node.name in graph else COPY.sub("", node.name), index)
     return segments
 
 
