@@ -1,11 +1,12 @@
 """Where to cut: divides the model's forward among pipeline chunks so that the slowest chunk is as quick as possible.
 
 Between adjacent candidates (:func:`autopar.passes.pipeline.cut_candidates`) lies a *segment*. A chunk is a run of
-segments. It takes the sum of their seconds, or the seconds that its input takes on the wire if these are more. It holds
-their parameters and, for each microbatch in flight, their saved activations. Among all ways to cut n segments into K
-chunks that fit into memory, dynamic programming over (chunk, end) finds the one whose slowest chunk takes least, in
-O(K n^2) (as in PipeDream, Narayanan et al. 2019, section 3.1). Where devices differ, each chunk has the seconds and the
-memory of its own, so slow and small ones get fewer segments.
+segments. It takes the sum of their seconds, or the seconds that its input takes on the wire if these are more, and half
+of the seconds of the messages at its ends, for some of which ranks wait: of cuts that balance computing equally well,
+those that fewer bytes cross are better. It holds their parameters and, for each microbatch in flight, their saved
+activations. Among all ways to cut n segments into K chunks that fit into memory, dynamic programming over (chunk, end)
+finds the one whose slowest chunk takes least, in O(K n^2) (as in PipeDream, Narayanan et al. 2019, section 3.1). Where
+devices differ, each chunk has the seconds and the memory of its own, so slow and small ones get fewer segments.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Segments:
     @cached_property
     def of_chunks(self) -> tuple[Floats, Floats, Floats, Floats]:
         """``[i, j]``, of a chunk of segments i to j - 1: its seconds, or those of its input on the wire if they are
-        more; its static bytes, those it saves, and those with which it runs."""
-        seconds = np.maximum(_between(self.seconds), np.append(self.wire, 0.0)[:, None])
+        more, with its half of all messages; its static bytes, those it saves, and those with which it runs."""
+        wire = np.append(self.wire, 0.0)
+        seconds = np.maximum(_between(self.seconds), wire[:, None]) + 0.5 * (wire[:, None] + wire)
         running = _most(self.working, self.count) + _most(self.again, self.count)
         return seconds, _between(self.static), _between(self.saved), running
 
