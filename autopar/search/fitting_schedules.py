@@ -21,7 +21,8 @@ from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule
 from autopar.search.schedules.cuts import Segments
-from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of
+from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of, cuts_with
+from autopar.solver.problem import Ints
 
 from .chunks import place_chunks
 from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, wire_prices
@@ -30,6 +31,13 @@ from .pipeline_request import PipelineRequest
 from .segments import pinned_ranks, price_segments
 from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders, prices_on_blocks
 from .stage_meshes import StageLayout
+
+# How far above its limit a rank may be for a schedule to be worth another cut, or placements with less memory.
+# Chosen: by more, much would have to be saved.
+JUST_OVER = 1.1
+# The share of its limit that a rank of that cut is to fill. Chosen: estimates and prices agree about cuts that are
+# nearly alike.
+RECUT = 0.995
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,12 @@ class PipelineSolution:
         return self.uncut.instance.optimizer
 
 
+def fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
+    """Whether every rank is within the memory of its devices and of its host, as they are priced."""
+    within = all(peak <= limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
+    return within and solution.breakdown.host_bytes <= request.host_limit
+
+
 def kinds_within(request: PipelineRequest, segments: int) -> list[tuple[str, int]]:
     """The schedules to try for which the model has enough ``segments``. Raises :class:`OptionsError` if it has too few
     for any."""
@@ -82,30 +96,50 @@ def kinds_within(request: PipelineRequest, segments: int) -> list[tuple[str, int
 @dataclass(frozen=True)
 class FittingSchedules:
     """The schedules for which a graph has enough cuts, placed as ``solved``: those that were ``found``, with the
-    share of its limit that the fullest rank holds at least."""
+    share of its limit that the fullest rank holds at least. ``pinned``: for each segment, the rank that must hold it
+    (-1: any)."""
 
     request: PipelineRequest
     pieces: Microbatched
     solved: tuple[MeshSolution, ...]
     estimates: Estimates
+    pinned: Ints
     found: tuple[tuple[Arranged, tuple[str, ...]], ...]
     fullness: tuple[float, ...]
     nearest: bool
 
     def solutions(self) -> Iterator[PipelineSolution]:
         """Solutions in the order of their estimates; of those alone that may fit. If none may, that which is nearest
-        to it, if asked for."""
+        to it, if asked for. Of several cuts for one schedule those after the first that fits are left out."""
         fitting = [each for each, share in zip(self.found, self.fullness, strict=True) if share <= 1.0]
         if self.found and self.nearest and not fitting:
             fitting = [self.found[self.fullness.index(min(self.fullness))]]
-        request = self.request
-        for arranged, cuts in self.estimates.in_order(fitting):
-            yield cut_and_price(request.layout, self.pieces, cuts, arranged, self.solved, request.cluster)
+        done: set[Arranged] = set()
+        for chosen in self.estimates.in_order(fitting):
+            for solution in self._solved(chosen) if chosen[0] not in done else ():
+                yield solution
+                if fits(self.request, solution):
+                    done.add(chosen[0])
 
-    def fullness_of_quicker(self, seconds: float, most: float) -> float | None:
+    def _solved(self, chosen: tuple[Arranged, tuple[str, ...]]) -> Iterator[PipelineSolution]:
+        """A schedule as it is cut and, if that just does not fit, cut with as much less memory as it lacks."""
+        solution = self._cut(*chosen)
+        yield solution
+        limits, peaks = self.request.limits, solution.breakdown.peaks
+        spare = [RECUT * limit / peak for limit, peak in zip(limits, peaks, strict=True)]
+        if RECUT > min(spare) >= RECUT / JUST_OVER:
+            cuts = cuts_with(self.estimates.on_blocks, chosen, self.pinned, spare)
+            if cuts is not None and cuts != chosen[1]:
+                yield self._cut(chosen[0], cuts)
+
+    def _cut(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelineSolution:
+        return cut_and_price(self.request.layout, self.pieces, cuts, arranged, self.solved, self.request.cluster)
+
+    def fullness_of_quicker(self, seconds: float) -> float | None:
         """How full the fullest rank would be of the schedule that is nearest to fitting, of those that exceed the limit
-        by at most a factor ``most`` and are estimated to take less than ``seconds``; None if there is none."""
-        over = [pair for pair in zip(self.fullness, self.found, strict=True) if 1.0 < pair[0] <= most]
+        by at most a factor of :data:`JUST_OVER` and are estimated to take less than ``seconds``; None if there is
+        none."""
+        over = [pair for pair in zip(self.fullness, self.found, strict=True) if 1.0 < pair[0] <= JUST_OVER]
         shares = (
             share for share, each in sorted(over, key=lambda pair: pair[0]) if self.estimates.is_below(each, seconds)
         )
@@ -140,7 +174,7 @@ def schedules_of(
     found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
     estimates = Estimates(on_blocks, shared_processors(cluster, layout.sizes))
     fullness = tuple(estimates.fullness(each, request.limits) for each in found)
-    return FittingSchedules(request, pieces, solved, estimates, tuple(found), fullness, nearest)
+    return FittingSchedules(request, pieces, solved, estimates, pinned, tuple(found), fullness, nearest)
 
 
 def _on_blocks(

@@ -29,7 +29,7 @@ from autopar.planner.memory_limit import ShortOfMemoryError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.solver.problem import memory_of
 
-from .fitting_schedules import PipelineSolution, kinds_within, schedules_of
+from .fitting_schedules import PipelineSolution, fits, kinds_within, schedules_of
 from .pipeline_request import PipelineRequest
 from .segments import PinnedTogetherError, pinned_ranks, segment_of_nodes
 from .stage_meshes import StageLayout
@@ -43,8 +43,6 @@ PRICED = 2
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
 # of the seconds of the best that fits. Chosen: GPT-3 in 16 stages fitted under 1F1B alone, and took 0.84 under ZB-V so.
 MISSED = 0.9
-# And if its fullest rank would exceed its limit by at most this factor. Chosen: by more, much would have to be saved.
-JUST_OVER = 1.1
 
 
 def search(request: PipelineRequest) -> PipelineSolution:
@@ -78,14 +76,14 @@ def search(request: PipelineRequest) -> PipelineSolution:
         solutions, fitting = list[PipelineSolution](), list[PipelineSolution]()
         for solution in tried.solutions():
             solutions.append(solution)
-            fitting += [solution] if _fits(request, solution) else []
+            fitting += [solution] if fits(request, solution) else []
             if len(fitting) == PRICED:
                 break
         if best is not None:
             return min([best, *fitting], key=lambda solution: solution.seconds)
         if fitting:
             best = min(fitting, key=lambda solution: solution.seconds)
-            share = tried.fullness_of_quicker(MISSED * best.seconds, JUST_OVER)
+            share = tried.fullness_of_quicker(MISSED * best.seconds)
             if share is None:
                 return best
             # Schedules that would be quicker do not fit, and may with placements that take less memory.
@@ -137,11 +135,6 @@ def _pieces(request: PipelineRequest) -> Microbatched:
     return request.shared.once(
         "microbatch", (graph,), *settings, make=lambda: microbatch(graph, count, inputs, request.alone)
     )
-
-
-def _fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
-    within = all(peak <= limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
-    return within and solution.breakdown.host_bytes <= request.host_limit
 
 
 def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:

@@ -133,10 +133,19 @@ def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
     folded = graph if graph.classes else fold_layers(graph)
     few, stacks = FewLayers().shortened(folded)
     known = _strategies_of_all(few, mesh, shares)
-    if stacks:  # Equal layers have equal strategies.
-        names = {name: name if name in known else first for name, first in folded.classes.items()}
-        known = {name: known[own] for name, own in names.items()}
-    return replace(graph, strategies=known)
+    return replace(graph, strategies=_of_all_layers(known, folded.classes) if stacks else known)
+
+
+def _of_all_layers(
+    known: Mapping[str, tuple[Strategy, ...]], classes: Mapping[str, str]
+) -> dict[str, tuple[Strategy, ...]]:
+    """The strategies of all nodes, from ``known`` ones: those of a node in the middle of its class, since layers at the
+    ends may have other neighbours."""
+    members: dict[str, list[str]] = {}
+    for name in known:
+        members.setdefault(classes[name], []).append(name)
+    middle = {first: known[names[len(names) // 2]] for first, names in members.items()}
+    return {name: known.get(name) or middle[first] for name, first in classes.items()}
 
 
 def _strategies_of_all(graph: Graph, mesh: tuple[int, ...], shares: Shares) -> Mapping[str, tuple[Strategy, ...]]:

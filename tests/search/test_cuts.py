@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -84,3 +85,12 @@ def test_more_chunks_than_segments_is_no_cut() -> None:
 def test_a_pinned_segment_lies_on_its_rank(rank: int, cut: str) -> None:
     allowed = np.array([-1, 0 if rank == 0 else 1, 0 if rank == 0 else 1, -1])
     assert best_cuts([make([1, 1, 1, 1])] * 2, (1, 1), [np.inf] * 2, np.array([0, 1]), allowed) == (cut,)
+
+
+def test_of_cuts_that_balance_as_well_those_are_taken_that_fewer_bytes_cross() -> None:
+    segments = replace(make([1.0, 0.0, 0.0, 1.0]), wire=np.array([0.0, 0.3, 0.1, 0.3]))
+    assert best_cuts([segments] * 2, (1, 1), [1.0] * 2) == ("n2",)
+    # Unless the computation that it leaves to one chunk takes longer than the messages.
+    uneven = replace(segments, seconds=np.array([1.0, 0.5, 0.0, 1.5]))
+    assert best_cuts([uneven] * 2, (1, 1), [1.0] * 2) == ("n2",)
+    assert best_cuts([replace(uneven, wire=np.array([0.0, 0.3, 0.9, 0.3]))] * 2, (1, 1), [1.0] * 2) == ("n3",)

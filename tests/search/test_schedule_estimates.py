@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from tests.helpers.models import Case
 from tests.helpers.planning import Source, requested
 
 Found = list[tuple[Arranged, tuple[str, ...]]]
+ANYWHERE = np.full(16, -1, dtype=np.int64)
 
 
 def arranged(kind: tuple[str, int], stages: int, microbatches: int) -> Arranged:
@@ -205,6 +207,7 @@ def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(fitting_schedules, "price_segments", segments)
     monkeypatch.setattr(Estimates, "in_order", every)
     monkeypatch.setattr(fitting_schedules, "cut_and_price", priced_at)
+    monkeypatch.setattr(fitting_schedules, "fits", lambda *_: False)  # Other cuts are priced as well.
     monkeypatch.setattr(pipeline, "PRICED", 99)
     options = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "recompute": "none", "offload": offload}
     best_plan(requested(source, (2,), WITH_HOST, **options), Timings())
@@ -241,11 +244,61 @@ def test_where_a_quicker_schedule_does_not_fit_less_memory_is_tried_once(
     assert again.predicted.step_seconds <= alone.predicted.step_seconds
 
 
-def test_how_full_a_quicker_schedule_would_be() -> None:
+def test_how_full_a_quicker_schedule_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tuple(every(4, 8, 32))
     by, seconds = estimates(32, 4), [estimates(32, 4)._seconds(chosen) for chosen in found]
     fullness = tuple(1.0 + 0.1 * position for position in range(len(found)))
-    tried = FittingSchedules(None, None, (), by, found, fullness, nearest=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(fitting_schedules, "JUST_OVER", 9.0)
+    tried = FittingSchedules(None, None, (), by, ANYWHERE, found, fullness, nearest=False)  # type: ignore[arg-type]
     quicker = [share for share, own in zip(fullness, seconds, strict=True) if share > 1.0 and own < seconds[0]]
-    assert tried.fullness_of_quicker(seconds[0], 9.0) == min(quicker, default=None)
-    assert tried.fullness_of_quicker(0.0, 9.0) is None and tried.fullness_of_quicker(9.0, 1.0) is None
+    assert tried.fullness_of_quicker(seconds[0]) == min(quicker, default=None)
+    assert tried.fullness_of_quicker(0.0) is None
+    monkeypatch.setattr(fitting_schedules, "JUST_OVER", 1.0)
+    assert tried.fullness_of_quicker(9.0) is None
+
+
+def even(seconds: float, saved: float) -> Estimates:
+    """Sixteen equal segments on two ranks."""
+    one, none = np.ones(16), np.zeros(16)
+    starts = tuple(f"n{i}" for i in range(1, 16))
+    return Estimates((Segments(starts, seconds * one, one, saved * one, none),) * 2, None)
+
+
+@dataclass
+class Priced:
+    """A solution whose ranks hold as much as its segments, times ``more`` on the first."""
+
+    arranged: Arranged
+    cuts: tuple[str, ...]
+    more: float
+
+    @property
+    def breakdown(self) -> Any:
+        at = int(self.cuts[0][1:])
+        return SimpleNamespace(peaks=(int(1000 * self.more * 3 * at), 1000 * 3 * (16 - at)), host_bytes=0)
+
+
+def tried_with(
+    monkeypatch: pytest.MonkeyPatch, more: float, *cuts: tuple[str, ...], limits: tuple[float, float] = (24e3, 24e3)
+) -> list[tuple[str, ...]]:
+    """The cuts that are priced, one after the other, of gpipe on two ranks with two microbatches."""
+    monkeypatch.setattr(fitting_schedules, "cut_and_price", lambda _, __, cuts, one, *___: Priced(one, cuts, more))
+    request = SimpleNamespace(limits=limits, host_limit=0, layout=None, cluster=None)
+    found, fullness = tuple((arranged(("gpipe", 1), 2, 2), each) for each in cuts), (1.0,) * len(cuts)
+    tried = FittingSchedules(request, None, (), even(1.0, 1.0), ANYWHERE, found, fullness, nearest=False)  # type: ignore[arg-type]
+    return [solution.cuts for solution in tried.solutions()]  # type: ignore[attr-defined]
+
+
+def test_a_schedule_that_just_does_not_fit_is_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first rank holds 5% more than was estimated: one segment less fits, if the other rank can take it.
+    assert tried_with(monkeypatch, 1.05, ("n8",), limits=(24e3, 30e3)) == [("n8",), ("n7",)]
+    assert tried_with(monkeypatch, 1.05, ("n8",)) == [("n8",)]
+    assert tried_with(monkeypatch, 1.05, ("n7",)) == [("n7",)]  # It fits.
+    assert tried_with(monkeypatch, 1.2, ("n8",), limits=(24e3, 60e3)) == [("n8",)]  # It lacks too much.
+
+
+def test_of_several_cuts_for_a_schedule_those_after_one_that_fits_are_not_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tried_with(monkeypatch, 1.0, ("n8",), ("n7",)) == [("n8",)]
+    assert tried_with(monkeypatch, 2.0, ("n8",), ("n7",)) == [("n8",), ("n7",)]

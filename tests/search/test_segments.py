@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from autopar.ir.node import VIEWS, Value
+from autopar.passes.pipeline.cut_candidates import cut_candidates
+from autopar.planner.step_graphs import pipelined_graph
 from autopar.search import fitting_schedules
 from autopar.search.fitting_schedules import PipelineSolution, cut_and_price
 from autopar.search.schedules.cuts import Segments
-from autopar.search.segments import price_segments
-from tests.helpers.models import Case
-from tests.helpers.planning import planned
+from autopar.search.segments import price_segments, segment_of_nodes
+from tests.helpers.models import Case, llama
+from tests.helpers.planning import planned, requested
 
 
 def _layers() -> Case:
@@ -53,3 +57,22 @@ def test_what_rests_is_known_before_anything_is_cut(monkeypatch: pytest.MonkeyPa
     resting = sum(memory.weights + memory.gradients + memory.optimizer for memory in memories)
     assert segments.static.sum() == resting
     assert sum(memory.gradients for memory in memories) > 0
+
+
+def test_every_operation_is_in_the_segment_where_it_runs() -> None:
+    request = requested(partial(llama, 6), (2,))
+    graph = pipelined_graph(request.graph, request.loss, request.batch)
+    segments = segment_of_nodes(graph, cut_candidates(graph))
+    computed = [node for node in graph.nodes if not node.is_placeholder]
+    assert all(node.name in segments for node in computed)
+    # Views are repeated wherever they are read, and belong to the layer that reads them first.
+    views = [
+        node
+        for node in computed
+        if node.op in VIEWS and node.phase == "forward" and node.path.startswith("model.layers.")
+    ]
+    assert len({segments[node.name] for node in views}) >= 6
+    for node in views:
+        readers = [reader.name for reader, _ in graph.users.get(Value(node.name), ()) if reader.phase == "forward"]
+        assert all(segments[node.name] <= segments[reader] for reader in readers)
+        assert not readers or segments[node.name] > 0 or ".0." in node.path

@@ -103,7 +103,7 @@ class Estimates:
         """The share of its limit that the fullest rank holds at least: parameters, saved activations of the
         microbatches in flight, and what one of its chunks needs to run. ``limits``: bytes by block of devices."""
         arranged, cuts = chosen
-        starts, placement = self._starts(cuts), arranged.placement
+        starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement
         spans = list(zip(placement, pairwise(starts), strict=True))
         static = [float(self.on_blocks[block].static[a:b].sum()) for block, (a, b) in spans]
         saved = np.array([float(self.on_blocks[block].saved[a:b].sum()) for block, (a, b) in spans])
@@ -116,11 +116,6 @@ class Estimates:
         for block, (which, change) in zip(arranged.order, changes, strict=True):
             held[block] += working[block] + float(np.cumsum(change * saved[which]).max(initial=0.0))
         return max(size / limit if limit > 0 else math.inf for size, limit in zip(held, limits, strict=True))
-
-    def _starts(self, cuts: tuple[str, ...]) -> list[int]:
-        """The segments at which chunks begin, and the number of segments."""
-        any_block = self.on_blocks[0]
-        return [0, *(any_block.starts.index(name) + 1 for name in cuts), any_block.count]
 
     def in_order(self, found: Sequence[tuple[Arranged, tuple[str, ...]]]) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
         """``found``, the quickest by its estimate first."""
@@ -147,7 +142,7 @@ class Estimates:
     def _prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
         """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
         gradient take a third of the seconds each."""
-        starts, placement = self._starts(cuts), arranged.placement
+        starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement
         spans = zip(placement, pairwise(starts), strict=True)
         seconds = [float(self.on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
         edges = {
@@ -193,6 +188,26 @@ def cuts_of(
     if each > 1 or not any(found):
         found.append(cuts_at(on_blocks, arranged, pinned, (math.inf,) * len(limits)))
     return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
+
+
+def cuts_with(
+    on_blocks: Sequence[Segments], chosen: tuple[Arranged, tuple[str, ...]], pinned: Ints, factors: Sequence[float]
+) -> tuple[str, ...] | None:
+    """The best cuts for a schedule whose chunks hold at most ``factors`` times, by pipeline rank, as much as those of
+    ``chosen``; None if there are none."""
+    arranged, cuts = chosen
+    ranks, each = arranged.placement, arranged.kind[1]
+    starts, most = chunk_starts(on_blocks, cuts), []
+    for rank, count, (a, b) in zip(ranks, arranged.in_flight, pairwise(starts), strict=True):
+        _, static, saved, running = (part[a, b] for part in on_blocks[rank].of_chunks)
+        most.append(factors[rank] * float(static + count * saved + running / each))
+    segments = [on_blocks[rank] for rank in ranks]
+    return best_cuts(segments, arranged.in_flight, most, np.array(ranks), pinned, each)
+
+
+def chunk_starts(on_blocks: Sequence[Segments], cuts: tuple[str, ...]) -> list[int]:
+    """The segments at which chunks begin, and the number of segments."""
+    return [0, *(on_blocks[0].starts.index(name) + 1 for name in cuts), on_blocks[0].count]
 
 
 def cuts_at(

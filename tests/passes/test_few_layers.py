@@ -1,0 +1,128 @@
+"""Few layers of deep stacks are left, which have what all have in common: strategies, shares of kernels, products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from autopar.cluster.description import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.node import SAVED_ACTIVATION
+from autopar.passes.annotate import annotate as annotating
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.few_layers import FewLayers
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.annotate.omit_layers import Stack
+from autopar.placement.fused_kernels import FusedKernels
+from autopar.planner.roles.moves_between import _sums
+from autopar.planner.roles.products import Products
+from autopar.planner.step_graphs import step_graph
+from tests.helpers.models import Case, gpt2, llama, text
+from tests.helpers.planning import requested
+from tests.passes.test_omit_layers import deep
+from tests.planner.test_short_rehearsal import skips, turns, two_stacks
+
+
+def mixture(layers: int) -> Case:
+    """A mixture of experts."""
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
+    return MixtralForCausalLM(config), text()
+
+
+MODELS = [partial(gpt2, 10), partial(llama, 11), partial(mixture, 11), turns, two_stacks]
+
+
+def few(text: str, longer: str = "") -> str:
+    graph = FewLayers(longer)(fold_layers(Graph.from_text(text)))
+    return Graph(graph.nodes, graph.outputs, graph.symbols).to_text()
+
+
+def folded(model: Callable[[], Case]) -> Graph:
+    request = requested(model, (2, 2))
+    return fold_layers(step_graph(request.graph, request.loss, request.batch))
+
+
+def test_two_layers_are_left_at_each_end_and_two_more_of_a_longer_stack() -> None:
+    assert few(deep(10)) == Graph.from_text(deep(10, *range(2, 8))).to_text()
+    assert few(deep(10), "h.") == Graph.from_text(deep(10, *range(2, 6))).to_text()
+    assert few(deep(10), "another.") == few(deep(10))
+
+
+def test_layers_that_take_turns_are_left_in_turns() -> None:
+    assert few(deep(12, turns=3)) == Graph.from_text(deep(12, *range(3, 9), turns=3)).to_text()
+
+
+def test_few_layers_stay_as_they_are() -> None:
+    assert few(deep(7)) == Graph.from_text(deep(7)).to_text()
+    assert FewLayers().shortened(fold_layers(Graph.from_text(deep(7))))[1] == ()
+
+
+def test_a_stack_whose_values_are_read_outside_keeps_all_layers() -> None:
+    graph = folded(skips)
+    assert FewLayers()(graph) == graph
+
+
+def test_how_many_times_what_a_longer_stack_has_is_left_out() -> None:
+    assert FewLayers("h.").missing(Stack("h.", 10, 1, 0, 10)) == 3.0
+    assert FewLayers("h.").missing(Stack("h.", 128, 1, 1, 128)) == 61.5
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_every_class_has_its_first_node_among_them(model: Callable[[], Case]) -> None:
+    graph = folded(model)
+    left, stacks = FewLayers().shortened(graph)
+    assert stacks and len(left) < len(graph)
+    assert set(graph.classes.values()) == set(left.classes.values()) <= {node.name for node in left.nodes}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_strategies_are_those_that_all_layers_have(monkeypatch: pytest.MonkeyPatch, model: Callable[[], Case]) -> None:
+    graph = folded(model)
+    found = annotate(graph, (2, 2)).strategies
+    monkeypatch.setattr(annotating.FewLayers, "shortened", lambda self, graph: (graph, ()))
+    whole = annotate(graph, (2, 2)).strategies
+    assert found.keys() == whole.keys()
+    assert all(found[first] == whole[first] for first in graph.classes.values())
+    for node in graph.nodes:  # What is saved follows its readers, of which layers at the ends may have others.
+        assert node.op == SAVED_ACTIVATION or set(found[node.name]) == set(whole[node.name]), node
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_kernels_are_those_of_all_layers(model: Callable[[], Case]) -> None:
+    graph, device = folded(model), Cluster.get("dgx-a100-80gb").device
+    found, whole = FusedKernels.of_layers(graph, device), FusedKernels.of(graph, device)
+    assert [found.share_of(node) for node in graph.nodes] == [whole.share_of(node) for node in graph.nodes]
+    assert any(whole.share_of(node) for node in graph.nodes)
+    assert found.inside == whole.inside
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_products_are_those_of_all_layers(model: Callable[[], Case]) -> None:
+    graph = annotate(folded(model), (2, 2))
+    dims = {node.target: 0 for node in graph.placeholders("input")}
+    few, whole = Products(FewLayers()(graph), 2, dims), Products(graph, 2, dims)
+    assert any(name in whole.names for name in graph.classes.values())
+    for first in set(graph.classes.values()):
+        node = graph[first]
+        for own in ("names", "parameters", "choosing", "views", "weights", "dependent"):
+            assert (first in getattr(few, own)) == (first in getattr(whole, own)), (first, own)
+        for axis in range(2):
+            for part in (few.samples, whole.samples), (few.positions, whole.positions):
+                one, other = ({v: p for v, p in each[axis].items() if v.node == first} for each in part)
+                assert one == other, node
+    for axis in range(2):
+        one, other = ({v for v in _sums(each, axis) if v.node in graph.classes.values()} for each in (few, whole))
+        assert one == other
