@@ -1,7 +1,7 @@
 """The paths that a plan says reshards take.
 
-Which of several ways is quickest depends on the cluster: where an all-reduce is slow, a reduce-scatter and an all-gather
-replace it. What runs is what the plan was priced with, also on another cluster than it was made for.
+Which of several ways is quickest depends on the cluster: where an all-reduce is slow, a reduce-scatter and an
+all-gather replace it. What runs is what the plan was priced with, also on another cluster than it was made for.
 """
 
 from __future__ import annotations
