@@ -281,8 +281,9 @@ def _solve_limited(
     needs, if there is one; ``starts``: choices of the program without recomputation and offload. Raises
     :class:`InfeasibleError` if nothing fits."""
     solver = partial(_solver, request, timings)
-    within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining_seconds(seconds)), free.seconds)
     instance = with_memory_savers(request, free.instance)
+    refining = partial(refining_seconds, instance)
+    within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free.seconds)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
     best, beyond = within.best(instance, beyond, starts)
@@ -354,7 +355,7 @@ def _refine_untied(
         instance = with_limit(untie_layers(request, annotated, best.instance), limit)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)
-        most = refining_seconds(best.solution.seconds)
+        most = refining_seconds(instance, best.solution.seconds)
         solution = solve_in_time(instance.problem, request.options, timings, [incumbent], most=most)
     if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
