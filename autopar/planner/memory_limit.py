@@ -44,8 +44,8 @@ ROUNDS = 4
 # How often it is then solved with more memory, and the share of the limit that is not worth another solve. Chosen, as
 # above.
 MORE_ROUNDS, SPARE = 2, 0.005
-# Seconds that a program may take with another limit, or with layers that may differ: so many, or so many for each of its
-# choices, or as many as it took before.
+# Seconds that a program may take with another limit, or with layers that may differ: so many, or so many for each of
+# its choices, or as many as it took before.
 # Chosen: those of an MLP (600 choices) found within 4 s all that they found in 15 s.
 REFINING_SECONDS, REFINING_SECONDS_OF_CHOICE = 3.0, 2e-3
 
