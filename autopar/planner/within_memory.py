@@ -74,7 +74,7 @@ class WithinMemory:
         """Solves ``instance``, first with ``limit`` and then with less memory until the step seems to fit, as long as
         there are ``rounds``. Returns the solution that does, and what the last that does not needs, if there are
         any."""
-        floor, longest = least_bound(instance.problem), 0.0
+        floor, first = least_bound(instance.problem), 0.0
         for _ in rounds:
             if limit < floor and beyond is not None:
                 # The peak falls by more than what is counted, so that the difference of peaks led too low.
@@ -86,8 +86,8 @@ class WithinMemory:
             found = MeshSolution.of(limited, solution)
             if self.peaks.seems_to_fit(found):
                 return found, beyond
-            beyond, longest = self.peaks.needed(found), max(longest, solution.seconds)
-            limit, solve = next_limit(self.peaks.allowed, beyond, None), self.refining(longest)
+            beyond, first = self.peaks.needed(found), first or solution.seconds
+            limit, solve = next_limit(self.peaks.allowed, beyond, None), self.refining(first)
         return None, beyond
 
     def quickest_that_fits(self, best: MeshSolution, beyond: Needed | None) -> MeshSolution | None:

@@ -154,6 +154,8 @@ class _Pipeline:
         roles = tuple(request.roles[axis] for axis in layout.axes) if request.roles else ()
         limits = rank_limits(request)
         inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles, rank_limits=limits)
+        if layout.stages == 1:  # The objective is the step.
+            inside = replace(inside, worth=min(request.worth, best))
         pipeline_request = PipelineRequest(
             graph=self.graph,
             inputs=split_inputs(request.graph),
