@@ -33,6 +33,7 @@ from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
+from autopar.placement.planned_ways import PlannedWays
 from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes
 from autopar.planner.fixed_parameters import Places, Resting, fixed_assignment
@@ -357,12 +358,14 @@ class Compiler:
         return self._annotated[batch]
 
     def _planned_prices(self, graph: Graph, part: ChunkNodes | None = None) -> Prices:
-        """Prices of the ``graph`` that was planned, checked by :func:`offers`, on the mesh of a ``part`` of stages."""
+        """Prices of the ``graph`` that was planned, checked by :func:`offers`, on the mesh of a ``part`` of stages.
+        Reshards take the ways that were priced, whatever they cost here."""
         assert self.plan is not None
         mesh, key = (part.mesh, part.chunks) if part else (self.plan.mesh, ())
         if key not in self._through:
             self._through[key] = offers(self.plan, graph, partial(self._annotate_alike, mesh=mesh), self.ranks, part)
-        return Prices.of(part_of_cluster(self.plan, self.cluster, part), mesh, graph, options=self._through[key])
+        prices = Prices.of(part_of_cluster(self.plan, self.cluster, part), mesh, graph, options=self._through[key])
+        return replace(prices, ways=PlannedWays.of(self.plan, mesh, key))
 
     def _annotate_alike(self, graph: Graph, mesh: tuple[int, ...] | None = None) -> Graph:
         assert self.plan is not None

@@ -352,7 +352,8 @@ class PlanRecord:
         """The lines, those of weights that the program gathers in one message together
         (:mod:`autopar.ir.weight_messages`). With pipeline stages, whose chunks have messages of their own that a plan
         does not know, and for gradients, which travel in buckets, each is alone."""
-        weights = {name: parse_type(node.type, {}) for name, node in self.nodes.items() if node.op == "param"}
+        types = {name: node.type.partition(", stored ")[0] for name, node in self.nodes.items() if node.op == "param"}
+        weights = {name: parse_type(text, {}) for name, text in types.items()}
         messages = WeightMessages.full_at(kind for kind in weights.values() if kind is not None)
         alone: list[tuple[PlanLine, ...]] = []
         groups: dict[object, list[PlanLine]] = {}

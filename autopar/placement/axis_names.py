@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from torch.distributed.tensor import Partial
+
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
@@ -19,7 +21,8 @@ def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -
     """A name for each axis. ``tp`` if computations read most weights in shards along the axis. Otherwise by how most
     activations are placed: ``dp`` if sharded on dim 0, ``sp`` if sharded on another dim or an inner part of one. An
     axis along which most activations are replicated is named by the rest if that is more than :data:`USED` of the
-    weights (``tp``) or of the activations, and is ``idle`` otherwise. Equal names are numbered.
+    weights (``tp``) or of the activations (``tp`` if these are partial sums), and is ``idle`` otherwise. Equal names
+    are numbered.
     """
     weights = weight_values(graph)
     kinds = [_kind(assignment, graph, weights, axis) for axis in range(len(mesh))]
@@ -57,7 +60,10 @@ def _kind(assignment: Assignment, graph: Graph, weights: frozenset[str], axis: i
     if sharded[True] > USED * sharded.total():
         return "tp"
     divided = max(("dp", "sp"), key=lambda role: roles[role])
-    return divided if roles[divided] > USED * roles.total() else "idle"
+    if roles[divided] > USED * roles.total():
+        return divided
+    # Devices that have sums of other parts each share the work of the products before these.
+    return "tp" if roles["partial"] > USED * roles.total() else "idle"
 
 
 def _results(node: Node, outputs: tuple[tuple[Placement, ...], ...]) -> Iterator[tuple[int, tuple[Placement, ...]]]:
@@ -67,6 +73,8 @@ def _results(node: Node, outputs: tuple[tuple[Placement, ...], ...]) -> Iterator
 
 
 def _role(placement: Placement) -> str:
+    if isinstance(placement, Partial):
+        return "partial"
     if not is_shard(placement):
         return "idle"
     return "dp" if shard_dim(placement) == 0 and shard_before(placement) == 1 else "sp"

@@ -38,6 +38,7 @@ from autopar.ir.weight_messages import WeightMessages
 from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
 
 from .fused_kernels import FusedKernels
+from .planned_ways import PlannedWays
 from .reshard_table import ReshardTable, shortest_paths
 from .rooms import Room, between_shares, counted_bytes, rooms_of
 
@@ -121,7 +122,8 @@ class Prices:
     bucket never holds more than these. ``whole``: the cluster, of which :meth:`on_block` takes the block ``block``.
     ``fused``: the kernels of the graph, if its pieces are compiled; operations are priced by themselves otherwise.
     ``limits``: bytes that each device of the cluster may hold, by rank, where that matters; ``room``: the one whose
-    bytes count, None for whichever counts most. ``messages``: those in which small weights are gathered.
+    bytes count, None for whichever counts most. ``messages``: those in which small weights are gathered. ``ways``: the
+    paths of a plan that is lowered, which may be for another cluster.
     """
 
     cluster: Cluster
@@ -134,6 +136,7 @@ class Prices:
     limits: tuple[int, ...] = ()
     room: Room | None = None
     messages: WeightMessages = field(default_factory=WeightMessages)
+    ways: PlannedWays = field(default_factory=PlannedWays)
     _calls: dict[object, tuple[Any, Strategy]] = field(default_factory=dict)
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
@@ -342,8 +345,8 @@ class Prices:
         return self._tables[key]
 
     def path(self, kind: TensorType, source: Placements, target: Placements, sent: Sent = "alone") -> tuple[Hop, ...]:
-        """The hops with which a reshard is priced."""
-        return self.table(kind, sent=sent).path(source, target)
+        """The hops with which a reshard is, or was, priced."""
+        return self.ways.path(kind, source, target, sent) or self.table(kind, sent=sent).path(source, target)
 
     def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], sent: Sent) -> ReshardTable:
         shape = tuple(map(int, kind.shape))

@@ -12,7 +12,9 @@ import numpy as np
 
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
+from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.node import SAVED_ACTIVATION
+from autopar.optimizers import OPTIMIZERS
 from autopar.options import Options
 from autopar.placement.formulation import Instance
 from autopar.plans.views.quantities import size
@@ -146,9 +148,11 @@ def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[Advic
     enough without them."""
     groups, chosen = instance.problem.groups, zip(instance.names, choices, strict=True)
     memory = {name: float(groups[i].memory[int(k)]) for i, (name, k) in enumerate(chosen)}
-    parameters = sum(b for name, b in memory.items() if name in instance.graph and instance.graph[name].op == "param")
-    least = memory_of(instance.problem, choices)
-    batch, least = least - parameters, min(least, fitting)
+    of_parameters = {name for name in memory if name in instance.graph and instance.graph[name].op == "param"}
+    parameters = sum(memory[name] for name in of_parameters)
+    # What rests for each sample. Of what operations hold for a time, weights may be most.
+    batch = sum(memory.values()) - parameters
+    least = min(memory_of(instance.problem, choices), fitting)
     for text, options in _wider(instance):
         wide = widened(instance, options)
         smallest = smallest_choices(wide.problem)
@@ -156,6 +160,16 @@ def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[Advic
             yield Advice(text, memory_of(wide.problem, smallest))
     yield from _more_host(instance, least)
     if instance.repeats.microbatches == 1:
-        yield Advice("half the batch, or microbatches=2", parameters + batch / 2, is_estimate=True)
-    yield twice_the_devices(least)
-    yield Advice(f"{LESS_STATE} (weights, gradients and state take {size(parameters)})", None)
+        yield Advice("half the batch, or microbatches=2", fitting - batch / 2, is_estimate=True)
+    yield twice_the_devices(fitting)
+    if _has_state(instance, choices):
+        yield Advice(f"{LESS_STATE} (weights, gradients and state take {size(parameters)})", None)
+
+
+def _has_state(instance: Instance, choices: Ints) -> bool:
+    """Whether state of the optimizer rests on the device."""
+    if not OPTIMIZERS[instance.optimizer]((1,)):
+        return False
+    offered = (each[int(k)] for each, k in zip(instance.choices, choices, strict=True))
+    places = [choice for choice in offered if isinstance(choice, ParameterPlacement)]
+    return any(not place.offload for place in places)

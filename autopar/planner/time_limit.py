@@ -18,15 +18,17 @@ def solve_in_time(
     incumbents: Sequence[Ints] = (),
     least_gap: float = 0.0,
     worth: float = math.inf,
+    most: float = math.inf,
 ) -> Solution:
     """Solves in at most half of the remaining time, so that a hard program leaves time for those after it. A program
     that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
-    that is larger. ``worth``: as for :func:`~autopar.solver.solve.solve`."""
+    that is larger. ``worth``: as for :func:`~autopar.solver.solve.solve`; ``most``: seconds that it may take at most,
+    whatever remains."""
     from autopar.solver.solve import solve  # Here, since it loads ortools, which a cached plan does without.
 
     solution = solve(
         problem,
-        time_limit=timings.left(options) / 2,
+        time_limit=min(timings.left(options) / 2, most),
         gap=max(options.gap, least_gap),
         seed=options.solver_seed,
         incumbents=incumbents,

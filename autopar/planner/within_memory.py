@@ -5,12 +5,13 @@ Until a step is found that may be the best, peaks are estimated (:class:`.Peaks`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.placement.formulation import Instance
+from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution
 
 from .memory_limit import (
@@ -34,12 +35,14 @@ RETRIED = 1
 
 @dataclass(frozen=True)
 class WithinMemory:
-    """``solve`` solves the programs of ``request``, whose steps have these ``peaks``. ``unlimited``: seconds without a
-    limit of memory, minus infinity if they are not known."""
+    """``solve`` solves the programs of ``request``, whose steps have these ``peaks``; ``refining`` returns what solves
+    them again with another limit, after a solution that took so many seconds. ``unlimited``: seconds without a limit of
+    memory, minus infinity if they are not known."""
 
     request: PlanRequest
     peaks: Peaks
     solve: Solve
+    refining: Callable[[float], Solve]
     unlimited: float
 
     def best(
@@ -71,7 +74,11 @@ class WithinMemory:
         """Solves ``instance``, first with ``limit`` and then with less memory until the step seems to fit, as long as
         there are ``rounds``. Returns the solution that does, and what the last that does not needs, if there are
         any."""
+        floor, first = least_bound(instance.problem), 0.0
         for _ in rounds:
+            if limit < floor and beyond is not None:
+                # The peak falls by more than what is counted, so that the difference of peaks led too low.
+                limit = (floor + beyond.counted) / 2
             limited = with_limit(instance, limit)
             solution = solve(limited, ())
             if solution.status == "infeasible":
@@ -79,8 +86,8 @@ class WithinMemory:
             found = MeshSolution.of(limited, solution)
             if self.peaks.seems_to_fit(found):
                 return found, beyond
-            beyond = self.peaks.needed(found)
-            limit, solve = next_limit(self.peaks.allowed, beyond, None), self.solve
+            beyond, first = self.peaks.needed(found), first or solution.seconds
+            limit, solve = next_limit(self.peaks.allowed, beyond, None), self.refining(first)
         return None, beyond
 
     def quickest_that_fits(self, best: MeshSolution, beyond: Needed | None) -> MeshSolution | None:
@@ -102,7 +109,7 @@ class WithinMemory:
         the program does not count."""
         if self.peaks.are_counted(best):
             return
-        within = self.peaks.needed(best)
+        within, solve = self.peaks.needed(best), self.refining(best.solution.seconds)
         if np.isfinite(best.instance.problem.memory_limit):  # Nothing that the program counts within that is quicker.
             within = replace(within, counted=max(within.counted, best.instance.problem.memory_limit))
         for _ in range(MORE_ROUNDS):
@@ -111,7 +118,7 @@ class WithinMemory:
             if not costs or limit - within.counted < SPARE * self.peaks.allowed:
                 break
             limited = with_limit(best.instance, limit)
-            solution = self.solve(limited, [best.solution.choices])
+            solution = solve(limited, [best.solution.choices])
             if solution.status == "infeasible":
                 break
             if np.array_equal(solution.choices, best.solution.choices):

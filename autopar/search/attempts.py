@@ -3,7 +3,8 @@
 If the options fix neither stages nor schedule, a layout is tried only if it could win: if its bound
 (:mod:`.division_bounds`), which is proven, is below the best plan's seconds. Of those that could, the ones are tried
 that are expected to be quickest: a pipeline probably idles for at least a sixth of the time that 1F1B idles, as ZB-V
-does with equal chunks, and its first microbatch waits for its messages.
+does with equal chunks, and its first microbatch waits for its messages. Where memory is short, the step without stages
+is tried in microbatches as well.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ MOST_UNEQUAL = 4
 MANY_DEVICES = 128
 
 
-def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
+def attempts(
+    request: PlanRequest, graph: Graph, best: float, lacks_memory: bool
+) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
     """Layouts with the numbers of microbatches to try. ``graph``: the step that will be cut; ``best``: seconds of the
-    best plan without stages, infinite if there is none."""
+    best plan without stages and microbatches, infinite if there is none; ``lacks_memory``: whether there might be one,
+    or a quicker one, with more memory."""
     options, devices = request.options, math.prod(request.mesh)
     one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
     may_lack_stages = options.stages in (None, 1) and not asks_for_chunks(request)
     if may_lack_stages and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
-    if options.stages == 1 and options.microbatches is None and math.isinf(best):
-        yield one_stage, tuple(n for n in microbatch_counts(_own_batch(request), 1, None) if n > 1)
+    if may_lack_stages and options.microbatches is None and options.schedule is None and lacks_memory:
+        yield from _whole_steps(request, graph, best, one_stage)
     if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(request))):
         return
     possible = [
@@ -57,6 +61,18 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
         yield from possible
     else:
         yield from _promising(request, graph, best, possible)
+
+
+def _whole_steps(
+    request: PlanRequest, graph: Graph, best: float, layout: StageLayout
+) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
+    """The whole step in microbatches, which saves activations where memory is short. Only numbers that could win."""
+    if request.loss is None or not request.graph.gradients:
+        return
+    bound = _least_seconds(request, graph, layout)
+    counts = tuple(n for n in microbatch_counts(_own_batch(request), 1, None) if n > 1 and bound(n) < best)
+    if counts:
+        yield layout, counts
 
 
 def _layouts(request: PlanRequest, graph: Graph) -> tuple[StageLayout, ...]:

@@ -99,10 +99,19 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         return replace(
             plan,
             baselines=baselines,
-            excluded=why_excluded(tried, memory_limit_of(unstaged)),
+            excluded=_why_impossible(request, baselines) | why_excluded(tried, memory_limit_of(unstaged)),
             warnings=(*plan.warnings, *notes, *_warnings_of_time(request, timings)),
             searched=_searched(unstaged, tried, plan.predicted.step_seconds),
         )
+
+
+def _why_impossible(request: PlanRequest, listed: Mapping[str, Predicted | None]) -> dict[str, str]:
+    """Why baselines are not possible: the options that leave fewer placements; empty if there are no such options."""
+    options = request.options
+    named = [f"zero={options.zero}"] if options.zero is not None else []
+    named += ["pins"] if options.pins else []
+    why = f"no placements under {' and '.join(named)}"
+    return {name: why for name, priced in listed.items() if priced is None} if named else {}
 
 
 def _searched(request: PlanRequest, tried: Tried, seconds: float) -> Searched | None:
@@ -186,7 +195,7 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
     tried = _without_stages(request, timings) if _may_lack_stages(request, pinned) else Tried()
     if tried.failures and never_fits(request):
         return tried
-    staged, failure = with_stages(request, pinned, timings, min(best, tried.least))
+    staged, failure = with_stages(request, pinned, timings, min(best, tried.least), tried.lacks_memory)
     tried += Tried(tuple(staged))
     if tried.candidates:
         return replace(tried, failures=())
@@ -300,7 +309,8 @@ class _Whole:
         inside, solved = self.inside, self.solution
         make = partial(make_plan, inside, self.graph, solved, self.baselines, self.timings)
         figures, known = partial(_figures, inside, solved), covered(inside, 1, 1, (1,))
-        return Candidate(self.seconds, None, make, figures, self.baselines, divisions=known)
+        lacks = is_short_of_memory(inside, solved)
+        return Candidate(self.seconds, None, make, figures, self.baselines, divisions=known, lacks_memory=lacks)
 
 
 def _in_division(request: PlanRequest, graph: Graph, timings: Timings, division: RowDivision) -> _Whole | None:

@@ -31,7 +31,7 @@ class Candidate:
     ``make`` writes its plan; ``figures`` gives its name and predictions. Of the candidates of one ``layout`` (None:
     without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, for
     pipelines, solves a schedule for it and returns the improved candidate. ``divisions``: those that its program
-    covers."""
+    covers. ``lacks_memory``: whether it is known that it would be quicker with more memory."""
 
     seconds: float
     layout: StageLayout | None
@@ -40,6 +40,7 @@ class Candidate:
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
     improved: Callable[[], Candidate] | None = None
     divisions: frozenset[Division] = frozenset()
+    lacks_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ class Tried:
     def least(self) -> float:
         """Seconds of the quickest candidate."""
         return min((candidate.seconds for candidate in self.candidates), default=math.inf)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the quickest candidate would be quicker with more memory."""
+        quickest = min(self.candidates, key=lambda candidate: candidate.seconds, default=None)
+        return quickest is not None and quickest.lacks_memory
 
 
 def keep_shown(tried: Tried) -> None:

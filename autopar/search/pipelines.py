@@ -36,6 +36,9 @@ from .to_plan import staged_plan
 # If a pipeline is this many times slower than the best plan without stages, more microbatches are not tried.
 # Chosen: more microbatches shrink only the bubble and what is in flight; not measured.
 HOPELESS = 1.5
+# The share of counted work that is left for microbatches and pipelines where memory is short. Chosen: programs under a
+# limit that binds take long, and those without stages may have taken most of it.
+FOR_SHORT_OF_MEMORY = 0.75
 _NO_LOSS = (
     "a step in stages or microbatches runs forward and backward in turns, so the loss must be part of it, but the "
     "model returns none for this batch: pass the labels from which the model computes it, or loss_fn, called as "
@@ -44,7 +47,7 @@ _NO_LOSS = (
 
 
 def with_stages(
-    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
+    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float, lacks_memory: bool = False
 ) -> tuple[list[Candidate], Failure]:
     """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and why the last one that was
     impossible was so. That is an error for the user only if nothing else was found.
@@ -52,6 +55,7 @@ def with_stages(
     Args:
         pinned: the stages of modules, by path.
         best: seconds of the best plan without stages, infinite if there is none.
+        lacks_memory: whether that would be quicker with more memory.
     """
     if request.loss is None and request.graph.gradients:
         return [], _impossible(OptionsError(_NO_LOSS))
@@ -61,7 +65,10 @@ def with_stages(
         f"no pipeline stages are possible on the mesh {asked_mesh(request)} under these options: leave some of them out"
     )
     impossible = failure = _impossible(OptionsError(nothing))
-    for layout, counts in attempts(request, graph, best):
+    lacks_memory = (lacks_memory or math.isinf(best)) and not pinned
+    if lacks_memory and request.options.stages is None:
+        timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
+    for layout, counts in attempts(request, graph, best, lacks_memory):
         quickest = min([best, *(candidate.seconds for candidate in candidates)])
         if _is_over(request, timings, quickest, has_failed=failure is not impossible):
             break
@@ -147,6 +154,8 @@ class _Pipeline:
         roles = tuple(request.roles[axis] for axis in layout.axes) if request.roles else ()
         limits = rank_limits(request)
         inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles, rank_limits=limits)
+        if layout.stages == 1:  # The objective is the step.
+            inside = replace(inside, worth=min(request.worth, best))
         pipeline_request = PipelineRequest(
             graph=self.graph,
             inputs=split_inputs(request.graph),

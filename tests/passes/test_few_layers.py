@@ -22,6 +22,7 @@ from autopar.planner.roles.products import Products
 from autopar.planner.step_graphs import step_graph
 from tests.helpers.models import Case, gpt2, llama, text
 from tests.helpers.planning import requested
+from tests.helpers.pass_text import check
 from tests.passes.test_omit_layers import deep
 from tests.planner.test_short_rehearsal import skips, turns, two_stacks
 
@@ -45,9 +46,14 @@ def mixture(layers: int) -> Case:
 MODELS = [partial(gpt2, 10), partial(llama, 11), partial(mixture, 11), turns, two_stacks]
 
 
-def few(text: str, longer: str = "") -> str:
-    graph = FewLayers(longer)(fold_layers(Graph.from_text(text)))
-    return Graph(graph.nodes, graph.outputs, graph.symbols).to_text()
+def left(before: str, after: str, longer: str = "") -> None:
+    """Of the folded graph ``before``, what ``longer`` leaves is ``after``."""
+
+    def plain(graph: Graph) -> Graph:
+        few = FewLayers(longer)(fold_layers(graph))
+        return Graph(few.nodes, few.outputs, few.symbols)
+
+    check(plain, before, after)
 
 
 def folded(model: Callable[[], Case]) -> Graph:
@@ -56,17 +62,17 @@ def folded(model: Callable[[], Case]) -> Graph:
 
 
 def test_two_layers_are_left_at_each_end_and_two_more_of_a_longer_stack() -> None:
-    assert few(deep(10)) == Graph.from_text(deep(10, *range(2, 8))).to_text()
-    assert few(deep(10), "h.") == Graph.from_text(deep(10, *range(2, 6))).to_text()
-    assert few(deep(10), "another.") == few(deep(10))
+    left(deep(10), deep(10, *range(2, 8)))
+    left(deep(10), deep(10, *range(2, 6)), longer="h.")
+    left(deep(10), deep(10, *range(2, 8)), longer="another.")
 
 
 def test_layers_that_take_turns_are_left_in_turns() -> None:
-    assert few(deep(12, turns=3)) == Graph.from_text(deep(12, *range(3, 9), turns=3)).to_text()
+    left(deep(12, turns=3), deep(12, *range(3, 9), turns=3))
 
 
 def test_few_layers_stay_as_they_are() -> None:
-    assert few(deep(7)) == Graph.from_text(deep(7)).to_text()
+    left(deep(7), deep(7))
     assert FewLayers().shortened(fold_layers(Graph.from_text(deep(7))))[1] == ()
 
 
@@ -83,9 +89,9 @@ def test_how_many_times_what_a_longer_stack_has_is_left_out() -> None:
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_every_class_has_its_first_node_among_them(model: Callable[[], Case]) -> None:
     graph = folded(model)
-    left, stacks = FewLayers().shortened(graph)
-    assert stacks and len(left) < len(graph)
-    assert set(graph.classes.values()) == set(left.classes.values()) <= {node.name for node in left.nodes}
+    short, stacks = FewLayers().shortened(graph)
+    assert stacks and len(short) < len(graph)
+    assert set(graph.classes.values()) == set(short.classes.values()) <= {node.name for node in short.nodes}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)

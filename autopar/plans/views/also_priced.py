@@ -19,7 +19,8 @@ _Named = tuple[str, Predicted | None]
 
 def also_priced(plan: PlanRecord) -> Iterator[str]:
     """The lines of other plans that were priced, and of kinds of which none was."""
-    others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
+    possible = ((name, priced) for name, priced in plan.baselines.items() if name not in plan.excluded)
+    others = sorted(possible, key=lambda item: item[1].step_seconds if item[1] else math.inf)
     shown = others if len(others) <= MOST_BASELINES else _first(others, MOST_BASELINES - 1)
     rows = [(name, _compared(plan, other)) for name, other in shown]
     rows += [(name, f"{'excluded':>21}   {why}") for name, why in plan.excluded.items()]

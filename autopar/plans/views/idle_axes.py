@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from autopar.ir.placements import is_shard
+from autopar.ir.placements import REPLICATE, is_shard
 from autopar.ir.plan_record import PlanLine, PlanRecord, Predicted
 
 from .quantities import duration
@@ -54,7 +54,8 @@ def _is_divided(plan: PlanRecord, line: PlanLine, axis: int) -> bool:
     if line.kind == "optimizer":
         return is_shard(plan.parameters[plan.nodes[line.name].target].optimizer[axis])
     strategy = plan.strategies[line.name]
-    return any(is_shard(places[axis]) for places in (*strategy.inputs, *strategy.outputs))
+    # Partial sums are of other parts on each device.
+    return any(places[axis] != REPLICATE for places in (*strategy.inputs, *strategy.outputs))
 
 
 def _reason(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> str:

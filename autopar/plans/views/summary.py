@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.ir.placements import shard_before
 from autopar.ir.plan_record import PlanRecord, Predicted
 from autopar.ir.planned_sync import PlannedSync
 
@@ -52,6 +53,8 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
     yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
+    if any(shard_before(place) > 1 for places in plan.placements.values() for place in places):
+        reading += " · S(d/n) each of n blocks of d"
     if plan.stages > 1 and math.prod(plan.stage_meshes.largest) == 1:
         reading = "each stage on one device: nothing is sharded"
     lines = [f"mesh   ({names})   {reading}"]

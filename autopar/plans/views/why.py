@@ -130,7 +130,7 @@ class Explanation:
         return f"{seconds / self.step_seconds:+.1%}" if self.step_seconds else ""
 
     def _memory(self, count: int) -> str:
-        return signed_size(count) + (", does not fit" if count > self.spare_bytes else "")
+        return (signed_size(count) if count else "the same") + (", does not fit" if count > self.spare_bytes else "")
 
 
 def explain(plan: PlanRecord, name: str) -> Explanation:

@@ -1,0 +1,65 @@
+"""Near a limit of memory: what fits is found, microbatches are tried without stages, and words say what holds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import InfeasibleError, Options
+from autopar.search.attempts import attempts
+from autopar.search.pipelines import whole_step
+from tests.helpers.planning import CLUSTER, requested
+
+LIMIT = 150_000
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        hidden = (nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.l = nn.Sequential(*hidden, nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.l(x)
+        return y.pow(2).mean()
+
+
+def plan(**options: object) -> autopar.Plan:
+    settings = Options(**options)  # type: ignore[arg-type]
+    return autopar.plan(Perceptron(), (2, 2), (torch.randn(64, 128),), cluster=CLUSTER, options=settings)
+
+
+def test_steps_that_hold_less_than_what_counts_least_are_found() -> None:
+    """The step of which the program counts least holds 172,560 bytes."""
+    found = plan(memory_limit=LIMIT, stages=1, microbatches=1)
+    assert found.predicted.peak_bytes <= LIMIT
+
+
+@pytest.mark.slow
+def test_an_error_names_a_limit_that_is_enough() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        plan(memory_limit=66_000, stages=1, microbatches=1)
+    message = str(caught.value)
+    named = re.search(r"Options\(memory_limit=(\d+)\)", message)
+    assert named is not None and 66_000 < int(named[1]) < LIMIT
+    assert "less state" not in message, "all of it rests in host memory"
+    assert plan(memory_limit=int(named[1]), stages=1, microbatches=1).predicted.peak_bytes <= int(named[1])
+
+
+@pytest.mark.parametrize("lacks_memory", [False, True])
+def test_microbatches_are_tried_without_stages_where_memory_is_short(lacks_memory: bool) -> None:
+    request = requested("stack", (2,), mesh_search=True, stages=None, microbatches=None)
+    tried = list(attempts(request, whole_step(request), 1.0, lacks_memory))
+    whole = [counts for layout, counts in tried if layout.stages == 1]
+    assert bool(whole) == lacks_memory
+    assert all(count > 1 for counts in whole for count in counts)
+
+
+def test_options_that_exclude_a_baseline_are_its_reason() -> None:
+    text = str(plan(zero=3))
+    assert re.search(r"data parallel +excluded +no placements under zero=3", text)
+    assert "no such placements" not in text
