@@ -21,8 +21,8 @@ from autopar.planner.roles.moves_between import _sums
 from autopar.planner.roles.products import Products
 from autopar.planner.step_graphs import step_graph
 from tests.helpers.models import Case, gpt2, llama, text
-from tests.helpers.planning import requested
 from tests.helpers.pass_text import check
+from tests.helpers.planning import requested
 from tests.passes.test_omit_layers import deep
 from tests.planner.test_short_rehearsal import skips, turns, two_stacks
 
