@@ -10,6 +10,7 @@ experts all programs are solved.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from autopar.layout import Layout
 from autopar.layouts.sections.section import Seconds, Section, Sections
 
 from .price import Priced, Quick, quick_price
+from .space import RECOMPUTE
 from .trials import SIMULATED, LayoutSearch
 
 # What a placement program is of: the number of tensor ranks, and the samples of a microbatch.
@@ -47,6 +49,7 @@ class PromisingLayouts:
     search: LayoutSearch
     devices: int
     solved: dict[Program, list[Quick]] = field(default_factory=dict)
+    _least: dict[Program, float] = field(default_factory=dict)
 
     @cached_property
     def layouts(self) -> dict[Program, list[Layout]]:
@@ -73,7 +76,21 @@ class PromisingLayouts:
 
     def least(self, program: Program) -> float:
         """The least bound of the layouts of a program that may fit."""
-        return min((quick.seconds for quick in self.bounds[program] if self.search.fits(quick)), default=math.inf)
+        if program not in self._least:
+            self._least[program] = min((quick.seconds for quick in self._leanest(program)), default=math.inf)
+        return self._least[program]
+
+    def _leanest(self, program: Program) -> Iterable[Quick]:
+        """Those of the layouts that may fit that recompute least of all that are alike otherwise: the quicker ones."""
+        found: dict[Layout, Quick] = {}
+        for quick in self.bounds[program]:
+            if self.search.fits(quick):
+                layout = quick.layout
+                alike = layout.pipeline, layout.data, layout.interleave, layout.zero
+                known = found.setdefault(alike, quick)
+                if RECOMPUTE.index(layout.recompute) < RECOMPUTE.index(known.layout.recompute):
+                    found[alike] = quick
+        return found.values()
 
     def solve(self, program: Program) -> None:
         self.solved[program] = self.search.priced(self.layouts[program])
