@@ -233,13 +233,15 @@ def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisSt
 
 
 def _wanting(call: OpCall, wanted: Wanted) -> Callable[[tuple[Placement, ...]], bool]:
-    """Whether the plain shards among the placements of operands and results, on one axis, are wanted. Strided shards are
-    compared by their dim, since their factors differ inside another axis."""
+    """Whether the plain shards among the placements of operands and results, on one axis, are wanted. Strided shards
+    are compared by their dim, since their factors differ inside another axis."""
     sets = wanted[_key(call)]
     dims = [{shard_dim(p) for p in placements if is_shard(p)} - {None} for placements in sets]
 
     def is_wanted(places: tuple[Placement, ...]) -> bool:
-        return all(p == REPLICATE or p in live or shard_dim(p) in of for p, live, of in zip(places, sets, dims, strict=True))
+        return all(
+            p == REPLICATE or p in live or shard_dim(p) in of for p, live, of in zip(places, sets, dims, strict=True)
+        )
 
     return is_wanted
 
@@ -247,7 +249,7 @@ def _wanting(call: OpCall, wanted: Wanted) -> Callable[[tuple[Placement, ...]], 
 def _on_one_axis(
     single: Mapping[str, tuple[Strategy, ...]], wanted: Wanted, axis: int, axes: int, call: OpCall, node: Node
 ) -> tuple[Strategy, ...]:
-    """The wanted strategies of ``call``, on a mesh where only ``axis`` has more than one device: as composed, from those
+    """The wanted strategies of ``call`` on a mesh where only ``axis`` has more than one device: as composed, from those
     of that axis alone."""
     is_wanted = _wanting(call, wanted)
     before, after = (REPLICATE,) * axis, (REPLICATE,) * (axes - axis - 1)

@@ -14,8 +14,8 @@ from .pipeline_ranks import once_on_each_rank
 
 
 def cut_into_chunks(sections: Sections, layout: Layout) -> list[Chunk]:
-    """The sections of each chunk. Layouts that cut between the same layers share them. Raises :class:`OptionsError` if a chunk would be empty, or if the model has fewer
-    layers than are offloaded."""
+    """The sections of each chunk. Layouts that cut between the same layers share them. Raises :class:`OptionsError` if
+    a chunk would be empty, or if the model has fewer layers than are offloaded."""
     if layout.offload_layers > len(sections.priced_as):
         count = len(sections.priced_as)
         raise OptionsError(

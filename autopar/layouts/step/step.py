@@ -30,9 +30,7 @@ LATE_ROUNDS = 4
 class LayoutStep:
     """The prices of one step."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], layout: Layout, microbatches: int, cluster: Cluster
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], layout: Layout, microbatches: int, cluster: Cluster) -> None:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
         exchanged = sum(count * section.exchanged_elements for section, count in counted(chunks))
         self.sections = SectionTimes(layout, microbatches, cluster, exchanged)
