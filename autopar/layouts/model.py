@@ -46,6 +46,7 @@ class LayoutModel:
     modules: tuple[str, ...]
     _sections: dict[object, Sections] = field(default_factory=dict)
     _placed: dict[object, Placed] = field(default_factory=dict)
+    _priced: dict[object, Priced] = field(default_factory=dict)
     _graphs: dict[object, tuple[Graph, FusedKernels]] = field(default_factory=dict)
 
     @staticmethod
@@ -78,9 +79,11 @@ class LayoutModel:
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
         """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
-        layout = layout.completed()
-        batch = batch or self.batch
-        return price_sections(self.sections(layout, cluster, batch), layout, batch, cluster, limit)
+        layout, batch = layout.completed(), batch or self.batch
+        key = layout, cluster, batch, limit
+        if key not in self._priced:
+            self._priced[key] = price_sections(self.sections(layout, cluster, batch), layout, batch, cluster, limit)
+        return self._priced[key]
 
     @property
     def experts(self) -> int:

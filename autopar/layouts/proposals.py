@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.layout import Layout
-from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
+from autopar.planner.request import NEAR, PlanRequest, Proposals, memory_limit_of
 from autopar.precision import Precision
 from autopar.restriction import Restriction
 
@@ -49,6 +49,7 @@ def proposed_layouts(
             limit=memory_limit_of(request),
             like=Layout(precision=precision),
             space=PLANNED,
+            near=NEAR,
         )
     except AutoparError:  # Layouts are for models of layers; others are planned without proposals.
         return Proposals()

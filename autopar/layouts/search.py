@@ -17,6 +17,7 @@ from autopar.layout import Layout
 from .infeasible import nothing_divides, nothing_fits
 from .model import LayoutModel
 from .price import Priced, Quick
+from .promising import PromisingLayouts
 from .space import MICROBATCHES, ONE, PLANNED, Space, divisors, expert_degrees
 from .trials import SIMULATED, LayoutSearch, node_size, quick_layout
 
@@ -50,20 +51,26 @@ def best_layout(
     limit: int | None = None,
     like: Layout = ONE,
     space: Space = PLANNED,
+    near: float | None = None,
 ) -> LayoutSearchResult:
     """The quickest layout that fits, and the rule of thumb to compare it with (:func:`rule_of_thumb`).
 
     Fields that are not searched (precision, overlap, offload) are taken from ``like``. Where the largest microbatches
-    are the quickest, larger ones are tried too, as long as they are quicker still.
+    are the quickest, larger ones are tried too, as long as they are quicker still. With ``near``, only placement
+    programs are solved that may have one of the quickest layouts, or one of the same degrees that takes less than
+    ``near`` times as long: others are tried by bounds alone (:mod:`.promising`).
 
     Raises:
         InfeasibleError: none fits; says what would fit, in bytes.
     """
     search = LayoutSearch(model, cluster, batch, limit, like, space)
-    tried = search.tried(devices)
+    if near is None:
+        tried = search.tried(devices)
+        priced = search.quickest(tried)
+    else:
+        tried, priced = PromisingLayouts(search, devices).quickest(near)
     if not tried:
         raise InfeasibleError(nothing_divides(search, devices))
-    priced = search.quickest(tried)
     if not priced:
         raise InfeasibleError(nothing_fits(search, devices, tried))
     while larger := _larger_microbatches(search, devices, priced[0].layout):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
@@ -25,12 +26,8 @@ def tried_layouts(
 ) -> list[Quick]:
     """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. A placement program
     that several layouts share is solved once; the model caches it."""
-    layers, node = len(model.depth.priced_as), node_size(cluster, devices)
-    return [
-        quick
-        for layout in candidates(devices, batch, layers, node, model.experts, like, space)
-        for quick in quick_layout(model, layout, cluster, batch, space.recompute or RECOMPUTE)
-    ]
+    search = LayoutSearch(model, cluster, batch, None, like, space)
+    return search.priced(search.candidates(devices))
 
 
 def quickest_layouts(
@@ -56,14 +53,28 @@ class LayoutSearch:
 
     def tried(self, devices: int, space: Space | None = None, like: Layout | None = None) -> list[Quick]:
         """:func:`tried_layouts` on so many devices, with another ``space`` or ``like`` if given."""
-        space, like = space or self.space, like or self.like
-        return tried_layouts(self.model, self.cluster, devices, batch=self.batch, like=like, space=space)
+        other = replace(self, space=space or self.space, like=like or self.like)
+        return other.priced(other.candidates(devices))
+
+    def candidates(self, devices: int) -> Iterator[Layout]:
+        """The layouts of the space on so many devices."""
+        layers, node = len(self.model.depth.priced_as), node_size(self.cluster, devices)
+        return candidates(devices, self.batch, layers, node, self.model.experts, self.like, self.space)
+
+    def priced(self, layouts: Iterable[Layout]) -> list[Quick]:
+        """The quick prices of those layouts that divide the model."""
+        recomputed = self.space.recompute or RECOMPUTE
+        every = (quick_layout(self.model, layout, self.cluster, self.batch, recomputed) for layout in layouts)
+        return list(chain.from_iterable(every))
 
     def quickest(self, tried: Sequence[Quick]) -> list[Priced]:
         return quickest_layouts(self.model, self.cluster, tried, self.batch, self.limit)
 
+    def fits(self, quick: Quick) -> bool:
+        return quick.peak <= (self.limit or quick.limit)
+
     def fitting(self, tried: Sequence[Quick]) -> int:
-        return sum(quick.peak <= (self.limit or quick.limit) for quick in tried)
+        return sum(map(self.fits, tried))
 
 
 def _simulated(

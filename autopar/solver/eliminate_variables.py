@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from .label_arrays import distinct
 from .problem import Floats, Ints, Problem, Transfer
 
 
@@ -89,15 +91,25 @@ def _fold(work: _Work, group: int) -> Fold | None:
         return None
     labels, tables = [], []
     for parallel in ends.values():
-        distinct, label = np.unique(np.stack([end[1] for end in parallel]), axis=1, return_inverse=True)
-        labels.append(label.reshape(-1))
-        tables.append(sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(())))
+        rows, label = _together([end[1] for end in parallel], [len(end[3]) for end in parallel])
+        labels.append(label)
+        tables.append(sum((e[3][own][:, e[2]] for e, own in zip(parallel, rows, strict=True)), np.zeros(())))
     before = sum(transfer.cost.size for transfer in transfers)
     # A table over two neighbours with many labels could be far larger than the transfers that it replaces.
     # Twice as large, and small ones always: chosen, not measured.
     if len(tables) == 2 and len(tables[0]) * len(tables[1]) > 2 * before + 64:
         return None
     return Fold(group, work.costs[group], tuple(ends), tuple(labels), tuple(tables))
+
+
+def _together(labels: list[Ints], counts: list[int]) -> tuple[Sequence[Ints], Ints]:
+    """The distinct combinations of ``labels``, below ``counts``, in ascending order, and for each choice its
+    combination."""
+    if len(labels) == 1:
+        values, label = distinct(labels[0], counts[0])
+        return [values], label
+    values, label = np.unique(np.stack(labels), axis=1, return_inverse=True)
+    return list(values), label.reshape(-1)
 
 
 def _replace(work: _Work, fold: Fold) -> None:

@@ -154,11 +154,19 @@ def _strategies_of_all(graph: Graph, mesh: tuple[int, ...], shares: Shares) -> M
     factors, calls = reshape_factors(graph, mesh, shares), _distinct_calls(graph)
     sizes = sorted({each for each in zip(mesh, shares, strict=True) if each[0] > 1})
     offer = partial(axis_strategies, factors=factors)
-    single = [_strategies(graph, calls, (size,), offer, (unequal,)) for size, unequal in sizes]
+    single = [
+        _strategies(graph, calls, (size,), (unequal,), partial(_composed, (size,), offer, (unequal,)))
+        for size, unequal in sizes
+    ]
     joined = _joined(graph, single)
     live = live_placements(graph, joined, graph.classes)
     wanted = _wanted(graph, calls, live)
-    composed = _strategies(graph, calls, mesh, partial(_live_offers, factors=factors, wanted=wanted), shares)
+    axes = [axis for axis, devices in enumerate(mesh) if devices > 1]
+    if len(axes) == 1:
+        find = partial(_on_one_axis, single[0], wanted, axes[0], len(mesh))
+    else:
+        find = partial(_composed, mesh, partial(_live_offers, factors=factors, wanted=wanted), shares)
+    composed = _strategies(graph, calls, mesh, shares, find)
     return _pruned(graph, composed, live)
 
 
@@ -240,26 +248,52 @@ def _key(call: OpCall) -> OpCall:
 
 
 def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
-    """One-axis strategies whose plain shards are wanted. Strided shards are compared by their dim, since their factors
-    differ inside another axis."""
+    """One-axis strategies that are wanted."""
+    is_wanted = _wanting(call, wanted)
+    return tuple(strategy for strategy in axis_strategies(call, factors) if is_wanted(strategy.places))
+
+
+def _wanting(call: OpCall, wanted: Wanted) -> Callable[[tuple[Placement, ...]], bool]:
+    """Whether the plain shards among the placements of operands and results, on one axis, are wanted. Strided shards
+    are compared by their dim, since their factors differ inside another axis."""
     sets = wanted[_key(call)]
-    dims = [{shard_dim(p) for p in placements if is_shard(p)} for placements in sets]
+    dims = [{shard_dim(p) for p in placements if is_shard(p)} - {None} for placements in sets]
 
-    def is_wanted(strategy: AxisStrategy) -> bool:
-        places = zip((*strategy.inputs, *strategy.outputs), sets, dims, strict=True)
-        return all(p == REPLICATE or p in live or shard_dim(p) in of - {None} for p, live, of in places)
+    def is_wanted(places: tuple[Placement, ...]) -> bool:
+        return all(
+            p == REPLICATE or p in live or shard_dim(p) in of for p, live, of in zip(places, sets, dims, strict=True)
+        )
 
-    return tuple(strategy for strategy in axis_strategies(call, factors) if is_wanted(strategy))
+    return is_wanted
+
+
+def _on_one_axis(
+    single: Mapping[str, tuple[Strategy, ...]], wanted: Wanted, axis: int, axes: int, call: OpCall, node: Node
+) -> tuple[Strategy, ...]:
+    """The wanted strategies of ``call`` on a mesh where only ``axis`` has more than one device: as composed, from those
+    of that axis alone."""
+    is_wanted = _wanting(call, wanted)
+    before, after = (REPLICATE,) * axis, (REPLICATE,) * (axes - axis - 1)
+
+    def widened(places: tuple[Placements, ...]) -> tuple[Placements, ...]:
+        return tuple((*before, *place, *after) for place in places)
+
+    return tuple(
+        replace(strategy, inputs=widened(strategy.inputs), outputs=widened(strategy.outputs))
+        for strategy in single[node.name]
+        if is_wanted(tuple(place[0] for place in strategy.places))
+    )
 
 
 def _strategies(
     graph: Graph,
     calls: Mapping[str, OpCall],
     mesh: tuple[int, ...],
-    offer: Callable[[OpCall], tuple[AxisStrategy, ...]],
     shares: Shares,
+    find: Callable[[OpCall, Node], tuple[Strategy, ...]],
 ) -> dict[str, tuple[Strategy, ...]]:
-    """All strategies of every node. Each of ``calls`` (:func:`_distinct_calls`) is composed once."""
+    """All strategies of every node; ``find``: those of an operation, once for each of ``calls``
+    (:func:`_distinct_calls`)."""
     cache: dict[int, tuple[Strategy, ...]] = {}
     strategies: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -268,7 +302,7 @@ def _strategies(
         elif node.op != SAVED_ACTIVATION:
             call = calls[node.name]
             if id(call) not in cache:
-                cache[id(call)] = _composed(call, mesh, offer, shares, node)
+                cache[id(call)] = find(call, node)
             strategies[node.name] = cache[id(call)]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -278,10 +312,10 @@ def _strategies(
 
 
 def _composed(
-    call: OpCall,
     mesh: tuple[int, ...],
     offer: Callable[[OpCall], tuple[AxisStrategy, ...]],
     shares: Shares,
+    call: OpCall,
     node: Node,
 ) -> tuple[Strategy, ...]:
     try:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from autopar.ir.annotation_text import parse_strategy
 from autopar.ir.graph import Graph
-from autopar.ir.node import Value
+from autopar.ir.node import Node, Value
+from autopar.passes.annotate import annotate as annotating
 from autopar.passes.annotate.annotate import annotate, rule_sources
 from autopar.passes.annotate.prune import live_placements
 from autopar.passes.recompute.saved_values import save_activations
+from autopar.passes.rule_language.compose import compose
+from autopar.passes.rule_language.registry import OpCall
 from tests.helpers.pass_text import check
 
 
@@ -240,3 +245,31 @@ def test_equal_nodes_of_layers_share_what_is_live() -> None:
     graph = annotate(Graph.from_text("graph()\n" + LAYERS), (2,))
     assert graph.strategies["a"] == graph.strategies["b"]
     assert "(S(0)) -> (S(0))" in map(str, graph.strategies["a"])
+
+
+RESHAPED = """
+%x: f32[8, 4, 6] = input("x")
+%w: f32[6, 6] = param("w")
+%rows: f32[32, 6] = aten.reshape.default(%x, [32, 6])
+%y: f32[32, 6] = aten.mm.default(%rows, %w)
+%z: f32[8, 4, 6] = aten.reshape.default(%y, [8, 4, 6])
+return output "0" = %z
+"""
+
+
+@pytest.mark.parametrize("text", [CHAIN, RESHAPED])
+@pytest.mark.parametrize("mesh", [(2,), (1, 2), (4, 1), (1, 2, 1)])
+def test_one_axis_among_axes_of_one_device_has_what_is_composed(
+    text: str, mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Composing on the whole mesh gives the same strategies in the same order as those of the axis alone."""
+    found = strategies(text, mesh)
+    factors = annotating.reshape_factors(Graph.from_text("graph()\n" + text), mesh)
+    offers = []
+
+    def composed(single: object, wanted: annotating.Wanted, axis: int, axes: int, call: OpCall, node: Node) -> object:
+        offers.append(call)
+        return compose(call, mesh, partial(annotating._live_offers, factors=factors, wanted=wanted), ((),) * axes)
+
+    monkeypatch.setattr(annotating, "_on_one_axis", composed)
+    assert strategies(text, mesh) == found and offers

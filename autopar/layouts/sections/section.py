@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from .expert_all_to_all import Block
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,18 @@ class Section:
     accumulating: float = 0.0
     lent: tuple[Weight, ...] = ()
 
+    def once(self, key: object, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns, computed once for each ``key``: one section represents many layers of many
+        layouts."""
+        if key not in self._known:
+            self._known[key] = compute()
+        found: Result = self._known[key]
+        return found
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
+
     @property
     def runs_backward(self) -> bool:
         """Whether it has a backward pass: frozen layers after nothing that is trained have none."""
@@ -108,14 +123,18 @@ class Section:
 
     @cached_property
     def whole_sizes(self) -> tuple[int, ...]:
-        """Bytes of each weight before it is divided. Cached, as what follows, since one section represents many layers
-        of many layouts."""
+        """Bytes of each weight before it is divided."""
         return tuple(weight.whole * weight.itemsize for weight in self.weights)
 
     @cached_property
     def trained(self) -> tuple[Weight, ...]:
         """The weights that are trained."""
         return tuple(weight for weight in self.weights if weight.trained)
+
+    @cached_property
+    def exchanged_elements(self) -> int:
+        """Elements of the gradients of the weights that it stores, before they are divided."""
+        return sum(weight.whole for weight in self.trained if weight.owner is None)
 
     @cached_property
     def shared(self) -> tuple[Weight, ...]:
@@ -125,12 +144,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Sections:
-    """All sections: ``layers`` in order, each with the number of layers it represents."""
+    """All sections: ``layers`` in order, each with the number of layers it represents. ``cuts``: the chunks into which
+    they were cut so far."""
 
     before: Section
     layers: tuple[Section, ...]
     after: Section
     priced_as: tuple[int, ...] = field(default=())
+    cuts: dict[object, list[Chunk]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def every(self) -> tuple[Section, ...]:
@@ -138,10 +159,29 @@ class Sections:
         return (self.before, *(self.layers[i] for i in self.priced_as), self.after)
 
 
-def counted(sections: Iterable[Section]) -> list[tuple[Section, int]]:
-    """Each distinct section with its number: equal layers share one object."""
+class Chunk(tuple[Section, ...]):
+    """Sections that run one after another on a pipeline rank."""
+
+    @cached_property
+    def counted(self) -> list[tuple[Section, int]]:
+        """Each distinct section with its number: equal layers share one object."""
+        return summed((section, 1) for section in self)
+
+    @cached_property
+    def key(self) -> tuple[int, ...]:
+        """The same for chunks of the same sections."""
+        return tuple(map(id, self))
+
+
+def summed(sections: Iterable[tuple[Section, int]]) -> list[tuple[Section, int]]:
+    """Each distinct section, with the sum of its numbers."""
     counts: dict[int, tuple[Section, int]] = {}
-    for section in sections:
+    for section, more in sections:
         _, count = counts.get(id(section), (section, 0))
-        counts[id(section)] = section, count + 1
+        counts[id(section)] = section, count + more
     return list(counts.values())
+
+
+def counted(chunks: Sequence[Chunk]) -> list[tuple[Section, int]]:
+    """Each distinct section of several chunks, with its number."""
+    return summed(pair for chunk in chunks for pair in chunk.counted)

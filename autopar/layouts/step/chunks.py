@@ -8,23 +8,32 @@ from itertools import accumulate, pairwise
 
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Seconds, Section, Sections
+from autopar.layouts.sections.section import Chunk, Seconds, Section, Sections
 
 from .pipeline_ranks import once_on_each_rank
 
 
-def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """The sections of each chunk. Raises :class:`OptionsError` if a chunk would be empty, or if the model has fewer
-    layers than are offloaded."""
+def cut_into_chunks(sections: Sections, layout: Layout) -> list[Chunk]:
+    """The sections of each chunk. Layouts that cut between the same layers share them. Raises :class:`OptionsError` if
+    a chunk would be empty, or if the model has fewer layers than are offloaded."""
     if layout.offload_layers > len(sections.priced_as):
         count = len(sections.priced_as)
         raise OptionsError(
             f"Layout(offload_layers={layout.offload_layers}): the model has {count} layers; take {count}"
         )
-    cut = _between_operations if layout.cuts == "operations" else _between_layers
-    chunks = cut(sections, layout)
+    if layout.cuts == "operations":
+        return _on_ranks(sections, _between_operations(sections, layout), layout)
+    weights = layout.embedding_as_layers, layout.head_as_layers
+    key = layout.pipeline, layout.interleave, layout.schedule_name, weights
+    if key not in sections.cuts:
+        sections.cuts[key] = _on_ranks(sections, _between_layers(sections, layout), layout)
+    return sections.cuts[key]
+
+
+def _on_ranks(sections: Sections, chunks: list[list[Section]], layout: Layout) -> list[Chunk]:
     distinct = (sections.before, *sections.layers, sections.after)
-    return once_on_each_rank(chunks, layout) if any(section.shared for section in distinct) else chunks
+    is_shared = any(section.shared for section in distinct)
+    return list(map(Chunk, once_on_each_rank(chunks, layout) if is_shared else chunks))
 
 
 def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from autopar.layout import MASTER_BYTES, Layout
-from autopar.layouts.sections.section import Section, Weight, counted
+from autopar.layouts.sections.section import Chunk, Section, Weight, counted
 from autopar.schedule.named import SCHEDULES
 
 # Share of activations and transient memory that the caching allocator loses between blocks. Weights and states are
@@ -77,16 +77,15 @@ def resting_bytes(weight: Weight, layout: Layout) -> int:
     return gathered_bytes(weight, layout) // shards if shards > 1 else whole_bytes(weight, layout)
 
 
-def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:
+def held_by(rank: int, chunks: Sequence[Chunk], layout: Layout, microbatches: int) -> Held:
     """The bytes of pipeline rank ``rank``, whose chunks consist of the given sections."""
-    distinct = counted(section for chunk in chunks for section in chunk)
+    distinct = counted(chunks)
     weights = gradients = optimizer = 0
     for section, count in distinct:
-        for weight in section.weights:
-            shards = data_ranks(weight, layout) if layout.zero >= 2 else 1
-            weights += count * resting_bytes(weight, layout)
-            gradients += count * (gradient_bytes(weight, layout) // shards)
-            optimizer += count * resting_states(weight, layout)
+        of_weights, of_gradients, of_states = _resting(section, layout)
+        weights += count * of_weights
+        gradients += count * of_gradients
+        optimizer += count * of_states
     gathered, working = _gathered(distinct, layout), _working([section for section, _ in distinct], layout)
     pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
     offloaded, moving = offloaded_bytes(chunks[0], layout)
@@ -94,6 +93,22 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
     lost = int(FRAGMENTED * (activations + working)) if layout.allocation == "caching" else 0
     on_device, on_host = (0, optimizer) if layout.offload else (optimizer, 0)
     return Held(weights + gathered, gradients, on_device, activations, working, on_host + offloaded, lost)
+
+
+def _resting(section: Section, layout: Layout) -> tuple[int, int, int]:
+    """Bytes of the weights of a section, of their gradients, and of the optimizer's states."""
+    dtypes = layout.precision, layout.weights, layout.gradients, layout.state_itemsize
+
+    def added_up() -> tuple[int, int, int]:
+        weights = section.weights
+        shards = (data_ranks(weight, layout) if layout.zero >= 2 else 1 for weight in weights)
+        return (
+            sum(resting_bytes(weight, layout) for weight in weights),
+            sum(gradient_bytes(weight, layout) // each for weight, each in zip(weights, shards, strict=True)),
+            sum(resting_states(weight, layout) for weight in weights),
+        )
+
+    return section.once(("resting", layout.zero, layout.data, layout.context, *dtypes), added_up)
 
 
 def offloaded_bytes(chunk: Sequence[Section], layout: Layout) -> tuple[int, int]:
@@ -134,13 +149,13 @@ def _of_both(first: tuple[int, dict[str, int]], second: tuple[int, dict[str, int
     return first[0] + second[0] + sum(first[1].values()) + sum(second[1].values()) - twice
 
 
-def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
+def _activations(in_flight: float, chunks: Sequence[Chunk], layout: Layout) -> int:
     """Bytes saved by the microbatches in flight. Backward frees the values after the last layer first, so they count as
     transient; but under GPipe all microbatches run forward first."""
     kept = ends = 0
     waiting = int(in_flight) - 1 if layout.schedule_name == "gpipe" else 0
     for chunk in chunks:
-        for section, count in counted(chunk):
+        for section, count in chunk.counted:
             kept += count * _saved(section, layout) if section.is_layer else 0
             ends += 0 if section.is_layer else section.saved + (waiting - 1) * section.saved_last
         # Recomputed layers save their inputs anyway.

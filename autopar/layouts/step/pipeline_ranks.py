@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
@@ -34,19 +34,19 @@ def _held(schedule: str, stages: int, interleave: int) -> tuple[tuple[int, ...],
 def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> list[list[Section]]:
     """The chunks with every shared weight once on each rank that uses it: in the section that has most of it. It is
     lent to the others, and ZeRO-3 gathers it for each. The first rank that uses it owns it."""
-    result, made = [list(chunk) for chunk in chunks], dict[object, Section]()
+    result = [list(chunk) for chunk in chunks]
     owners = _owners(chunks, layout)
     for rank in range(layout.pipeline):
         places = [(c, i) for c in chunks_of(rank, layout) for i in range(len(chunks[c]))]
         place_of = _largest_places(chunks, places)
         for c, i in places:
             section = chunks[c][i]
-            lent = frozenset(weight.path for weight in section.weights if place_of.get(weight.path, (c, i)) != (c, i))
+            lent = frozenset(weight.path for weight in section.shared if place_of[weight.path] != (c, i))
             borrowed = {weight.path: owners[weight.path] for weight in section.shared if owners[weight.path] != rank}
             if lent or borrowed:
                 # Equal sections stay one object, so that they are priced once.
-                key = id(section), lent, tuple(borrowed.items())
-                result[c][i] = made.setdefault(key, _holding(section, lent, borrowed))
+                key = "holding", lent, tuple(borrowed.items())
+                result[c][i] = section.once(key, partial(_holding, section, lent, borrowed))
     return result
 
 

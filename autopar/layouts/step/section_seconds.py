@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autopar.cluster.description import Cluster
 from autopar.cost import bucketed_seconds, collective_seconds
@@ -14,7 +15,7 @@ from autopar.cost.collective.collective import copying_seconds
 from autopar.cost.overlap import at_once, taken_by_messages
 from autopar.layout import MASTER_BYTES, Layout
 from autopar.layouts.sections.expert_all_to_all import exchange_seconds
-from autopar.layouts.sections.section import Seconds, Section, Weight, counted
+from autopar.layouts.sections.section import Chunk, Seconds, Section, Weight
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 
@@ -31,6 +32,18 @@ BYTES_OF_A_RANK = 4_000_000
 # Chosen: Transformer Engine's default num_splits where it overlaps by pieces; not fitted.
 PIECES = 4
 
+# Fields on which no section's seconds depend: they say how layers are put on ranks, or what is kept apart.
+_OF_RANKS = ("pipeline", "interleave", "schedule", "cuts", "embedding_as_layers", "head_as_layers", "recompute")
+_FIELDS = tuple(name for name in Layout.__dataclass_fields__ if name not in (*_OF_RANKS, "given"))
+# What of a section does not depend on recomputation and microbatches either.
+_OF_STORED = frozenset(("update", "all_gather", "all_reduce", "reduce_scatter"))
+
+
+@lru_cache(maxsize=1 << 14)
+def _identity(*_: object) -> object:
+    """The same object for the same values: a key whose hash takes no time."""
+    return object()
+
 
 class SectionTimes:
     """Seconds of sections under a layout; ``microbatches``: how many a data rank computes in a step; ``exchanged``:
@@ -39,17 +52,16 @@ class SectionTimes:
     def __init__(self, layout: Layout, microbatches: int, cluster: Cluster, exchanged: int) -> None:
         self.layout, self.microbatches, self.cluster, self.exchanged = layout, microbatches, cluster, exchanged
         self.taken = taken_by_messages(cluster)
-        # One section represents many layers, so what it takes is computed once.
-        self._known: dict[tuple[str, int], Any] = {}
+        # What sections take is computed once for all layouts that are alike in these.
+        every = {name: getattr(layout, name) for name in _FIELDS}
+        self._stored = _identity(*every.values(), cluster, exchanged)
+        self._key = _identity(self._stored, layout.recompute, microbatches)
         self._sharding: dict[tuple[int, ...], tuple[float, float]] = {}
         self._shares: dict[tuple[int, ...], HiddenShares] = {}
 
     def _once(self, what: str, section: Section, compute: Callable[[Section], Result]) -> Result:
-        key = what, id(section)
-        if key not in self._known:
-            self._known[key] = compute(section)
-        found: Result = self._known[key]
-        return found
+        key = what, self._stored if what in _OF_STORED else self._key
+        return section.once(key, partial(compute, section))
 
     def over_data(self, kind: str, weights: Iterable[Weight], nbytes: Callable[[Weight], float]) -> float:
         """Seconds of collectives over the data and context ranks that have the same weights, one for each number of
@@ -179,24 +191,24 @@ class SectionTimes:
         both = (seconds.compute, seconds.communicate)
         return at_once(*both, self.taken) + min(both) / PIECES + seconds.host
 
-    def chunk_times(self, chunk: Sequence[Section]) -> tuple[float, float]:
+    def chunk_times(self, chunk: Chunk) -> tuple[float, float]:
         """Seconds of forward and backward of a chunk, without blocking for messages."""
         forward, backward = self._alone(chunk)
         forward_waits, backward_waits = self.fetching(chunk)
         return forward + forward_waits, backward + backward_waits
 
-    def _alone(self, chunk: Sequence[Section]) -> tuple[float, float]:
+    def _alone(self, chunk: Chunk) -> tuple[float, float]:
         forward, backward = (
-            sum(count * self.times(section)[phase] for section, count in counted(chunk)) for phase in (0, 1)
+            sum(count * self.times(section)[phase] for section, count in chunk.counted) for phase in (0, 1)
         )
         gathering, scattering = self.exposed_sharding(chunk)
         return forward + gathering, backward + scattering
 
-    def exposed_sharding(self, chunk: Sequence[Section]) -> tuple[float, float]:
+    def exposed_sharding(self, chunk: Chunk) -> tuple[float, float]:
         """Exposed seconds of ZeRO-3's collectives in forward and in backward."""
         if self.layout.zero < 3:
             return 0.0, 0.0
-        key = tuple(map(id, chunk))
+        key = chunk.key
         if key not in self._sharding:
             sides = self.sides(chunk)
             shares = self.hidden_shares(chunk) if "weight" in self.layout.overlap else HiddenShares()
@@ -204,10 +216,10 @@ class SectionTimes:
             self._sharding[key] = forward, backward
         return self._sharding[key]
 
-    def sides(self, chunk: Sequence[Section]) -> tuple[SectionSeconds, SectionSeconds]:
+    def sides(self, chunk: Chunk) -> tuple[SectionSeconds, SectionSeconds]:
         """Forward and backward of a chunk: the computing that may overlap messages, and ZeRO-3's collectives."""
         forward = backward = SectionSeconds()
-        for section, count in counted(chunk):
+        for section, count in chunk.counted:
             back = section.backward + self.again(section)
             first, second = section.forward.compute + section.forward.host, back.compute + back.host
             gather, scatter = self.sharded(section)
@@ -215,7 +227,7 @@ class SectionTimes:
             backward += SectionSeconds(count * (second + self.adding_up(section)), count * scatter)
         return forward, backward
 
-    def fetching(self, chunk: Sequence[Section]) -> tuple[float, float]:
+    def fetching(self, chunk: Chunk) -> tuple[float, float]:
         """Seconds for which forward and backward of a chunk wait for saved activations in host memory."""
         offloaded, _ = offloaded_bytes(chunk, self.layout)
         if not offloaded:
@@ -224,18 +236,18 @@ class SectionTimes:
         forward, backward = (max(0.0, transfer - alone) for alone in self._alone(chunk))
         return forward, backward
 
-    def reduction(self, chunk: Sequence[Section]) -> float:
+    def reduction(self, chunk: Chunk) -> float:
         """Seconds of reducing a chunk's gradients, of a step or of one microbatch."""
         if self.layout.zero >= 3:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
-        return self.in_buckets("reduce_scatter" if divided else "all_reduce", counted(chunk), self.reduced_bytes)
+        return self.in_buckets("reduce_scatter" if divided else "all_reduce", chunk.counted, self.reduced_bytes)
 
-    def hidden_shares(self, chunk: Sequence[Section]) -> HiddenShares:
+    def hidden_shares(self, chunk: Chunk) -> HiddenShares:
         """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan."""
-        key = tuple(map(id, chunk))
+        key = chunk.key
         if key not in self._shares:
-            distinct = ((weight, count) for section, count in counted(chunk) for weight in section.trained)
+            distinct = ((weight, count) for section, count in chunk.counted for weight in section.trained)
             exchanged = sum(n * w.whole * self.layout.gradient_itemsize(w.itemsize) for w, n in distinct)
             sizes = chain.from_iterable(section.whole_sizes for section in chunk)
             self._shares[key] = shares_of_sizes(sizes, exchanged, self.cluster)

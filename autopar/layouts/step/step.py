@@ -10,7 +10,7 @@ from autopar.cost import simulate
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Section, counted
+from autopar.layouts.sections.section import Chunk, Section, counted
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds
 from autopar.schedule.named import SCHEDULES, make_schedule
 
@@ -30,13 +30,10 @@ LATE_ROUNDS = 4
 class LayoutStep:
     """The prices of one step."""
 
-    def __init__(
-        self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], layout: Layout, microbatches: int, cluster: Cluster) -> None:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
-        every = counted(section for chunk in chunks for section in chunk)
-        whole = (count * w.whole for section, count in every for w in section.trained if w.owner is None)
-        self.sections = SectionTimes(layout, microbatches, cluster, sum(whole))
+        exchanged = sum(count * section.exchanged_elements for section, count in counted(chunks))
+        self.sections = SectionTimes(layout, microbatches, cluster, exchanged)
         self.ranks = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
         # A bound needs few of these.
         self._prices: dict[object, ChunkPrice] = {}
@@ -45,12 +42,12 @@ class LayoutStep:
     def price(self, c: int) -> ChunkPrice:
         """The price of a chunk. Chunks of the same sections between the same links share one."""
         chunk, idle_seconds = self.chunks[c], self.idle_seconds(c)
-        key = tuple(map(id, chunk)), idle_seconds
+        key = chunk.key, idle_seconds
         if key not in self._prices:
             self._prices[key] = self.chunk_price(chunk, *idle_seconds)
         return self._prices[key]
 
-    def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
+    def chunk_price(self, chunk: Chunk, before: float, after: float) -> ChunkPrice:
         """The price of one chunk; ``before``, ``after``: seconds of blocking for the messages at its two ends."""
         forward, backward = self.sections.chunk_times(chunk)
         reduction, (_, computing) = self.sections.reduction(chunk), self.sections.sides(chunk)
@@ -96,7 +93,7 @@ class LayoutStep:
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
         """The sections of a rank, with the number of each."""
-        return counted(section for c in chunks_of(rank, self.layout) for section in self.chunks[c])
+        return counted([self.chunks[c] for c in chunks_of(rank, self.layout)])
 
     def gathering(self, rank: int) -> float:
         """Seconds of gathering weights that were updated in shards."""
