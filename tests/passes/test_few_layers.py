@@ -44,6 +44,7 @@ def mixture(layers: int) -> Case:
 
 
 MODELS = [partial(gpt2, 10), partial(llama, 11), partial(mixture, 11), turns, two_stacks]
+NAMES = ["gpt2", "llama", "mixture", "turns", "two stacks"]
 
 
 def left(before: str, after: str, longer: str = "") -> None:
@@ -86,7 +87,7 @@ def test_how_many_times_what_a_longer_stack_has_is_left_out() -> None:
     assert FewLayers("h.").missing(Stack("h.", 128, 1, 1, 128)) == 61.5
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_every_class_has_its_first_node_among_them(model: Callable[[], Case]) -> None:
     graph = folded(model)
     short, stacks = FewLayers().shortened(graph)
@@ -94,7 +95,7 @@ def test_every_class_has_its_first_node_among_them(model: Callable[[], Case]) ->
     assert set(graph.classes.values()) == set(short.classes.values()) <= {node.name for node in short.nodes}
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_strategies_are_those_that_all_layers_have(monkeypatch: pytest.MonkeyPatch, model: Callable[[], Case]) -> None:
     graph = folded(model)
     found = annotate(graph, (2, 2)).strategies
@@ -106,7 +107,7 @@ def test_strategies_are_those_that_all_layers_have(monkeypatch: pytest.MonkeyPat
         assert node.op == SAVED_ACTIVATION or set(found[node.name]) == set(whole[node.name]), node
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_kernels_are_those_of_all_layers(model: Callable[[], Case]) -> None:
     graph, device = folded(model), Cluster.get("dgx-a100-80gb").device
     found, whole = FusedKernels.of_layers(graph, device), FusedKernels.of(graph, device)
@@ -115,7 +116,7 @@ def test_kernels_are_those_of_all_layers(model: Callable[[], Case]) -> None:
     assert found.inside == whole.inside
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_products_are_those_of_all_layers(model: Callable[[], Case]) -> None:
     graph = annotate(folded(model), (2, 2))
     dims = {node.target: 0 for node in graph.placeholders("input")}
