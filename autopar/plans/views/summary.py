@@ -53,13 +53,13 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
     yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
-    if any(shard_before(place) > 1 for places in plan.placements.values() for place in places):
-        reading += " · S(d/n) each of n blocks of d"
     if plan.stages > 1 and math.prod(plan.stage_meshes.largest) == 1:
         reading = "each stage on one device: nothing is sharded"
     lines = [f"mesh   ({names})   {reading}"]
     if len(lines[0]) > page_width():
         lines = [f"mesh   ({names})", f"       {reading}"]
+    if any(shard_before(place) > 1 for places in plan.placements.values() for place in places):
+        lines.append("       S(d/n) shard of each of n blocks of dim d")
     yield from (clip(line, page_width()) for line in lines)
     if any(plan.shares):
         differ = "speed and memory" if plan.device_limits else "speed"
