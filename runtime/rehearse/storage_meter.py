@@ -19,6 +19,8 @@ from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.tensors import storage_key
 from autopar.torch_internals.trees import tree_leaves
 
+from .remembered_results import RememberedResults
+
 
 @dataclass
 class _Life:
@@ -41,6 +43,7 @@ class StorageMeter(TorchDispatchMode):
         self._lives: dict[int, _Life] = {}
         self._ended: list[_Life] = []
         self._counts_meta = True
+        self._results = RememberedResults()
         for tensor in given:
             self.see(tensor)
 
@@ -92,7 +95,7 @@ class StorageMeter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        result = self._results.call(function, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self.see(result)
             return result
