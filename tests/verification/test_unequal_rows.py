@@ -119,7 +119,7 @@ def test_rows_by_memory_equal_one_process(devices: str, rows: tuple[float, ...])
     cluster = with_memory(hardware(*devices), *limits)
     report = autopar.verify(
         Wide(), (len(devices),), (wide_batch(),), cluster=cluster, timeout=250,
-        options=Options(stages=1, recompute="none", offload=False, zero=0),
+        options=Options(stages=1, microbatches=1, recompute="none", offload=False, zero=0),
     )  # fmt: skip
     assert report.ok, str(report)
     assert report.unpriced == ()
