@@ -1,10 +1,10 @@
 """The quickest layouts of a space, found without solving placement programs that cannot have one of them.
 
-Tensor ranks share the work of one rank at best. A layout takes at least as many seconds and bytes as if each of its
-tensor ranks had its share of the sections that there are without tensor ranks (:func:`divided`): nothing is sent
-between them then, nothing computed twice, and no operation is less efficient for being smaller. Without tensor ranks
-placements have no alternatives, so these bounds are quick to have. They ignore what experts cost; for models with
-experts all programs are solved.
+Tensor ranks share the work of one rank at best. A layout takes at least as many seconds, and about as many bytes
+(:data:`SPARE`), as if each of its tensor ranks had its share of the sections that there are without tensor ranks
+(:func:`divided`): nothing is sent between them then, nothing computed twice, and no operation is less efficient for
+being smaller. Without tensor ranks placements have no alternatives, so these bounds are quick to have. They ignore what
+experts cost; for models with experts all programs are solved.
 """
 
 from __future__ import annotations

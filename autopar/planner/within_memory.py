@@ -122,7 +122,7 @@ class WithinMemory:
             if solution.status == "infeasible":
                 break
             if np.array_equal(solution.choices, best.solution.choices):
-                break  # What would be left by then is little.
+                break  # Chosen: a still higher limit mostly has the same solution, and costs another solve.
             found = MeshSolution.of(limited, solution)
             if self.peaks.seems_to_fit(found):
                 within = Needed(limit, self.peaks.about(found))

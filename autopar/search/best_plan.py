@@ -105,8 +105,14 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         )
 
 
+def _wants_memory(tried: Tried) -> bool:
+    """Whether with more memory there might be a plan, or a quicker one."""
+    failed = () if tried.candidates else tried.failures
+    return tried.lacks_memory or any(not isinstance(each.error, TooSlowError) for each in failed)
+
+
 def _why_impossible(request: PlanRequest, listed: Mapping[str, Predicted | None]) -> dict[str, str]:
-    """Why baselines are not possible: the options that leave fewer placements; empty if there are no such options."""
+    """Under which options baselines are not possible, of those that leave fewer placements; empty if there are none."""
     options = request.options
     named = [f"zero={options.zero}"] if options.zero is not None else []
     named += ["pins"] if options.pins else []
@@ -195,7 +201,7 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
     tried = _without_stages(request, timings) if _may_lack_stages(request, pinned) else Tried()
     if tried.failures and never_fits(request):
         return tried
-    staged, failure = with_stages(request, pinned, timings, min(best, tried.least), tried.lacks_memory)
+    staged, failure = with_stages(request, pinned, timings, min(best, tried.least), _wants_memory(tried))
     tried += Tried(tuple(staged))
     if tried.candidates:
         return replace(tried, failures=())

@@ -125,11 +125,11 @@ class FittingSchedules:
         """A schedule as it is cut and, if that just does not fit, cut with as much less memory as it lacks."""
         solution = self._cut(*chosen)
         yield solution
-        limits, peaks = self.request.limits, solution.breakdown.peaks
-        spare = [RECUT * limit / peak for limit, peak in zip(limits, peaks, strict=True)]
+        peaks = zip(self.request.limits, solution.breakdown.peaks, strict=True)
+        spare = [RECUT * limit / max(peak, 1) for limit, peak in peaks]
         if RECUT > min(spare) >= RECUT / JUST_OVER:
             cuts = cuts_with(self.estimates.on_blocks, chosen, self.pinned, spare)
-            if cuts is not None and cuts != chosen[1]:
+            if cuts is not None and (chosen[0], cuts) not in self.found:
                 yield self._cut(chosen[0], cuts)
 
     def _cut(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelineSolution:

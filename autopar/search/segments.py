@@ -11,10 +11,11 @@ import numpy as np
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, Node
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Node
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
+from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
 from autopar.placement.formulation import Instance
@@ -127,6 +128,7 @@ def pinned_ranks(graph: Graph, segment_of: Mapping[str, int], count: int, pins: 
     """
     ranks = np.full(count, -1, dtype=np.int64)
     pinned_by: dict[int, str] = {}
+    repeated = {node.name for node in graph.nodes if node.op in VIEWS} | data_only_nodes(graph) if pins else set()
     for pattern, text in pins.items():
         match = STAGE_PIN.match(text)
         assert match is not None
@@ -137,7 +139,8 @@ def pinned_ranks(graph: Graph, segment_of: Mapping[str, int], count: int, pins: 
         names = _nodes_within(graph, pattern)
         if not names:
             raise _of_no_module(graph, pattern)
-        for segment in {segment_of[name] for name in names if name in segment_of}:
+        # What chunks repeat, wherever it is read, binds none of them.
+        for segment in {segment_of[name] for name in names if name in segment_of and name not in repeated}:
             if ranks[segment] not in (-1, rank):
                 raise PinnedTogetherError(
                     f"the pins {pinned_by[segment]!r}: 'stage {ranks[segment]}' and {pattern!r}: {text!r} put modules "

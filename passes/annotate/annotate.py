@@ -133,19 +133,17 @@ def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
     folded = graph if graph.classes else fold_layers(graph)
     few, stacks = FewLayers().shortened(folded)
     known = _strategies_of_all(few, mesh, shares)
-    return replace(graph, strategies=_of_all_layers(known, folded.classes) if stacks else known)
+    return replace(graph, strategies=_of_all_layers(folded, known) if stacks else known)
 
 
-def _of_all_layers(
-    known: Mapping[str, tuple[Strategy, ...]], classes: Mapping[str, str]
-) -> dict[str, tuple[Strategy, ...]]:
-    """The strategies of all nodes, from ``known`` ones: those of a node in the middle of its class, since layers at the
-    ends may have other neighbours."""
-    members: dict[str, list[str]] = {}
-    for name in known:
-        members.setdefault(classes[name], []).append(name)
-    middle = {first: known[names[len(names) // 2]] for first, names in members.items()}
-    return {name: known.get(name) or middle[first] for name, first in classes.items()}
+def _of_all_layers(folded: Graph, known: Mapping[str, tuple[Strategy, ...]]) -> dict[str, tuple[Strategy, ...]]:
+    """The strategies of all nodes of a folded graph, from ``known`` ones. What is not known has those of the last node
+    of its class before it: of a layer next to the first, or in backward to the last, of the same stack."""
+    last, strategies = dict[str, tuple[Strategy, ...]](), dict[str, tuple[Strategy, ...]]()
+    for node in folded.nodes:
+        first = folded.classes[node.name]
+        strategies[node.name] = last[first] = known[node.name] if node.name in known else last[first]
+    return strategies
 
 
 def _strategies_of_all(graph: Graph, mesh: tuple[int, ...], shares: Shares) -> Mapping[str, tuple[Strategy, ...]]:

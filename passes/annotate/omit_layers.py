@@ -47,7 +47,7 @@ class Stack:
 class OmitLayers(Pass):
     """Leaves out ``count`` layers of ``stack`` from ``begin``: a multiple of its period, with at least one period of
     layers that repeat on either side. Raises :class:`GraphError` if a value of theirs is read outside of the stack, or
-    by a layer for which none is as far away any more."""
+    by a layer for which none is as far away any more, or if nothing is left that reads some result from outside."""
 
     name: ClassVar[str] = "omit-layers"
     stack: Stack
@@ -57,10 +57,21 @@ class OmitLayers(Pass):
     def apply(self, graph: Graph) -> Graph:
         layers = _Layers.of(graph, self.stack.path)
         nodes = [self._moved(node, layers) for node in graph.nodes if not self._omits(layers.number.get(node.name))]
+        self._check_readers(graph, layers, nodes)
         names = {node.name for node in nodes}
         outputs = tuple(each for each in graph.outputs if each.value is None or each.value.node in names)
         classes = {name: first for name, first in graph.classes.items() if name in names}
         return replace(graph, nodes=tuple(nodes), outputs=outputs, classes=_by_kept(classes))
+
+    def _check_readers(self, graph: Graph, layers: _Layers, left: list[Node]) -> None:
+        """Raises :class:`GraphError` if layers that are left out were all that read some result from outside."""
+        read = {value for node in left for value in node.operands} | graph.output_values
+        for node in graph.nodes:
+            if self._omits(layers.number.get(node.name)):
+                for value in node.operands:
+                    is_outside = value.node not in layers.number and not graph[value.node].is_placeholder
+                    if is_outside and value not in read:
+                        raise GraphError(f"only layers of {self.stack.path}* that are left out read {value}")
 
     def _omits(self, number: int | None) -> bool:
         return number is not None and self.begin <= number < self.begin + self.count

@@ -6,16 +6,19 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from autopar.cluster.description import Cluster
+from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION
 from autopar.passes.annotate import annotate as annotating
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.annotate.fold import fold_layers
-from autopar.passes.annotate.omit_layers import Stack
+from autopar.passes.annotate.omit_layers import OmitLayers, Stack
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.roles.moves_between import _sums
 from autopar.planner.roles.products import Products
@@ -24,7 +27,7 @@ from tests.helpers.models import Case, gpt2, llama, text
 from tests.helpers.pass_text import check
 from tests.helpers.planning import requested
 from tests.passes.test_omit_layers import deep
-from tests.planner.test_short_rehearsal import skips, turns, two_stacks
+from tests.planner.test_short_rehearsal import Layer, Turns, skips, turns, two_stacks
 
 
 def mixture(layers: int) -> Case:
@@ -43,8 +46,29 @@ def mixture(layers: int) -> Case:
     return MixtralForCausalLM(config), text()
 
 
-MODELS = [partial(gpt2, 10), partial(llama, 11), partial(mixture, 11), turns, two_stacks]
-NAMES = ["gpt2", "llama", "mixture", "turns", "two stacks"]
+class Nested(nn.Module):
+    """Two stacks whose layers are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.ModuleList(Turns(9) for _ in range(2))
+        for stack in self.g:
+            stack.layers = nn.ModuleList(Layer(64) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stack in self.g:
+            for layer in stack.layers:
+                x = layer(x)
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+def nested() -> Case:
+    return Nested(), {"x": torch.randn(64, 64)}
+
+
+MODELS = [partial(gpt2, 10), partial(llama, 11), partial(mixture, 11), turns, two_stacks, nested]
+NAMES = ["gpt2", "llama", "mixture", "turns", "two stacks", "nested"]
 
 
 def left(before: str, after: str, longer: str = "") -> None:
@@ -133,3 +157,19 @@ def test_products_are_those_of_all_layers(model: Callable[[], Case]) -> None:
     for axis in range(2):
         one, other = ({v for v in _sums(each, axis) if v.node in graph.classes.values()} for each in (few, whole))
         assert one == other
+
+
+def test_layers_that_alone_read_a_result_from_outside_are_kept() -> None:
+    layers = [f"%h{i}: f32[4] = aten.tanh.default(%{f'h{i - 1}' if i else 'x'})  @h.{i}.act" for i in range(12)]
+    text = "\n".join(["graph()", '%x: f32[4] = input("x")', *layers, 'return output "0" = %h11'])
+    assert "@h.5" not in few_text(text)
+    outside = text.replace("%h0:", "%s: f32[4] = aten.exp.default(%x)\n%h0:")
+    assert "@h.5" not in few_text(outside.replace("tanh.default(%x)", "tanh.default(%s)"))
+    read = outside.replace("%h6: f32[4] = aten.tanh.default(%h5)", "%h6: f32[4] = aten.mul.Tensor(%h5, %s)")
+    folded_graph = fold_layers(Graph.from_text(read))
+    with pytest.raises(GraphError, match="are left out read %s"):
+        OmitLayers(Stack("h.", 12, 1, 0, 12), 5, 3)(folded_graph)
+
+
+def few_text(text: str) -> str:
+    return FewLayers()(fold_layers(Graph.from_text(text))).to_text()

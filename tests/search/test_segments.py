@@ -76,3 +76,28 @@ def test_every_operation_is_in_the_segment_where_it_runs() -> None:
         readers = [reader.name for reader, _ in graph.users.get(Value(node.name), ()) if reader.phase == "forward"]
         assert all(segments[node.name] <= segments[reader] for reader in readers)
         assert not readers or segments[node.name] > 0 or ".0." in node.path
+
+
+class Flips(nn.Module):
+    """Layers that end in a view, which only the next one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), Flip()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Flip(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_layers_that_end_in_a_view_can_be_pinned_to_neighbouring_stages(first: int) -> None:
+    pins = {f"h.{first}": "stage 0", f"h.{first + 1}": "stage 1"}
+    plan = planned(lambda: (Flips(), {"x": torch.zeros(16, 16)}), (2,), stages=2, schedule="gpipe", pins=pins)
+    assert plan.stages == 2
