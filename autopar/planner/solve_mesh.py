@@ -14,7 +14,7 @@ from autopar.passes.annotate.annotate import annotate
 from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
-from autopar.placement.prices import Prices
+from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.restriction import words_of
 from autopar.solver.cost_digest import cost_digest
@@ -54,9 +54,9 @@ SMALLEST_SECONDS = 3.0
 # Chosen: of an MLP on (2, 2), what counts 1.1 times the least holds 0.8 times as much.
 MORE_MEMORY = (1.1, 1.3)
 
-# How many times what is counted of a baseline its program may hold at most: gradients that wait for others in a bucket
-# are not counted. Chosen: FSDP of a tiny Llama on 256 devices holds 1.04 times as much.
-IN_DOUBT = 4.0
+# How many times what is counted of a baseline its program may hold at most, besides a bucket of gradients that wait for
+# others. Chosen: FSDP of a tiny Llama on 256 devices holds 1.04 times as much.
+IN_DOUBT = 1.25
 
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
@@ -372,6 +372,6 @@ def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) ->
     solved = MeshSolution.of(line.instance, solution)
     breakdown = line.as_run(placed_step(line.instance, solved.assignment), solved.breakdown)
     counted, limit = solved.step.counted.peak, memory_limit_of(request)
-    in_doubt = limit < IN_DOUBT * counted and counted <= COUNTED_AT_MOST * limit
+    in_doubt = limit < IN_DOUBT * counted + BUCKET_BYTES and counted <= COUNTED_AT_MOST * limit
     exact = solved.step.memory.memory if in_doubt and len(line.instance.graph) < LEAST_NODES else None
     return predicted(breakdown, line.instance, request.cluster, exact)
