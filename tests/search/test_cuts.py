@@ -94,11 +94,3 @@ def test_of_cuts_that_balance_as_well_those_are_taken_that_fewer_bytes_cross() -
     uneven = replace(segments, seconds=np.array([1.0, 0.5, 0.0, 1.5]))
     assert best_cuts([uneven] * 2, (1, 1), [1.0] * 2) == ("n2",)
     assert best_cuts([replace(uneven, wire=np.array([0.0, 0.3, 0.9, 0.3]))] * 2, (1, 1), [1.0] * 2) == ("n3",)
-
-
-def test_between_chunks_of_one_rank_nothing_is_sent() -> None:
-    # A message across the third border takes long; one across the second takes no time.
-    segments = replace(make([1.1, 0.5, 0.5, 1.0]), wire=np.array([0.0, 0.2, 0.0, 0.9]))
-    apart = best_cuts([segments] * 3, (1, 1, 1), [2.0] * 3, np.array([0, 1, 2]))
-    together = best_cuts([segments] * 3, (1, 1, 1), [2.0] * 3, np.array([0, 1, 1]))
-    assert (apart, together) == (("n1", "n2"), ("n1", "n3"))

@@ -42,10 +42,12 @@ class Segments:
 
     @cached_property
     def of_chunks(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """``[i, j]``, of a chunk of segments i to j - 1: the seconds that it computes, its static bytes, those it
-        saves, and those with which it runs."""
+        """``[i, j]``, of a chunk of segments i to j - 1: its seconds, or those of its input on the wire if they are
+        more, with its half of all messages; its static bytes, those it saves, and those with which it runs."""
+        wire = np.append(self.wire, 0.0)
+        seconds = np.maximum(_between(self.seconds), wire[:, None]) + 0.5 * (wire[:, None] + wire)
         running = _most(self.working, self.count) + _most(self.again, self.count)
-        return _between(self.seconds), _between(self.static), _between(self.saved), running
+        return seconds, _between(self.static), _between(self.saved), running
 
 
 def best_cuts(
@@ -75,10 +77,9 @@ def best_cuts(
     known: dict[object, Floats] = {}
     for chunk in range(1, chunks + 1):
         priced, held, limit = segments[chunk - 1], in_flight[chunk - 1], limits[chunk - 1]
-        sent = _is_sent(ranks, chunk - 1), _is_sent(ranks, chunk)
-        key = id(priced), held, limit, sent
+        key = id(priced), held, limit
         if key not in known:  # Many chunks are alike.
-            known[key] = _chunk_costs(priced, held, limit, sharing, sent)
+            known[key] = _chunk_costs(priced, held, limit, sharing)
         cost = known[key]
         if ranks is not None and allowed is not None:
             cost = np.where(_misplaced(allowed, int(ranks[chunk - 1])), np.inf, cost)
@@ -94,19 +95,9 @@ def best_cuts(
     return tuple(segments[0].starts[end - 1] for end in reversed(ends))
 
 
-def _is_sent(ranks: Ints | None, chunk: int) -> bool:
-    """Whether what ``chunk`` reads comes from another rank."""
-    return ranks is None or not 0 < chunk < len(ranks) or bool(ranks[chunk - 1] != ranks[chunk])
-
-
-def _chunk_costs(
-    segments: Segments, in_flight: int, limit: float, sharing: int, ends: tuple[bool, bool] = (True, True)
-) -> Floats:
-    """``[i, j]``: seconds of a chunk of segments i to j - 1, infinite if it is empty or too large. ``ends``: whether
-    what crosses its start and its end is sent."""
-    computing, static, saved, running = segments.of_chunks
-    received, sent = (np.append(segments.wire, 0.0) * is_sent for is_sent in ends)
-    seconds = np.maximum(computing, received[:, None]) + 0.5 * (received[:, None] + sent)
+def _chunk_costs(segments: Segments, in_flight: int, limit: float, sharing: int) -> Floats:
+    """``[i, j]``: seconds of a chunk of segments i to j - 1, infinite if it is empty or too large."""
+    seconds, static, saved, running = segments.of_chunks
     held = static + in_flight * saved + running / sharing
     possible = np.triu(np.ones_like(seconds, dtype=bool), 1) & (held <= limit)
     return np.where(possible, seconds, np.inf)
