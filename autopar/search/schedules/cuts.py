@@ -1,14 +1,14 @@
 """Where to cut: divides the model's forward among pipeline chunks so that the slowest chunk is as quick as possible.
 
 Between adjacent candidates (:func:`autopar.passes.pipeline.cut_candidates`) lies a *segment*. A chunk is a run of
-segments. It takes the sum of their seconds, or the seconds that its input takes on the wire if these are more, and half
-of the seconds of the messages at its ends, for some of which ranks wait: of cuts that balance computing equally well,
-those that fewer bytes cross are better. (So too between chunks of one rank: nothing is sent there, but kernels end.
-Without it the best pipeline of GPT-2 on 64 devices was 7% slower.) It holds their parameters and, for each microbatch in
-flight, their saved activations. Among all ways to cut n segments into K chunks that fit into memory, dynamic programming over
-(chunk, end) finds the one whose slowest chunk takes least, in O(K n^2) (as in PipeDream, Narayanan et al. 2019, section
-3.1). Where devices differ, each chunk has the seconds and the memory of its own, so slow and small ones get fewer
-segments.
+segments. It takes the sum of their seconds, or the seconds that its input takes on the wire if these are more, and
+half of the seconds of the messages at its ends, for some of which ranks wait: of cuts that balance computing equally
+well, those that fewer bytes cross are better. (So too between chunks of one rank: nothing is sent there, but kernels
+end. Without it the best pipeline of GPT-2 on 64 devices was 7% slower.) It holds their parameters and, for each
+microbatch in flight, their saved activations. Among all ways to cut n segments into K chunks that fit into memory,
+dynamic programming over (chunk, end) finds the one whose slowest chunk takes least, in O(K n^2) (as in PipeDream,
+Narayanan et al. 2019, section 3.1). Where devices differ, each chunk has the seconds and the memory of its own, so
+slow and small ones get fewer segments.
 """
 
 from __future__ import annotations
