@@ -107,6 +107,10 @@ class Quick:
     def seconds(self) -> float:
         return self.bound()
 
+    def fits(self, limit: int | None) -> bool:
+        """Whether the layout fits into ``limit`` bytes; None: into those of the device."""
+        return self.peak <= (limit or self.limit)
+
 
 def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster) -> Quick:
     """Bounds the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises

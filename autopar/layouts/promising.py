@@ -21,7 +21,7 @@ from autopar.layout import Layout
 from autopar.layouts.sections.section import Seconds, Section, Sections
 
 from .price import Priced, Quick, quick_price
-from .space import RECOMPUTE
+from .space import RECOMPUTE, degrees_of
 from .trials import SIMULATED, LayoutSearch
 
 # By how much the bytes of a bound may exceed the limit. With a given limit a layout's bytes are those of the rank that
@@ -144,11 +144,9 @@ class PromisingLayouts:
 
     def _is_near(self, program: Program, priced: list[Priced], near: float) -> bool:
         staged = [one for one in priced if one.layout.pipeline > 1]
-        degrees = {(one.layout.tensor, one.layout.pipeline, one.layout.data) for one in staged}
+        degrees = {degrees_of(one.layout) for one in staged}
         limit = near * min((one.predicted.step_seconds for one in staged), default=0.0)
         return any(
-            (quick.layout.tensor, quick.layout.pipeline, quick.layout.data) in degrees
-            and self.may_fit(quick)
-            and quick.seconds <= limit
+            degrees_of(quick.layout) in degrees and self.may_fit(quick) and quick.seconds <= limit
             for quick in self.bounds[program]
         )

@@ -24,7 +24,7 @@ from autopar.restriction import Restriction
 from .model import LayoutModel
 from .precision import DTYPES
 from .search import LayoutSearchResult, best_layout
-from .space import PLANNED
+from .space import PLANNED, degrees_of
 
 # How many layouts are proposed. Chosen: solving one takes as long as pricing all.
 PROPOSED = 2
@@ -59,7 +59,7 @@ def proposed_layouts(
         layout = _restriction(priced.layout)
         quick.setdefault(layout, priced.predicted.step_seconds)
         if layout.pipeline > 1:
-            proposed.setdefault(_degrees(layout), layout)
+            proposed.setdefault(degrees_of(layout), layout)
     rule = None if found.rule is None else _restriction(found.rule.layout)
     if found.rule is not None and rule is not None:
         quick.setdefault(rule, found.rule.predicted.step_seconds)
@@ -67,16 +67,12 @@ def proposed_layouts(
     return replace(proposals, layouts=tuple(filter(proposals.is_near, proposals.layouts))[:PROPOSED])
 
 
-def _degrees(layout: Layout) -> tuple[int, ...]:
-    return layout.tensor, layout.pipeline, layout.data
-
-
 def _bounds(found: LayoutSearchResult, degrees: Collection[tuple[int, ...]], limit: int) -> dict[Layout, float]:
     """Of everything that was tried with one of ``degrees``, the least seconds of each restriction; infinite if nothing
     in it fits."""
     seconds: dict[Layout, float] = {}
     for quick in found.tried:
-        if _degrees(quick.layout) in degrees:
+        if degrees_of(quick.layout) in degrees:
             layout = _restriction(quick.layout)
             own = quick.seconds if quick.peak <= limit else math.inf
             seconds[layout] = min(own, seconds.get(layout, math.inf))

@@ -112,6 +112,6 @@ def rule_of_thumb(
             zero=1 if data > 1 else 0,
         )
         for quick in quick_layout(model, layout, cluster, batch):
-            if quick.peak <= (limit or quick.limit):
+            if quick.fits(limit):
                 return model.price(layout, cluster, batch, limit)
     return None

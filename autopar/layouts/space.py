@@ -57,6 +57,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+def degrees_of(layout: Layout) -> tuple[int, int, int]:
+    """The degrees that a proposal is told apart by: of its tensor, pipeline and data ranks."""
+    return layout.tensor, layout.pipeline, layout.data
+
+
 def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:
     """The numbers of ``data`` ranks among which ``experts`` can be divided, where each tensor rank has its own."""
     held = experts // tensor if experts % tensor == 0 else experts

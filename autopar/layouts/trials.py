@@ -35,7 +35,7 @@ def quickest_layouts(
 ) -> list[Priced]:
     """Simulates the layouts of ``tried`` that fit and have the lowest bounds. Returns them quickest first; empty if
     none fits."""
-    fitting = [quick for quick in tried if quick.peak <= (limit or quick.limit)]
+    fitting = [quick for quick in tried if quick.fits(limit)]
     priced = _simulated(model, cluster, sorted(fitting, key=lambda quick: quick.seconds), batch, limit)
     return sorted(priced, key=lambda layout: layout.predicted.step_seconds)
 
@@ -71,7 +71,7 @@ class LayoutSearch:
         return quickest_layouts(self.model, self.cluster, tried, self.batch, self.limit)
 
     def fits(self, quick: Quick) -> bool:
-        return quick.peak <= (self.limit or quick.limit)
+        return quick.fits(self.limit)
 
     def fitting(self, tried: Sequence[Quick]) -> int:
         return sum(map(self.fits, tried))

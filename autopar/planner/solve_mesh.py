@@ -313,8 +313,8 @@ def _minimize_memory(instance: Instance) -> MeshSolution | None:
 
     Among solutions of least memory, as the program counts it, this takes the cheapest: memory that the program does
     not count, such as both ends of a needless reshard, mostly comes from needless work. For the same reason what counts
-    a little more may hold less. The solver's work is counted,
-    so that a limit that an error names as sufficient is sufficient when it is requested."""
+    a little more may hold less. The solver's work is counted, so that a limit that an error names as sufficient is
+    sufficient when it is requested."""
     problem = instance.problem
     choices = smallest_choices(problem)
     if choices is None:

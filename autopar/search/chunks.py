@@ -12,7 +12,7 @@ optimisation of Narayanan et al., SC'21, section 4.1). Wires are chosen by price
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial
@@ -30,7 +30,7 @@ from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices, local_bytes
 
 # What cutting adds to the names of operations that several chunks repeat.
-COPY = re.compile(r"_at\d+(?=$|_)")
+_COPY = re.compile(r"_at\d+(?=$|_)")
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ def _with_wires(index: int, graph: Graph, assignment: Assignment, wires: Mapping
 def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
     """The choices of ``uncut`` for the nodes of a chunk, by name. A node that cutting added takes the strategy that is
     cheapest, reshards of its operands included."""
-    parameters = {n.name: uncut.parameters[_original(n.name, uncut.parameters)] for n in graph.placeholders("param")}
+    parameters = {n.name: uncut.parameters[original(n.name, uncut.parameters)] for n in graph.placeholders("param")}
     strategies: dict[str, Strategy] = {}
     annotated: Graph | None = None
     for node in graph.nodes:
         if node.op in ("param", "receive"):
             continue
-        strategy = uncut.strategies.get(_original(node.name, uncut.strategies))
+        strategy = uncut.strategies.get(original(node.name, uncut.strategies))
         homes = [_home(value, strategies, parameters) for value in node.operands]
         if strategy is None and node.op == SAVED_ACTIVATION and homes[0] is not None:
             strategy = _resting(homes[0])
@@ -128,16 +128,16 @@ def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
             strategy = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
         strategies[node.name] = strategy
     away = [
-        frozenset(n.name for n in graph.nodes if _original(n.name, names) in names)
+        frozenset(n.name for n in graph.nodes if original(n.name, names) in names)
         for names in (dict.fromkeys(uncut.recomputed), dict.fromkeys(uncut.offloaded))
     ]
     return Assignment(uncut.mesh, strategies, parameters, recomputed=away[0], offloaded=away[1])
 
 
-def _original(name: str, names: Mapping[str, object]) -> str:
+def original(name: str, names: Container[str]) -> str:
     """The name of the node that ``name`` copies, if it is not among ``names`` itself: a copy for another chunk is
     called ``<name>_at<chunk>``."""
-    return name if name in names or "_at" not in name else COPY.sub("", name)
+    return name if name in names or "_at" not in name else _COPY.sub("", name)
 
 
 def _home(value: Value, strategies: Mapping[str, Strategy], parameters: Mapping[str, object]) -> Placements | None:

@@ -27,7 +27,7 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.schedules.cuts import Segments
 from autopar.solver.problem import Ints
 
-from .chunks import COPY, WirePrice
+from .chunks import WirePrice, original
 
 
 class PinnedTogetherError(OptionsError):
@@ -46,7 +46,7 @@ def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict
     for index, chunk in enumerate(finest.chunks):
         for node in chunk.nodes:
             if node.op != "receive":
-                segments.setdefault(node.name if node.name in graph else COPY.sub("", node.name), index)
+                segments.setdefault(original(node.name, graph), index)
     return segments
 
 
