@@ -12,14 +12,16 @@ too. Backward exchanges the rows again instead of saving them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .experts import Activation, Gradients, forward_rows
+from . import grouped_experts
+from .experts import Activation, Gradients, forward_rows, summed
+from .grouped_experts import Groups, can_group
 
 # Factor on the mean rows of a device in prices: what the busiest device gets. Chosen: 1, all experts are chosen equally
 # often, as losses that balance routers aim at.
@@ -41,12 +43,20 @@ Exchanging = Generator[Message, Tensor, Any]
 @dataclass(frozen=True)
 class Route:
     """Where the choices of this device go. ``order``: the choices that are sent, by device and expert; ``sends`` and
-    ``receives``: rows to and from each device; ``groups``: for each expert here the received rows."""
+    ``receives``: rows to and from each device; ``arrived``: the received rows by expert; ``sizes`` [E]: how many each
+    expert here gets."""
 
     order: Tensor
     sends: list[int]
     receives: list[int]
-    groups: tuple[Tensor, ...]
+    arrived: Tensor
+    sizes: Tensor
+
+    def groups(self) -> Iterator[tuple[int, Tensor]]:
+        """The experts here that get rows, and these."""
+        for expert, rows in enumerate(self.arrived.split(self.sizes.tolist())):
+            if len(rows):
+                yield expert, rows
 
     def there(self, rows: Tensor) -> Message:
         """One row for each choice that is sent, to the devices of the experts."""
@@ -70,9 +80,11 @@ def _route(ids: Tensor, starts: Sequence[int], experts: int) -> Generator[Messag
     # One transfer to the host, which needs all sizes.
     sent, received = torch.stack((counts, arriving)).view(2, devices, experts).sum(2).tolist()
     order = torch.argsort(position, stable=True)[: sum(sent)]
-    expert = torch.arange(experts, device=ids.device).repeat(devices).repeat_interleave(arriving)
-    sizes = arriving.view(devices, experts).sum(0).tolist()
-    return Route(order, sent, received, torch.argsort(expert, stable=True).split(sizes))
+    expert = (
+        torch.arange(experts, device=ids.device).repeat(devices).repeat_interleave(arriving, output_size=sum(received))
+    )
+    sizes = arriving.view(devices, experts).sum(0)
+    return Route(order, sent, received, torch.argsort(expert, stable=True), sizes)
 
 
 def exchanged_experts(
@@ -83,20 +95,16 @@ def exchanged_experts(
     route = yield from _route(ids, starts, up.shape[0])
     received = yield route.there(x[route.order // ids.shape[-1]])
     function, results = Activation.parse(act), received.new_empty(received.shape[0], down.shape[1])
-    for expert, rows in enumerate(route.groups):
-        if len(rows):
-            _, _, result = forward_rows(function, received[rows], up, down, up_bias, down_bias, expert)
-            results[rows] = result
+    if can_group(received, up, down):
+        groups = Groups.of(route.sizes, len(received))
+        operands = function, groups, received[route.arrived], up, down, up_bias, down_bias
+        results[route.arrived] = grouped_experts.forward(*operands)[2]
+    else:
+        for expert, rows in route.groups():
+            results[rows] = forward_rows(function, received[rows], up, down, up_bias, down_bias, expert)[2]
     returned = yield route.back(results)
     weighted = returned * weights.reshape(-1)[route.order, None]
-    return _summed(weighted, route.order, ids.shape[-1], x)
-
-
-def _summed(rows: Tensor, order: Tensor, chosen: int, like: Tensor) -> Tensor:
-    """For each token the sum of the rows of its choices, in their order."""
-    placed = rows.new_zeros(like.shape[0] * chosen, like.shape[1])
-    placed[order] = rows
-    return placed.view(like.shape[0], chosen, like.shape[1]).sum(1).to(like.dtype)
+    return summed(weighted, route.order, ids.shape[-1], x)
 
 
 def exchanged_experts_backward(
@@ -109,18 +117,32 @@ def exchanged_experts_backward(
     both = yield route.there(torch.cat((x[tokens], grad[tokens]), 1))
     received, grad_out = both.split(width, 1)
     factors = yield route.there(weights.reshape(-1)[route.order])
-    sums = Gradients.zeros(up, down, up_bias, down_bias)
-    grad_rows, grad_factors = torch.empty_like(received), torch.empty_like(factors)
     operands = Activation.parse(act), up, down, up_bias, down_bias
-    for expert, rows in enumerate(route.groups):
-        if len(rows):
-            grad_rows[rows], grad_factors[rows] = sums.add(
-                *operands, received[rows], grad_out[rows], factors[rows], expert
-            )
-    grad_x = _summed((yield route.back(grad_rows)), route.order, ids.shape[-1], x)
+    grad_rows, grad_factors, sums = _of_rows(route, received, grad_out, factors, *operands)
+    grad_x = summed((yield route.back(grad_rows)), route.order, ids.shape[-1], x)
     grad_weights = torch.zeros_like(weights).reshape(-1)
     grad_weights[route.order] = yield route.back(grad_factors)
     return grad_x, grad_weights.view_as(weights), *sums.tensors
+
+
+def _of_rows(
+    route: Route, rows: Tensor, grad_out: Tensor, factors: Tensor, function: Activation, up: Tensor, down: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Gradients]:  # fmt: skip
+    """Gradients of the received ``rows`` [n, H], of the ``factors`` [n] of their results, and of the experts here."""
+    grad_rows, grad_factors = torch.empty_like(rows), torch.empty_like(factors)
+    matrices = up, down, up_bias, down_bias
+    if can_group(rows, up, down):
+        order, groups = route.arrived, Groups.of(route.sizes, len(rows))
+        found = grouped_experts.backward(function, groups, rows[order], grad_out[order], factors[order], *matrices)
+        grad_rows[order], grad_factors[order] = found.rows, found.factors
+        return grad_rows, grad_factors, Gradients(found.up, found.down, found.up_bias, found.down_bias)
+    sums = Gradients.zeros(*matrices)
+    for expert, chosen in route.groups():
+        grad_rows[chosen], grad_factors[chosen] = sums.add(
+            function, *matrices, rows[chosen], grad_out[chosen], factors[chosen], expert
+        )
+    return grad_rows, grad_factors, sums
 
 
 EXCHANGES: dict[str, Callable[..., Exchanging]] = {

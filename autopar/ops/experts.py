@@ -26,6 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import grouped_experts
+from .grouped_experts import Groups, can_group
+
 # An expert (counted from ``first``), the choices [n] that went to it, and their tokens [n].
 Group = tuple[int, Tensor, Tensor]
 
@@ -83,17 +86,38 @@ def _fill(arg: Any, values: list[Any]) -> Any:
     return value[arg["item"]] if "item" in arg else value
 
 
-def _groups(ids: Tensor, first: int, experts: int) -> Iterator[Group]:
-    """Yields the choices [T * k] that went to each expert held here, in the order of the tokens; skips experts without
-    any."""
+def sorted_choices(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
+    """The choices [T * k] by the expert held here, each expert's in the order of the tokens, those of other experts
+    last; and where each expert's end [E]."""
     local = ids.reshape(-1) - first
     local = torch.where((local >= 0) & (local < experts), local, experts)
-    order = torch.argsort(local, stable=True)
-    ends = torch.bincount(local, minlength=experts + 1).cumsum(0).tolist()
-    for expert, (start, end) in enumerate(zip([0, *ends[: experts - 1]], ends[:experts], strict=True)):
+    ordered, order = torch.sort(local, stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True)
+
+
+def _groups(ids: Tensor, first: int, experts: int) -> Iterator[Group]:
+    """Yields the choices that went to each expert held here; skips experts without any."""
+    order, bounds = sorted_choices(ids, first, experts)
+    ends = bounds.tolist()
+    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         if start < end:
             chosen = order[start:end]
             yield expert, chosen, chosen // ids.shape[-1]
+
+
+def _grouped(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Groups]:
+    """The choices [n] that went to experts held here, and their groups."""
+    order, ends = sorted_choices(ids, first, experts)
+    count = int(ends[-1])
+    return order[:count], Groups.of(ends.diff(prepend=ends.new_zeros(1)), count)
+
+
+def summed(rows: Tensor, choices: Tensor, chosen: int, like: Tensor) -> Tensor:
+    """For each token of ``like`` [T, H] the sum of the ``rows`` [n, H] of its ``choices`` [n], in their order;
+    ``chosen``: how many a token has."""
+    placed = rows.new_zeros(like.shape[0] * chosen, like.shape[1])
+    placed[choices] = rows
+    return placed.view(like.shape[0], chosen, like.shape[1]).sum(1).to(like.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
@@ -108,6 +132,10 @@ def experts(
     """``x`` [T, H], ``ids`` and ``weights`` [T, k], ``up`` [E, F, H], ``down`` [E, H, I] -> [T, H]."""
     function, out = Activation.parse(act), torch.zeros_like(x)
     flat = weights.reshape(-1)
+    if can_group(x, up, down):
+        choices, groups = _grouped(ids, first, up.shape[0])
+        rows = grouped_experts.forward(function, groups, x[choices // ids.shape[-1]], up, down, up_bias, down_bias)[2]
+        return summed(rows * flat[choices, None], choices, ids.shape[-1], x)
     for expert, chosen, tokens in _groups(ids, first, up.shape[0]):
         *_, rows = forward_rows(function, x[tokens], up, down, up_bias, down_bias, expert)
         rows = rows * flat[chosen, None]
@@ -127,6 +155,8 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``x``, ``weights``, ``up``, ``down`` and the biases (empty [0] where there is none)."""
     flat = weights.reshape(-1)
+    if can_group(x, up, down):
+        return _grouped_backward(grad, x, ids, weights, up, down, up_bias, down_bias, act, first)
     grad_x, grad_weights = torch.zeros_like(x), torch.zeros_like(flat)
     sums, operands = Gradients.zeros(up, down, up_bias, down_bias), (up, down, up_bias, down_bias)
     function = Activation.parse(act)
@@ -134,6 +164,21 @@ def experts_backward(
         grad_rows, grad_weights[chosen] = sums.add(function, *operands, x[tokens], grad[tokens], flat[chosen], expert)
         grad_x.index_add_(0, tokens, grad_rows)
     return grad_x, grad_weights.view_as(weights), *sums.tensors
+
+
+def _grouped_backward(
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, first: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    choices, groups = _grouped(ids, first, up.shape[0])
+    tokens, flat = choices // ids.shape[-1], weights.reshape(-1)
+    found = grouped_experts.backward(
+        Activation.parse(act), groups, x[tokens], grad[tokens], flat[choices], up, down, up_bias, down_bias
+    )
+    grad_weights = torch.zeros_like(flat)
+    grad_weights[choices] = found.factors
+    grad_x = summed(found.rows, choices, ids.shape[-1], x)
+    return grad_x, grad_weights.view_as(weights), found.up, found.down, found.up_bias, found.down_bias
 
 
 def forward_rows(

@@ -1,4 +1,4 @@
-"""The kit for the first hour on a GPU, in eight minutes: ``python -m benchmarks.gpu [--parts ...] [--output FILE]``.
+"""The kit for the first hour on a GPU, in twelve minutes: ``python -m benchmarks.gpu [--parts ...] [--output FILE]``.
 
 The parts, each in processes of its own, so that none ends with another:
 
@@ -6,8 +6,10 @@ The parts, each in processes of its own, so that none ends with another:
 - ``messages``: each collective through NCCL (:mod:`benchmarks.gpu.messages`);
 - ``programs``: programs of all ranks of multi-rank plans on one GPU, against eager (:mod:`benchmarks.gpu.programs`);
 - ``features``: what the runtime does beside a plain step, against torch's own (:mod:`benchmarks.gpu.features`);
-- ``train``: two models of 350 million parameters beside eager, torch.compile and FSDP2, and on several GPUs DDP, FSDP2
-  and TP (:mod:`benchmarks.gpu.train`);
+- ``experts``: blocks of experts in groups and one by one, of the sizes of published mixtures
+  (:mod:`benchmarks.gpu.experts`);
+- ``train``: models of 25 to 400 million parameters beside eager, torch.compile and FSDP2, and on several GPUs DDP,
+  FSDP2 and TP (:mod:`benchmarks.gpu.train`);
 - ``ops``: predicted against measured seconds by kind of operation (:mod:`benchmarks.gpu.operations`).
 
 A case that fails is a row with its error; one for which there is no time is a row that says so. Figures are written
@@ -38,9 +40,11 @@ from .worker import module_of
 
 # The parts, and their shares of the time; what one leaves is for those after it.
 # By what they took on an H200 with 16 cores.
-SHARES = {"calibrate": 0.06, "messages": 0.03, "programs": 0.18, "features": 0.22, "train": 0.43, "ops": 0.08}
-# Seconds for all parts: eight minutes, less the start and the time by which workers may be late.
-SECONDS = 450.0
+SHARES = {
+    "calibrate": 0.04, "messages": 0.02, "programs": 0.12, "features": 0.15, "experts": 0.03, "train": 0.58, "ops": 0.06
+}  # fmt: skip
+# Seconds for all parts: twelve minutes, less the start and the time by which workers may be late.
+SECONDS = 690.0
 # Parts that run on all devices; the others on one.
 ON_ALL = ("calibrate", "messages", "train")
 # Parts that measure no time: their cases are done several at once.
@@ -59,16 +63,16 @@ def workers_for(part: str, setting: Setting) -> int:
 
 
 def run_parts(
-    parts: Sequence[str], setting: Setting, seconds: float, path: str | None, only: str = ""
+    parts: Sequence[str], setting: Setting, seconds: float, path: str | None, only: Sequence[str] = ("",)
 ) -> dict[str, Any]:
-    """The figures of ``parts``, written to ``path`` after each. ``only``: cases that contain it."""
+    """The figures of ``parts``, written to ``path`` after each. ``only``: cases that contain one of these."""
     figures: dict[str, Any] = {"benchmark": "gpu", "machine": describe_machine(), "device": setting.kind}
     figures |= {"tiny": setting.tiny, "devices": setting.world, "parts": {}}
     budget, total = 0.0, sum(SHARES[part] for part in parts)
     for part in parts:
         here = setting if part in ON_ALL else replace(setting, world=1)
         begin, budget = time.time(), budget + seconds * SHARES[part] / total
-        cases = [case for case in module_of(part).cases(here) if only in case]
+        cases = [case for case in module_of(part).cases(here) if any(text in case for text in only)]
         rows = rows_of(part, cases, begin + budget, here, workers_for(part, here))
         rows = with_ratios(rows) if part == "train" else rows
         taken = time.time() - begin
@@ -85,7 +89,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=list(SHARES), default=list(SHARES), help="(all)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases that contain one of these")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="models of a few thousand parameters")
     parser.add_argument("--devices", type=int, help="how many to train on; default all GPUs, or one process")

@@ -1,4 +1,4 @@
-"""The part ``ops``: predicted against measured seconds of each kind of operation, in the programs of the two models.
+"""The part ``ops``: predicted against measured seconds of each kind of operation, in the programs of models.
 
 The program of one device, in bf16, runs operation by operation, each between two events of the device's clock. A
 figure is the median over several steps, and the sum over all operations of a name; the prediction is what the planner's
@@ -43,7 +43,7 @@ def cases(setting: Setting) -> list[str]:
 def run(case: str, setting: Setting) -> list[Row]:
     """A row for each name of an operation, the slowest first, and one for all."""
     model = make_model(case, setting)
-    batch = make_batch(setting, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    batch = make_batch(case, setting)
     options = autopar.Options(precision="bf16", compile=False, stages=1, microbatches=1, recompute="none")
     mesh = init_device_mesh(setting.kind, (setting.world,))
     parallel = autopar.parallelize(model, mesh, options=options)

@@ -79,14 +79,20 @@ def _feature(row: Row) -> list[str]:
     return ["equal" if row["equal"] else "DIFFERS", *found, str(row.get("at", ""))[:60]]
 
 
+def _experts(row: Row) -> list[str]:
+    each = (*row["seconds"], *row["predicted_seconds"])
+    error = f"{row['error_found']:.1e}" if "error_found" in row else ""
+    return [*(f"{seconds * 1e3:.2f}" for seconds in each), error]
+
+
 def _trained(row: Row) -> list[str]:
     predicted = row.get("predicted_seconds"), row.get("predicted_bytes")
     return [
         f"{row['step_seconds'] * 1e3:.1f}",
         f"{row['of_eager']:.2f}" if "of_eager" in row else "",
         "" if predicted[0] is None else f"{predicted[0] * 1e3:.1f}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['mfu']:.1%}",
+        f"{row['rows_per_second']:.0f}",
+        f"{row['mfu']:.1%}" if row["mfu"] is not None else "",
         f"{row['peak_bytes'] / 2**30:.2f}",
         "" if predicted[1] is None else f"{predicted[1] / 2**30:.2f}",
         f"{row['loss_error']:.1e}" if "loss_error" in row else "",
@@ -104,8 +110,13 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], Callable[[Row], list[str]], str]] =
     "messages": (("calls", ""), _message, "collectives against the same done by hand"),
     "programs": (("", "error", "allowed", "at"), _program, "all ranks of a plan on (2, 2) in one process, and eager"),
     "features": (("", "error", "allowed", "at"), _feature, "what the runtime does beside a plain step, and torch"),
+    "experts": (
+        ("forward ms", "backward", "predicted", "backward", "error"),
+        _experts,
+        "blocks of experts; the error is that of groups, relative to expert by expert",
+    ),
     "train": (
-        ("ms", "of eager", "predicted", "tokens/s", "MFU", "GiB", "predicted", "loss error", "ready s"),
+        ("ms", "of eager", "predicted", "rows/s", "MFU", "GiB", "predicted", "loss error", "ready s"),
         _trained,
         "a step of forward, backward and AdamW in bf16; its peak of memory; losses against eager's",
     ),

@@ -1,4 +1,4 @@
-"""The part ``train``: steps of two models of 350 million parameters in bf16, beside eager and torch's own parallelisms.
+"""The part ``train``: steps of models in bf16 (:mod:`.models`), beside eager and torch's own parallelisms.
 
 A step is forward, backward and AdamW (fused) on the same batch. Weights, gradients and the optimizer's state are
 float32; products are bf16: by ``precision="bf16"`` (autopar), autocast (eager, ``torch.compile``, DDP, TP) or FSDP2's
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.calibration.default_cluster import default_cluster
 
-from .models import TRAINED, flops, make_batch, make_model
+from .models import LANGUAGE, TRAINED, make_batch, make_model, model_flops
 from .setting import Row, Setting
 
 LEARNING_RATE = 1e-4
@@ -54,7 +54,7 @@ def cases(setting: Setting) -> list[str]:
     """Eager is first: its losses are what the others must have."""
     beside = ("torch.compile", "FSDP2") if setting.world == 1 else ("DDP", "FSDP2", "TP")
     variants = ("eager", "autopar", "autopar compiled", *beside)
-    return [f"{m} {v}" for m in TRAINED for v in variants if (m, v) != ("gpt2", "TP")]
+    return [f"{m} {v}" for m in TRAINED for v in variants if v != "TP" or m == "llama"]
 
 
 def run(case: str, setting: Setting) -> list[Row]:
@@ -63,8 +63,11 @@ def run(case: str, setting: Setting) -> list[Row]:
     before = setting.bytes_now()
     start = time.perf_counter()
     model = make_model(name, setting)
-    batch = make_batch(setting, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    work, tokens = flops(model, batch), batch["input_ids"].numel()
+    batch = make_batch(name, setting)
+    work, rows = (
+        model_flops(name, model, batch),
+        batch["input_ids"].numel() if name in LANGUAGE else len(batch["labels"]),
+    )
     running = make(variant, model, batch, setting)
     del model
     losses = [running.step() for _ in range(WARMUP)]
@@ -79,8 +82,8 @@ def run(case: str, setting: Setting) -> list[Row]:
         "losses": [float(_mean(loss)) for loss in losses],
         "ready_seconds": ready,
         "step_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "mfu": work / seconds / (_peak_flops(setting) * setting.world),
+        "rows_per_second": rows / seconds,
+        "mfu": None if work is None else work / seconds / (_peak_flops(setting) * setting.world),
         "peak_bytes": int(peak),
     }
     if running.plan is not None:
@@ -165,7 +168,8 @@ def _autopar(model: nn.Module, batch: Batch, setting: Setting, *, compiled: bool
 
 
 def _layers(model: Any) -> Any:
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    """The longest list of modules: the layers of a language model, the stages of a network of convolutions."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
 def _fsdp(model: nn.Module, setting: Setting) -> nn.Module:

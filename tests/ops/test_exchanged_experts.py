@@ -28,15 +28,17 @@ ROUTERS = {
 }
 
 
-def block(count: int, chosen: int, router: str, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+def block(
+    count: int, chosen: int, router: str, dtype: torch.dtype = torch.float64, width: int = WIDTH, hidden: int = HIDDEN
+) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    act = activation_text(torch.nn.functional.silu, HIDDEN, dtype)
-    matrices = some(count, HIDDEN, WIDTH), some(count, WIDTH, HIDDEN), some(count, HIDDEN), some(count, WIDTH)
-    return some(TOKENS, WIDTH), ROUTERS[router](count, chosen), some(TOKENS, chosen), *matrices, act, count
+    act = activation_text(torch.nn.functional.silu, hidden, dtype)
+    matrices = some(count, hidden, width), some(count, width, hidden), some(count, hidden), some(count, width)
+    return some(TOKENS, width), ROUTERS[router](count, chosen), some(TOKENS, chosen), *matrices, act, count
 
 
 def on_device(index: int, devices: int, operands: tuple[Any, ...]) -> list[Any]:

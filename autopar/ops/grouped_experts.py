@@ -1,0 +1,115 @@
+"""Rows of experts by grouped products: one kernel for all experts of a device, where torch has one.
+
+What :mod:`.experts` computes expert by expert takes a dozen kernels for each; with many experts of few rows a GPU waits
+for the host to launch them. ``torch.nn.functional.grouped_mm`` multiplies consecutive groups of rows each by its own
+matrix. Rows are in the order of their experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .experts import Activation
+
+# Bytes of which rows of operands must be multiples, and the least compute capability: torch's kernel needs both.
+_ALIGNMENT, _CAPABILITY = 16, (8, 0)
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+
+
+def can_group(rows: Tensor, up: Tensor, down: Tensor) -> bool:
+    """Whether torch multiplies ``rows`` [n, H] by the matrices ``up`` [E, F, H] and ``down`` [E, H, I] of experts in
+    groups, on a GPU. (On processors its kernel is a loop over groups, like ours.)"""
+    if _grouped_mm is None or not rows.is_cuda or {each.dtype for each in (rows, up, down)} != {torch.bfloat16}:
+        return False
+    dims = (up.shape[1], up.shape[2], down.shape[2])
+    aligned = all(dim * rows.element_size() % _ALIGNMENT == 0 for dim in dims)
+    return aligned and torch.cuda.get_device_capability(rows.device) >= _CAPABILITY
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Consecutive groups of rows, one for each expert: ``ends`` [E], int32, where each ends; ``sizes`` [E]; ``expert``
+    [n], that of each row."""
+
+    ends: Tensor
+    sizes: Tensor
+    expert: Tensor
+
+    @staticmethod
+    def of(sizes: Tensor, count: int) -> Groups:
+        """``sizes`` [E] of all groups, ``count`` rows together."""
+        experts = torch.arange(len(sizes), device=sizes.device)
+        expert = torch.repeat_interleave(experts, sizes, output_size=count)
+        return Groups(sizes.cumsum(0).to(torch.int32), sizes, expert)
+
+    def times(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """``rows`` [n, K], each times the matrix of its expert [E, K, N] -> [n, N]."""
+        if not len(rows):
+            return rows.new_zeros(0, matrices.shape[2])
+        product: Tensor = _grouped_mm(rows.contiguous(), matrices, offs=self.ends)  # type: ignore[misc]
+        return product
+
+    def linear(self, rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        """``rows`` [n, K], ``weights`` [E, N, K], ``bias`` [E, N] -> [n, N]."""
+        product = self.times(rows, weights.transpose(1, 2))
+        return product if bias is None else product + bias[self.expert]
+
+    def inner(self, left: Tensor, right: Tensor) -> Tensor:
+        """For each expert ``left.T @ right`` of its rows: [n, M], [n, N] -> [E, M, N]; zero where it has none."""
+        if not len(left):
+            return left.new_zeros(len(self.ends), left.shape[1], right.shape[1])
+        product: Tensor = _grouped_mm(left.contiguous().t(), right.contiguous(), offs=self.ends)  # type: ignore[misc]
+        return product
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """For each expert the sum of its rows: [n, N] -> [E, N]. In an order that does not depend on the run."""
+        summed: Tensor = torch.segment_reduce(rows, "sum", lengths=self.sizes, axis=0, initial=0, unsafe=True)
+        return summed
+
+
+def forward(
+    function: Activation, groups: Groups, rows: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What experts compute of their ``rows`` [n, H]: before and after the activation, and the result."""
+    before = groups.linear(rows, up, up_bias)
+    hidden = function(before)
+    return before, hidden, groups.linear(hidden, down, down_bias)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Gradients of rows [n, H], of the factors [n] of their results, of the matrices, and of the biases (empty [0]
+    where there is none)."""
+
+    rows: Tensor
+    factors: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
+
+
+def backward(
+    function: Activation, groups: Groups, rows: Tensor, grad_out: Tensor, factors: Tensor, up: Tensor, down: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Backward:  # fmt: skip
+    """All gradients, given those of the weighted results, ``grad_out`` [n, H], and their weights, ``factors`` [n]."""
+    before, hidden, result = forward(function, groups, rows, up, down, up_bias, down_bias)
+    grad_factors = (grad_out * result).sum(-1).to(factors.dtype)
+    grad_result = (grad_out * factors[:, None]).to(down.dtype)
+    grad_down = groups.inner(grad_result, hidden)
+    grad_before = function.gradient(before, groups.times(grad_result, down))
+    return Backward(
+        rows=groups.times(grad_before, up),
+        factors=grad_factors,
+        up=groups.inner(grad_before, rows),
+        down=grad_down,
+        up_bias=rows.new_zeros(0) if up_bias is None else groups.sums(grad_before),
+        down_bias=rows.new_zeros(0) if down_bias is None else groups.sums(grad_result),
+    )
