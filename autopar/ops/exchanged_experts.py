@@ -58,6 +58,11 @@ class Route:
             if len(rows):
                 yield expert, rows
 
+    @property
+    def grouped(self) -> Groups:
+        """The received rows in groups, once they are in the order ``arrived``."""
+        return Groups(self.sizes.cumsum(0).to(torch.int32), len(self.arrived))
+
     def there(self, rows: Tensor) -> Message:
         """One row for each choice that is sent, to the devices of the experts."""
         return Message(rows.contiguous(), self.sends, self.receives)
@@ -96,12 +101,13 @@ def exchanged_experts(
     received = yield route.there(x[route.order // ids.shape[-1]])
     function, results = Activation.parse(act), received.new_empty(received.shape[0], down.shape[1])
     if can_group(received, up, down):
-        groups = Groups.of(route.sizes, len(received))
-        operands = function, groups, received[route.arrived], up, down, up_bias, down_bias
-        results[route.arrived] = grouped_experts.forward(*operands)[2]
+        groups, by_expert = route.grouped, received[route.arrived]
+        results[route.arrived] = grouped_experts.forward(
+            function, groups, by_expert, None, up, down, up_bias, down_bias
+        )
     else:
         for expert, rows in route.groups():
-            results[rows] = forward_rows(function, received[rows], up, down, up_bias, down_bias, expert)[2]
+            results[rows] = forward_rows(function, received[rows], up, down, up_bias, down_bias, expert)
     returned = yield route.back(results)
     weighted = returned * weights.reshape(-1)[route.order, None]
     return summed(weighted, route.order, ids.shape[-1], x)
@@ -133,7 +139,7 @@ def _of_rows(
     grad_rows, grad_factors = torch.empty_like(rows), torch.empty_like(factors)
     matrices = up, down, up_bias, down_bias
     if can_group(rows, up, down):
-        order, groups = route.arrived, Groups.of(route.sizes, len(rows))
+        order, groups = route.arrived, route.grouped
         found = grouped_experts.backward(function, groups, rows[order], grad_out[order], factors[order], *matrices)
         grad_rows[order], grad_factors[order] = found.rows, found.factors
         return grad_rows, grad_factors, Gradients(found.up, found.down, found.up_bias, found.down_bias)

@@ -86,18 +86,10 @@ def _fill(arg: Any, values: list[Any]) -> Any:
     return value[arg["item"]] if "item" in arg else value
 
 
-def sorted_choices(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
-    """The choices [T * k] by the expert held here, each expert's in the order of the tokens, those of other experts
-    last; and where each expert's end [E]."""
-    local = ids.reshape(-1) - first
-    local = torch.where((local >= 0) & (local < experts), local, experts)
-    ordered, order = torch.sort(local, stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True)
-
-
 def _groups(ids: Tensor, first: int, experts: int) -> Iterator[Group]:
-    """Yields the choices that went to each expert held here; skips experts without any."""
-    order, bounds = sorted_choices(ids, first, experts)
+    """Yields the choices [T * k] that went to each expert held here, in the order of the tokens; skips experts without
+    any."""
+    order, bounds = _sorted(_local(ids, first, experts), experts)
     ends = bounds.tolist()
     for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         if start < end:
@@ -105,19 +97,59 @@ def _groups(ids: Tensor, first: int, experts: int) -> Iterator[Group]:
             yield expert, chosen, chosen // ids.shape[-1]
 
 
-def _grouped(ids: Tensor, first: int, experts: int) -> tuple[Tensor, Groups]:
-    """The choices [n] that went to experts held here, and their groups."""
-    order, ends = sorted_choices(ids, first, experts)
-    count = int(ends[-1])
-    return order[:count], Groups.of(ends.diff(prepend=ends.new_zeros(1)), count)
+def _local(ids: Tensor, first: int, experts: int) -> Tensor:
+    """The choices [T * k] as numbers of experts held here, ``experts`` where another device holds the expert."""
+    local = ids.reshape(-1) - first
+    return torch.where((local >= 0) & (local < experts), local, experts)
+
+
+def _sorted(local: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The order of choices by expert, then by token; and where each expert's end [E], int32."""
+    ordered, order = torch.sort(local, stable=True)
+    numbers = torch.arange(experts, device=local.device)
+    return order, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ``choices`` [n] of experts held here, by expert, with their ``factors`` [n] and ``groups``. ``inside``: which
+    of them choose an expert at all, if some might not; those have a factor of 0."""
+
+    choices: Tensor
+    factors: Tensor
+    groups: Groups
+    inside: Tensor | None = None
+
+    @staticmethod
+    def of(ids: Tensor, weights: Tensor, first: int, experts: int, count: int) -> Chosen:
+        """Where all ``count`` experts are here, nothing is read from the device, so the host need not wait for it."""
+        if experts < count:
+            order, ends = _sorted(_local(ids, first, experts), experts)
+            choices = order[: int(ends[-1])]
+            return Chosen(choices, weights.reshape(-1)[choices], Groups(ends, len(choices)))
+        flat = ids.reshape(-1)
+        local = flat.clamp(0, experts - 1)
+        choices, ends = _sorted(local, experts)
+        inside = (flat == local)[choices]
+        factors = weights.reshape(-1)[choices].masked_fill(~inside, 0.0)
+        return Chosen(choices, factors, Groups(ends, len(choices)), inside)
+
+    def spread(self, factors: Tensor, like: Tensor) -> Tensor:
+        """Numbers of choices [n] at their places in ``like`` [T, k], zero elsewhere."""
+        spread = torch.zeros_like(like).reshape(-1)
+        spread[self.choices] = factors if self.inside is None else factors.masked_fill(~self.inside, 0.0)
+        return spread.view_as(like)
 
 
 def summed(rows: Tensor, choices: Tensor, chosen: int, like: Tensor) -> Tensor:
     """For each token of ``like`` [T, H] the sum of the ``rows`` [n, H] of its ``choices`` [n], in their order;
-    ``chosen``: how many a token has."""
-    placed = rows.new_zeros(like.shape[0] * chosen, like.shape[1])
-    placed[choices] = rows
-    return placed.view(like.shape[0], chosen, like.shape[1]).sum(1).to(like.dtype)
+    ``chosen``: how many a token has. One kernel, which reads each row once and never adds in another order."""
+    if not len(rows):
+        return torch.zeros_like(like)
+    ordered, order = torch.sort(choices)
+    starts = torch.searchsorted(ordered, torch.arange(0, like.shape[0] * chosen, chosen, device=rows.device))
+    bags: Tensor = torch.ops.aten._embedding_bag_forward_only.default(rows, order, starts)[0]
+    return bags.to(like.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
@@ -130,15 +162,15 @@ def experts(
     act: str, count: int, first: int,
 ) -> Tensor:  # fmt: skip
     """``x`` [T, H], ``ids`` and ``weights`` [T, k], ``up`` [E, F, H], ``down`` [E, H, I] -> [T, H]."""
-    function, out = Activation.parse(act), torch.zeros_like(x)
-    flat = weights.reshape(-1)
+    function, chosen = Activation.parse(act), ids.shape[-1]
     if can_group(x, up, down):
-        choices, groups = _grouped(ids, first, up.shape[0])
-        rows = grouped_experts.forward(function, groups, x[choices // ids.shape[-1]], up, down, up_bias, down_bias)[2]
-        return summed(rows * flat[choices, None], choices, ids.shape[-1], x)
-    for expert, chosen, tokens in _groups(ids, first, up.shape[0]):
-        *_, rows = forward_rows(function, x[tokens], up, down, up_bias, down_bias, expert)
-        rows = rows * flat[chosen, None]
+        here = Chosen.of(ids, weights, first, up.shape[0], count)
+        rows = x[here.choices // chosen]
+        results = grouped_experts.forward(function, here.groups, rows, here.factors, up, down, up_bias, down_bias)
+        return summed(results, here.choices, chosen, x)
+    out, flat = torch.zeros_like(x), weights.reshape(-1)
+    for expert, choices, tokens in _groups(ids, first, up.shape[0]):
+        rows = forward_rows(function, x[tokens], up, down, up_bias, down_bias, expert) * flat[choices, None]
         out.index_add_(0, tokens, rows.to(out.dtype))
     return out
 
@@ -156,7 +188,7 @@ def experts_backward(
     """Gradients of ``x``, ``weights``, ``up``, ``down`` and the biases (empty [0] where there is none)."""
     flat = weights.reshape(-1)
     if can_group(x, up, down):
-        return _grouped_backward(grad, x, ids, weights, up, down, up_bias, down_bias, act, first)
+        return _grouped_backward(grad, x, ids, weights, up, down, up_bias, down_bias, act, count, first)
     grad_x, grad_weights = torch.zeros_like(x), torch.zeros_like(flat)
     sums, operands = Gradients.zeros(up, down, up_bias, down_bias), (up, down, up_bias, down_bias)
     function = Activation.parse(act)
@@ -168,27 +200,23 @@ def experts_backward(
 
 def _grouped_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None, act: str, first: int,
+    down_bias: Tensor | None, act: str, count: int, first: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    choices, groups = _grouped(ids, first, up.shape[0])
-    tokens, flat = choices // ids.shape[-1], weights.reshape(-1)
+    here, chosen = Chosen.of(ids, weights, first, up.shape[0], count), ids.shape[-1]
+    tokens = here.choices // chosen
     found = grouped_experts.backward(
-        Activation.parse(act), groups, x[tokens], grad[tokens], flat[choices], up, down, up_bias, down_bias
+        Activation.parse(act), here.groups, x[tokens], grad[tokens], here.factors, up, down, up_bias, down_bias
     )
-    grad_weights = torch.zeros_like(flat)
-    grad_weights[choices] = found.factors
-    grad_x = summed(found.rows, choices, ids.shape[-1], x)
-    return grad_x, grad_weights.view_as(weights), found.up, found.down, found.up_bias, found.down_bias
+    grad_x = summed(found.rows, here.choices, chosen, x)
+    return grad_x, here.spread(found.factors, weights), found.up, found.down, found.up_bias, found.down_bias
 
 
 def forward_rows(
     function: Activation, rows: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     expert: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What one expert computes of ``rows`` [n, H]: before and after the activation, and the result."""
-    before = _linear(rows, up, up_bias, expert)
-    hidden = function(before)
-    return before, hidden, _linear(hidden, down, down_bias, expert)
+) -> Tensor:  # fmt: skip
+    """What one expert computes of ``rows`` [n, H]."""
+    return _linear(function(_linear(rows, up, up_bias, expert)), down, down_bias, expert)
 
 
 @dataclass(frozen=True)
@@ -214,8 +242,10 @@ class Gradients:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Fills in those of one expert, given its ``rows`` [n, H], the gradients of their weighted results and their
         weights [n]. Returns the gradients of the rows and of their weights."""
-        before, hidden, result = forward_rows(function, rows, up, down, up_bias, down_bias, expert)
-        grad_factors = (grad_out * result).sum(-1).to(factors.dtype)
+        before = _linear(rows, up, up_bias, expert)
+        hidden = function(before)
+        # As torch computes it, to the bit: of a token's only choice it is nothing but rounding.
+        grad_factors = (grad_out * _linear(hidden, down, down_bias, expert)).sum(-1).to(factors.dtype)
         grad_rows = (grad_out * factors[:, None]).to(down.dtype)
         self.down[expert] = grad_rows.t() @ hidden
         grad_hidden = function.gradient(before, grad_rows @ down[expert])

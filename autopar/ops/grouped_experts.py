@@ -8,6 +8,7 @@ matrix. Rows are in the order of their experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,19 +34,21 @@ def can_group(rows: Tensor, up: Tensor, down: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Groups:
-    """Consecutive groups of rows, one for each expert: ``ends`` [E], int32, where each ends; ``sizes`` [E]; ``expert``
-    [n], that of each row."""
+    """Consecutive groups of ``count`` rows, one for each expert: ``ends`` [E], int32, where each ends."""
 
     ends: Tensor
-    sizes: Tensor
-    expert: Tensor
+    count: int
 
-    @staticmethod
-    def of(sizes: Tensor, count: int) -> Groups:
-        """``sizes`` [E] of all groups, ``count`` rows together."""
-        experts = torch.arange(len(sizes), device=sizes.device)
-        expert = torch.repeat_interleave(experts, sizes, output_size=count)
-        return Groups(sizes.cumsum(0).to(torch.int32), sizes, expert)
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many rows each expert has [E]."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).long()
+
+    @cached_property
+    def expert(self) -> Tensor:
+        """The expert of each row [n]."""
+        experts = torch.arange(len(self.ends), device=self.ends.device)
+        return torch.repeat_interleave(experts, self.sizes, output_size=self.count)
 
     def times(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """``rows`` [n, K], each times the matrix of its expert [E, K, N] -> [n, N]."""
@@ -67,19 +70,28 @@ class Groups:
         return product
 
     def sums(self, rows: Tensor) -> Tensor:
-        """For each expert the sum of its rows: [n, N] -> [E, N]. In an order that does not depend on the run."""
-        summed: Tensor = torch.segment_reduce(rows, "sum", lengths=self.sizes, axis=0, initial=0, unsafe=True)
-        return summed
+        """For each expert the sum of its rows: [n, N] -> [E, N]. In an order that does not depend on the run, and in
+        float32: the kernel adds in the dtype of its operand."""
+        lengths = self.sizes
+        summed: Tensor = torch.segment_reduce(rows.float(), "sum", lengths=lengths, axis=0, initial=0, unsafe=True)
+        return summed.to(rows.dtype)
 
 
 def forward(
-    function: Activation, groups: Groups, rows: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What experts compute of their ``rows`` [n, H]: before and after the activation, and the result."""
-    before = groups.linear(rows, up, up_bias)
-    hidden = function(before)
-    return before, hidden, groups.linear(hidden, down, down_bias)
+    function: Activation, groups: Groups, rows: Tensor, factors: Tensor | None, up: Tensor, down: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """What experts compute of their ``rows`` [n, H], times ``factors`` [n], if there are any.
+
+    The factors multiply the operand of the second product: it is narrower than the result."""
+    hidden = function(groups.linear(rows, up, up_bias))
+    result = groups.times(_scaled(hidden, factors), down.transpose(1, 2))
+    return result if down_bias is None else result.add_(_scaled(down_bias[groups.expert], factors))
+
+
+def _scaled(rows: Tensor, factors: Tensor | None) -> Tensor:
+    """Each of the ``rows`` [n, N] times its factor, in the dtype of the rows; computed in that of both."""
+    return rows if factors is None else (rows * factors[:, None]).to(rows.dtype)
 
 
 @dataclass(frozen=True)
@@ -99,17 +111,21 @@ def backward(
     function: Activation, groups: Groups, rows: Tensor, grad_out: Tensor, factors: Tensor, up: Tensor, down: Tensor,
     up_bias: Tensor | None, down_bias: Tensor | None,
 ) -> Backward:  # fmt: skip
-    """All gradients, given those of the weighted results, ``grad_out`` [n, H], and their weights, ``factors`` [n]."""
-    before, hidden, result = forward(function, groups, rows, up, down, up_bias, down_bias)
-    grad_factors = (grad_out * result).sum(-1).to(factors.dtype)
-    grad_result = (grad_out * factors[:, None]).to(down.dtype)
-    grad_down = groups.inner(grad_result, hidden)
-    grad_before = function.gradient(before, groups.times(grad_result, down))
+    """All gradients, given those of the weighted results, ``grad_out`` [n, H], and their weights, ``factors`` [n].
+
+    The gradient of a factor is the product of ``grad_out`` and a result: that of what the second product takes from
+    both sides, so that the result itself is not computed again."""
+    before = groups.linear(rows, up, up_bias)
+    hidden, grad_hidden = function(before), groups.times(grad_out, down)
+    grad_factors = (grad_hidden * hidden).sum(-1)
+    if down_bias is not None:
+        grad_factors = grad_factors + (grad_out * down_bias[groups.expert]).sum(-1)
+    grad_before = function.gradient(before, _scaled(grad_hidden, factors))
     return Backward(
         rows=groups.times(grad_before, up),
-        factors=grad_factors,
+        factors=grad_factors.to(factors.dtype),
         up=groups.inner(grad_before, rows),
-        down=grad_down,
+        down=groups.inner(grad_out, _scaled(hidden, factors)),
         up_bias=rows.new_zeros(0) if up_bias is None else groups.sums(grad_before),
-        down_bias=rows.new_zeros(0) if down_bias is None else groups.sums(grad_result),
+        down_bias=rows.new_zeros(0) if down_bias is None else groups.sums(_scaled(grad_out, factors)),
     )

@@ -33,6 +33,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.state.loss_scale import BACKOFF, FIRST
 from autopar.torch_internals.trees import tree_leaves, tree_map
 from autopar.trace.loss import TARGETS, run_with_loss
+from autopar.trace.moe_blocks import experts_as_operations
 
 from .later_steps import MOMENTUM, RATE, LaterSteps, train
 from .pieces import Pieces
@@ -108,12 +109,16 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
-    """Plain steps of the unmodified model, with torch's own mixed precision."""
+    """Plain steps of the unmodified model, with torch's own mixed precision. In float64 blocks of experts run as our
+    operation: grouped products of torch are of 32 bits at most."""
     data = task.batch, task.targets
     copied = _doubled(task.model, data) if double else (copy.deepcopy(task.model), data)
     model, (batch, targets) = in_training(copied[0]), copied[1]
-    args, kwargs = split_batch(batch, targets)
-    policy = None if double else task.options.precision
+    with experts_as_operations(model) if double else nullcontext():
+        return _plain_steps(model, task, *split_batch(batch, targets), None if double else task.options.precision)
+
+
+def _plain_steps(model: nn.Module, task: Task, args: Any, kwargs: Any, policy: Precision | None) -> OneStep:
     before, scale = _whole(model.named_parameters()), FIRST if scales_loss(policy) else 1.0
     loss, gradients, scale = _plain_step(model, task, args, kwargs, scale, policy)
     later = LaterSteps((), _compared_buffers(model.named_buffers(), policy))
