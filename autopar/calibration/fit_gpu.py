@@ -47,6 +47,8 @@ def fit_gpu(
         memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
         # That of a preset is of a program with all that it does besides.
         host_seconds=max(samples.host, 0.0 if known is None else known.host_seconds),
+        # Not measured: that of the preset.
+        grouped_products=1.0 if known is None else known.grouped_products,
         # Our estimate (docs/cost-model.md, "Where the numbers come from").
         reserve_bytes=3 << 29,
         reserve_fraction=0.1,

@@ -55,6 +55,7 @@ class Device:
         nvme_bytes: free bytes of that share of the disk.
         masked_attention: rate of fused attention under a mask that is added to its scores, relative to that without
             one, for which there are other kernels.
+        grouped_products: rate of products in groups of rows, of blocks of experts, relative to that of plain ones.
         sustained: clock of a long run relative to that of the short runs in which the rates were measured: chips that
             reach their power limit slow down.
     """
@@ -76,6 +77,7 @@ class Device:
     attention_width: float = 0.0
     attention_length: float = 0.0
     masked_attention: float = 1.0
+    grouped_products: float = 1.0
     sustained: float = 1.0
     memory_stalls: float = 0.0
     function_seconds: float = 0.0
@@ -111,7 +113,7 @@ class Device:
             all(disk) or not any(disk),
             f"{where}: nvme_read_bandwidth, nvme_write_bandwidth and nvme_bytes go together; give all three or none",
         )
-        for name in ("matmul_efficiency", "sustained", "masked_attention"):
+        for name in ("matmul_efficiency", "sustained", "masked_attention", "grouped_products"):
             require(0 < getattr(self, name) <= 1, f"{where}: {name} is not in (0, 1]")
         for name in ("attention_efficiency", "memory_stalls"):
             require(getattr(self, name) <= 1, f"{where}: {name} is not in [0, 1]")
@@ -181,6 +183,7 @@ _NOT_NEGATIVE = (
     "attention_width",
     "attention_length",
     "masked_attention",
+    "grouped_products",
     "function_seconds",
     "update_bandwidth",
     "host_seconds",

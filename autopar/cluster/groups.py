@@ -20,6 +20,7 @@ _LESS_IS_WORSE = (
     "nvme_write_bandwidth",
     "nvme_bytes",
     "masked_attention",
+    "grouped_products",
 )
 _MORE_IS_WORSE = (
     "launch_seconds",

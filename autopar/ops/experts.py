@@ -243,18 +243,20 @@ class Gradients:
         """Fills in those of one expert, given its ``rows`` [n, H], the gradients of their weighted results and their
         weights [n]. Returns the gradients of the rows and of their weights."""
         before = _linear(rows, up, up_bias, expert)
-        hidden = function(before)
-        # As torch computes it, to the bit: of a token's only choice it is nothing but rounding.
-        grad_factors = (grad_out * _linear(hidden, down, down_bias, expert)).sum(-1).to(factors.dtype)
-        grad_rows = (grad_out * factors[:, None]).to(down.dtype)
+        hidden, grad_rows = function(before), (grad_out * factors[:, None]).to(down.dtype)
+        # A weight's gradient is the product of grad_out and a result, here before the second matrix.
+        unweighted = grad_out.to(down.dtype) @ down[expert]
+        grad_factors = (unweighted * hidden).sum(-1)
+        if down_bias is not None:
+            grad_factors = grad_factors + (grad_out * down_bias[expert]).sum(-1)
         self.down[expert] = grad_rows.t() @ hidden
-        grad_hidden = function.gradient(before, grad_rows @ down[expert])
+        grad_hidden = function.gradient(before, (unweighted * factors[:, None]).to(down.dtype))
         self.up[expert] = grad_hidden.t() @ rows
         if up_bias is not None:
             self.up_bias[expert] = grad_hidden.sum(0)
         if down_bias is not None:
             self.down_bias[expert] = grad_rows.sum(0)
-        return (grad_hidden @ up[expert]).to(rows.dtype), grad_factors
+        return (grad_hidden @ up[expert]).to(rows.dtype), grad_factors.to(factors.dtype)
 
 
 def _zeros(bias: Tensor | None, weight: Tensor) -> Tensor:

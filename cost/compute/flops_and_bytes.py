@@ -15,7 +15,6 @@ import sympy
 import torch
 
 from autopar.ir.node import Dim, TensorType
-from autopar.ops.exchanged_experts import IMBALANCE
 from autopar.torch_internals.operators import schema_of
 
 Inputs = tuple[TensorType, ...]
@@ -232,32 +231,3 @@ def attention(
         return inputs[first].shape[-2], inputs[first + 1].shape[-2], inputs[first].shape[-1]
 
     return (last if shard_of_causal else flops), matrix
-
-
-def experts(tokens: int, products: int, exchanged: bool = False) -> tuple[Count, Count, Shape]:
-    """FLOPs, bytes and (m, n, k) of a mixture-of-experts block. Its operands are the tokens, at position ``tokens``,
-    then ids, weights and the two matrices of the experts on this device. There are ``products`` products with each
-    matrix. All experts are assumed to be chosen equally often, so a device computes its share of the rows; where rows
-    are ``exchanged``, as many as it sends, times the imbalance of prices."""
-
-    def share(call: Operation, inputs: Inputs) -> Dim:
-        if exchanged:
-            return math.prod(inputs[tokens + 1].shape) * IMBALANCE
-        held, count = inputs[tokens + 3].shape[0], call.args[-2]
-        rows = math.prod(inputs[tokens + 1].shape)
-        return rows * held // count if isinstance(rows, int) and isinstance(held, int) else rows * held / count
-
-    def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-        up, down = inputs[tokens + 3].shape, inputs[tokens + 4].shape
-        return 2 * products * share(call, inputs) * (math.prod(up[1:]) + math.prod(down[1:]))
-
-    def nbytes(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-        x, up, down = inputs[tokens], inputs[tokens + 3].shape, inputs[tokens + 4].shape
-        rows = share(call, inputs) * (2 * up[1] + 2 * down[2] + 2 * down[1]) * products * x.dtype.itemsize
-        return every_tensor(call, inputs, outputs) + rows
-
-    def matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
-        up = inputs[tokens + 3].shape
-        return math.prod(inputs[tokens + 1].shape), up[1], up[2]
-
-    return flops, nbytes, matrix

@@ -15,6 +15,7 @@ import torch
 
 from autopar.ir.node import PLACEHOLDERS
 
+from .expert_blocks import experts
 from .flops_and_bytes import (
     Count,
     Shape,
@@ -25,7 +26,6 @@ from .flops_and_bytes import (
     convolution_matrix,
     draw_passes,
     every_tensor,
-    experts,
     first_result,
     grouped_flops,
     grouped_here,
@@ -46,12 +46,16 @@ from .flops_and_bytes import (
 @dataclass(frozen=True, slots=True)
 class Family:
     """How operations of one family are counted. ``matrix`` returns the (m, n, k) of the matrix products of an
-    operation. ``is_function``: they evaluate a transcendental function for each element of their largest tensor.
-    ``is_view``: they move no data. ``is_free``: they are placeholders, which do not run."""
+    operation; ``rows``: how many of m each group of a grouped product has; ``between``: bytes that other kernels of the
+    operation move, before or after its products. ``is_function``: they evaluate a transcendental function for each
+    element of their largest tensor. ``is_view``: they move no data. ``is_free``: they are placeholders, which do not
+    run."""
 
     flops: Count
     bytes: Count
     matrix: Shape | None = None
+    rows: Count | None = None
+    between: Count | None = None
     is_view: bool = False
     is_free: bool = False
     is_attention: bool = False
@@ -87,10 +91,10 @@ CONVOLUTION = Family(convolution_flops, every_tensor, convolution_matrix)
 CONVOLUTION_BACKWARD = Family(convolution_backward_flops, every_tensor, convolution_backward_matrix)
 ATTENTION = Family(_SDPA, every_tensor, _SDPA_SHAPE, is_attention=True)
 ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
-EXPERTS = Family(*experts(0, 1))
-EXPERTS_BACKWARD = Family(*experts(1, 3))
-EXCHANGED_EXPERTS = Family(*experts(0, 1, exchanged=True))
-EXCHANGED_EXPERTS_BACKWARD = Family(*experts(1, 3, exchanged=True))
+EXPERTS = Family(*experts(backward=False))
+EXPERTS_BACKWARD = Family(*experts(backward=True))
+EXCHANGED_EXPERTS = Family(*experts(backward=False, exchanged=True))
+EXCHANGED_EXPERTS_BACKWARD = Family(*experts(backward=True, exchanged=True))
 CAUSAL_SHARD = Family(_CAUSAL, every_tensor, _SDPA_SHAPE, is_attention=True)
 CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
 

@@ -91,7 +91,13 @@ def node_seconds(
     functions = work if family.is_function else 0.0
     if family.is_attention and inputs[0].dtype.itemsize == 2 and is_masked(node):  # Wider ones have one kernel.
         work /= cluster.device.masked_attention
-    return compute_seconds(cluster, work, nbytes, dtype_of(inputs, results), matrix, family.is_attention, functions)
+    between = 0.0
+    if family.rows is not None and family.between is not None and matrix is not None:
+        matrix = (family.rows(node, inputs, results), *matrix[1:])
+        work /= cluster.device.grouped_products
+        between = float(family.between(node, inputs, results)) / cluster.device.memory_bandwidth
+    dtype = dtype_of(inputs, results)
+    return between + compute_seconds(cluster, work, nbytes, dtype, matrix, family.is_attention, functions)
 
 
 def is_masked(node: Operation) -> bool:

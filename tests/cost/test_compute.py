@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cluster.description import Cluster, Device, Link
 from autopar.cost import FAMILIES, bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
+from autopar.cost.compute.expert_blocks import traffic
 from autopar.cost.compute.flops_and_bytes import larger
 from autopar.cost.compute.matmul_efficiency import attention_seconds, product_seconds
 from autopar.cost.compute.op_families import family_of
@@ -22,6 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import PLACEHOLDERS, Node, TensorType, Value, symbol
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.ops.masked import LOCAL_OPS
+from autopar.trace.moe_blocks import activation_text
 
 aten = torch.ops.aten
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
@@ -333,3 +335,32 @@ def test_experts_do_their_share_of_the_rows(held: int) -> None:
     rows = 128 * held // 8
     assert flops(node, inputs) == 2 * rows * (48 * 16 + 24 * 16)
     assert bytes_moved(node, inputs, types((64, 16))) > rows * 4 * (48 + 24)
+    backward = replace(node, op="autopar.experts_backward.default")
+    taken = (*types((64, 16)), *inputs)
+    assert flops(backward, taken) == 2 * rows * (3 * 48 * 16 + 2 * 24 * 16), "the second product is not repeated"
+
+
+def test_kernels_between_products_of_experts_take_time_of_their_own() -> None:
+    act = activation_text(lambda x: x[:, :24].sigmoid() * x[:, 24:], 48, torch.float32)
+    assert act is not None
+    forward, backward = traffic(act, 48)
+    assert forward == (2 * 24 + 3 * 24) / 48, "a sigmoid of one half, times the other"
+    assert backward > forward
+    assert traffic(act, 12) == traffic("", 12) == traffic(None, 48), "a shard of a row has no halves"
+    node = Node("y", "autopar.experts.default", (None, None, None, None, None, None, None, act, 8, 0))
+    inputs = types((64, 16), (64, 2), (64, 2), (8, 48, 16), (8, 16, 24))
+    between = 4 * (128 * (3 * 16 + 2 * 24 + 48 * forward) + 64 * 16)
+    quick = Cluster.get("dgx-h100")
+    slow = replace(quick, device=replace(quick.device, memory_bandwidth=quick.device.memory_bandwidth / 1e6))
+    moved = float(bytes_moved(node, inputs, types((64, 16)))) + between
+    apart = node_seconds(slow, node, inputs, types((64, 16))) - node_seconds(quick, node, inputs, types((64, 16)))
+    assert apart == pytest.approx(moved / slow.device.memory_bandwidth, rel=0.02)
+
+
+def test_grouped_products_have_a_rate_of_their_own() -> None:
+    node = Node("y", "autopar.experts.default", (None, None, None, None, None, None, None, "", 8, 0))
+    inputs = types((65536, 4096), (65536, 2), (65536, 2), (8, 8192, 4096), (8, 4096, 4096), dtype=torch.bfloat16)
+    preset = Cluster.get("dgx-h100")
+    halved = replace(preset, device=replace(preset.device, grouped_products=preset.device.grouped_products / 2))
+    found, slower = (node_seconds(cluster, node, inputs, inputs[:1]) for cluster in (preset, halved))
+    assert 1.7 * found < slower < 2 * found
