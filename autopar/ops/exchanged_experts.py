@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from . import grouped_experts
-from .experts import Activation, Gradients, forward_rows, summed
+from .activation import Activation
+from .experts import Gradients, forward_rows, summed
 from .grouped_experts import Groups, can_group
 
 # Factor on the mean rows of a device in prices: what the busiest device gets. Chosen: 1, all experts are chosen equally

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .experts import Activation
+from .activation import Activation
 
 # Bytes of which rows of operands must be multiples, and the least compute capability: torch's kernel needs both.
 _ALIGNMENT, _CAPABILITY = 16, (8, 0)

@@ -22,7 +22,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from autopar.ops.experts import Activation, experts
+from autopar.ops.activation import Activation
+from autopar.ops.experts import experts
 from autopar.torch_internals.hugging_face import gate_of, is_expert_parallel
 from autopar.torch_internals.joint_graphs import make_fx
 from autopar.torch_internals.operators import OpOverload
@@ -93,8 +94,8 @@ def _is_stacked(matrix: object) -> TypeGuard[Tensor]:
 
 
 def activation_text(function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> str | None:
-    """``function`` of a tensor [n, width] in the text form of :class:`autopar.ops.experts.Activation`; None unless it
-    is a fixed list of operations, the same for every n, that computes each row by itself."""
+    """``function`` of a tensor [n, width] in the text form of :class:`autopar.ops.activation.Activation`; None unless
+    it is a fixed list of operations, the same for every n, that computes each row by itself."""
     generator = torch.Generator().manual_seed(0)
     rows = _ROWS[0] if width % _ROWS[0] else _ROWS[1]
     samples = [torch.randn(count, width, generator=generator).to(dtype) for count in (rows, 3)]

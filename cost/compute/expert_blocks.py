@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from autopar.ir.node import Dim
+from autopar.ops.activation import Activation
 from autopar.ops.exchanged_experts import IMBALANCE
-from autopar.ops.experts import Activation
 from autopar.torch_internals.modes import TorchDispatchMode
+from autopar.torch_internals.operators import schema_of
 from autopar.torch_internals.trees import tree_leaves
 
 from .flops_and_bytes import Count, Inputs, Matrix, Operation, Outputs, Shape, every_tensor
@@ -107,7 +108,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        is_view = any(each.alias_info is not None for each in function._schema.returns)
+        is_view = any(each.alias_info is not None for each in schema_of(function).returns)
         if not is_view:
             self.elements += sum(each.numel() for each in _tensors((args, result)))
         return result
