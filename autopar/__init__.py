@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from autopar.layouts.model import price
     from autopar.layouts.price import Priced
     from autopar.layouts.report import LayoutReport, plan_layouts
+    from autopar.planner.expert_imbalance import expert_imbalance
     from autopar.search.reprice import reprice
     from autopar.verification.report import Report
     from autopar.verification.verify import verify
@@ -81,6 +82,7 @@ __all__ = [
     "TraceError",
     "ValueFaultError",
     "WorkerError",
+    "expert_imbalance",
     "parallelize",
     "plan",
     "plan_ahead",
@@ -99,6 +101,7 @@ _LATER = {
     "LayoutReport": "autopar.layouts.report",
     "Priced": "autopar.layouts.price",
     "Report": "autopar.verification.report",
+    "expert_imbalance": "autopar.planner.expert_imbalance",
     "plan_layouts": "autopar.layouts.report",
     "price": "autopar.layouts.model",
     "reprice": "autopar.search.reprice",

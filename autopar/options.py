@@ -138,6 +138,9 @@ class Options:
             the key-value cache holds. The plan is then for one step of generation, a token for each sequence, and
             counts the cache as memory. None: the plan is for forward on the batch as it is, and ``generate`` takes
             the length that each call needs.
+        imbalance: the rows of the busiest of the devices that share the experts of a block, relative to their mean, by
+            which blocks and their exchanges are priced; :func:`autopar.expert_imbalance` measures it. None: 1, all
+            experts are chosen equally often, which losses that balance routers aim at.
         layout: restricts the search to plans of this layout, by those of its fields that are given; the rest is
             searched (docs/layouts.md, "A layout as a restriction"). What it says of ``stages`` (``pipeline``),
             ``schedule``, ``recompute``, ``zero``, ``offload`` and ``precision`` becomes the value of these options.
@@ -173,6 +176,7 @@ class Options:
     mode: Literal["training", "inference"] = "training"
     objective: Literal["latency", "throughput"] = "latency"
     cache_length: int | None = None
+    imbalance: float | None = None
     layout: Layout | None = None
     from_layout: tuple[tuple[str, object], ...] = field(default=(), repr=False, compare=False)
 
@@ -274,6 +278,12 @@ class Options:
         for name, what in numbers:
             if (name, getattr(self, name)) != ("time_limit", None) and not _is_number(getattr(self, name), 0):
                 raise OptionsError(f"{name}={getattr(self, name)!r}: not {what}, 0 or more")
+
+        if self.imbalance is not None and not _is_number(self.imbalance, 1):
+            raise OptionsError(
+                f"imbalance={self.imbalance!r} is not a number of at least 1: the rows of the busiest device relative "
+                "to the mean, such as 1.2; autopar.expert_imbalance(model, batch, devices) measures it"
+            )
 
     def _check_stages(self, stages: tuple[object, ...]) -> None:
         """Checks the numbers of devices of several stages, and keeps them as a tuple."""

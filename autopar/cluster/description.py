@@ -65,6 +65,9 @@ class Cluster:
             devices at full speed at once. The rates of ``device`` are those with all devices at work.
         backend: the library that sends messages; its buffers count as memory.
         groups: the devices in the order of their ranks, if there are several kinds.
+        expert_imbalance: the rows of the busiest of the devices that share the experts of a block, relative to their
+            mean: 1 if all experts are chosen equally often. A matter of a model's router;
+            :class:`autopar.Options` state it.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Cluster:
     cores: float = 1.0
     backend: str = "nccl"
     groups: tuple[Group, ...] = ()
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_groups()
@@ -87,6 +91,10 @@ class Cluster:
         for name in ("collective_seconds", "synchronisation_seconds"):
             value = getattr(self, name)
             require(is_amount(value), f"cluster {self.name!r}: {name} {value!r} is not a number of seconds")
+        require(
+            is_amount(self.expert_imbalance) and self.expert_imbalance >= 1,
+            f"cluster {self.name!r}: expert_imbalance {self.expert_imbalance!r} is not a number of at least 1",
+        )
         require(self.backend in BACKENDS, f"cluster {self.name!r}: backend {self.backend!r} is not of {BACKENDS}")
         algorithms = ", ".join(ALGORITHMS)
         for name in self.algorithms:

@@ -24,10 +24,6 @@ from .activation import Activation
 from .experts import Gradients, forward_rows, summed
 from .grouped_experts import Groups, can_group
 
-# Factor on the mean rows of a device in prices: what the busiest device gets. Chosen: 1, all experts are chosen equally
-# often, as losses that balance routers aim at.
-IMBALANCE = 1.0
-
 
 @dataclass(frozen=True)
 class Message:

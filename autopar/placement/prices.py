@@ -35,7 +35,7 @@ from autopar.ir.placements import (
 )
 from autopar.ir.reshard import Collective, Hop, Sent, hops_among
 from autopar.ir.weight_messages import WeightMessages
-from autopar.ops.exchanged_experts import EXCHANGES, IMBALANCE, message_bytes
+from autopar.ops.exchanged_experts import EXCHANGES, message_bytes
 
 from .fused_kernels import FusedKernels
 from .planned_ways import PlannedWays
@@ -280,10 +280,11 @@ class Prices:
         place = strategy.inputs[3 + name.endswith("backward")]
         axes = tuple(axis for axis, each in enumerate(place) if shard_dim(each) == 0)
         devices = math.prod(self.mesh[axis] for axis in axes)
+        most = self.cluster.expert_imbalance
         sizes = [devices * size for size in message_bytes(name, local, devices)]
         here = strategy.outputs[0]
         hops = tuple(Hop("all_to_all", axes, here, here, Collective("all_to_all", axes, size)) for size in sizes)
-        each = (collective_seconds(self.cluster, self.mesh, "all_to_all", axes, size * IMBALANCE) for size in sizes)
+        each = (collective_seconds(self.cluster, self.mesh, "all_to_all", axes, size * most) for size in sizes)
         return hops, sum(each)
 
     def hop(self, kind: TensorType, hop: Hop, *, sent: Sent = "alone") -> float:

@@ -24,7 +24,7 @@ from autopar.trace.call import Differentiate, describe_call
 from autopar.trace.lengths import BATCH, Lengths
 from autopar.trace.tracer import Traced, request_for
 
-from .request import PlanRequest, Propose
+from .request import PlanRequest, Propose, as_stated
 from .timings import Timings
 
 LossFunction = Callable[..., torch.Tensor]
@@ -149,7 +149,7 @@ def make_request(
         batch=base.batch,
         mesh=mesh,
         asked=mesh,
-        cluster=cluster,
+        cluster=as_stated(cluster, options),
         options=options,
         model=describe(model, inputs),
         axis_names=axis_names,

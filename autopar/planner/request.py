@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cluster.description import Cluster
 from autopar.cost import usable_bytes, usable_host_bytes
@@ -82,6 +82,11 @@ class PlanRequest:
     asked: tuple[int, ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
+
+
+def as_stated(cluster: Cluster, options: Options) -> Cluster:
+    """The cluster with what options state of it: how unevenly a model's router uses experts."""
+    return cluster if options.imbalance is None else replace(cluster, expert_imbalance=options.imbalance)
 
 
 def asked_mesh(request: PlanRequest) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
-from autopar.planner.request import PlanRequest, kernels_of, rank_limits
+from autopar.planner.request import PlanRequest, as_stated, kernels_of, rank_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
@@ -76,7 +76,7 @@ def reprice(
         loss=prepared.loss,
         batch=batch,
         mesh=plan.mesh,
-        cluster=Cluster.get(cluster or plan.cluster).among(plan.stage_meshes.devices),
+        cluster=as_stated(Cluster.get(cluster or plan.cluster), settings).among(plan.stage_meshes.devices),
         options=settings,
         model=plan.model,
         axis_names=plan.axis_names,

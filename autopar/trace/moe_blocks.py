@@ -60,6 +60,29 @@ def experts_as_operations(model: nn.Module, autocast: torch.dtype | None = None)
         yield
 
 
+@contextmanager
+def recorded_choices(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """The experts that tokens choose while the model runs: for each block, by its path, the ids [T, k] of each call."""
+    moe, found = sys.modules.get(_MODULE), dict[str, list[Tensor]]()
+    if moe is None:
+        yield found
+        return
+    paths = {id(module): path for path, module in model.named_modules()}
+    original = moe.ExpertsInterface.get_interface
+
+    def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        run = original(interface, name, default)
+
+        def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+            found.setdefault(paths.get(id(module), ""), []).append(ids.detach())
+            return run(module, x, ids, weights)
+
+        return forward
+
+    with patch.object(moe.ExpertsInterface, "get_interface", get_interface):
+        yield found
+
+
 def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str, autocast: torch.dtype | None) -> Tensor:
     """Computes what ``module`` does; in the dtype ``autocast``, if that is not None, like its products."""
     name = "gate_up_proj" if module.has_gate else "up_proj"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,69 +18,83 @@ from torch import Tensor
 
 from autopar.ir.node import Dim
 from autopar.ops.activation import Activation
-from autopar.ops.exchanged_experts import IMBALANCE
 from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.operators import schema_of
 from autopar.torch_internals.trees import tree_leaves
 
-from .flops_and_bytes import Count, Inputs, Matrix, Operation, Outputs, Shape, every_tensor
+from .flops_and_bytes import Inputs, Matrix, Operation, Outputs, every_tensor
 
 # What an activation moves for each element that it takes, forward and backward, where its text does not say.
 # Chosen: a gate with a sigmoid, counted by hand.
 _USUAL = (2.5, 8.0)
 
 
-def experts(backward: bool, exchanged: bool = False) -> tuple[Count, Count, Shape, Count, Count]:
-    """FLOPs, bytes, (m, n, k), rows of each expert here, and bytes of the kernels between products.
+@dataclass(frozen=True)
+class ExpertBlock:
+    """Counts of a block, forward or ``backward``.
 
     Operands are the gradient (of ``backward``), tokens, ids, weights, the two matrices of the experts on this device
-    and their biases. All experts are assumed to be chosen equally often, so a device computes its share of the rows;
-    where rows are ``exchanged``, as many as it sends, times the imbalance of prices."""
-    tokens = int(backward)
-    # Of the first matrix and the second: forward; and the result that backward needs again, and both gradients.
-    first, second = (3, 2) if backward else (1, 1)
+    and their biases. All experts are counted as chosen equally often, so that a device computes its share of the rows;
+    where rows are ``exchanged``, as many as it sends."""
 
-    def share(call: Operation, inputs: Inputs) -> Dim:
-        choices, held = math.prod(inputs[tokens + 1].shape), inputs[tokens + 3].shape[0]
-        if exchanged:
-            return choices * IMBALANCE
+    backward: bool
+    exchanged: bool = False
+
+    @property
+    def _products(self) -> tuple[int, int]:
+        """With the first matrix and the second: forward; or what backward needs again, and both gradients."""
+        return (3, 2) if self.backward else (1, 1)
+
+    def _sizes(self, inputs: Inputs) -> tuple[Dim, Dim, Dim]:
+        """The widths of tokens, of what the activation takes, and of what it gives."""
+        up, down = inputs[self.backward + 3].shape, inputs[self.backward + 4].shape
+        return up[2], up[1], down[2]
+
+    def _rows(self, call: Operation, inputs: Inputs) -> Dim:
+        """Rows of this device."""
+        choices, held = math.prod(inputs[self.backward + 1].shape), inputs[self.backward + 3].shape[0]
+        if self.exchanged:
+            return choices
         count = call.args[-2]
         exact = isinstance(choices, int) and isinstance(held, int)
         return choices * held // count if exact else choices * held / count
 
-    def sizes(inputs: Inputs) -> tuple[Dim, Dim, Dim]:
-        """The widths of tokens, of what the activation takes, and of what it gives."""
-        up, down = inputs[tokens + 3].shape, inputs[tokens + 4].shape
-        return up[2], up[1], down[2]
+    def is_shared(self, call: Operation, inputs: Inputs) -> bool:
+        """Whether other devices have other experts, so that one may get more rows than another."""
+        return self.exchanged or inputs[self.backward + 3].shape[0] != call.args[-2]
 
-    def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-        width, taken, given = sizes(inputs)
-        return 2 * share(call, inputs) * width * (first * taken + second * given)
+    def flops(self, call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+        width, taken, given = self._sizes(inputs)
+        first, second = self._products
+        return 2 * self._rows(call, inputs) * width * (first * taken + second * given)
 
-    def nbytes(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-        width, taken, given = sizes(inputs)
+    def bytes(self, call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+        width, taken, given = self._sizes(inputs)
+        first, second = self._products
         moved = first * (width + taken) + second * (given + width)
-        return every_tensor(call, inputs, outputs) + share(call, inputs) * moved * inputs[tokens].dtype.itemsize
+        itemsize = inputs[self.backward].dtype.itemsize
+        return every_tensor(call, inputs, outputs) + self._rows(call, inputs) * moved * itemsize
 
-    def between(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-        width, taken, given = sizes(inputs)
+    def matrix(self, inputs: Inputs, outputs: Outputs) -> Matrix:
+        width, taken, _ = self._sizes(inputs)
+        return math.prod(inputs[self.backward + 1].shape), taken, width
+
+    def rows(self, call: Operation, inputs: Inputs) -> Dim:
+        """Rows of each expert of this device."""
+        return self._rows(call, inputs) / inputs[self.backward + 3].shape[0]
+
+    def between(self, call: Operation, inputs: Inputs) -> Dim:
+        """Bytes that kernels between products move: gathered rows are read and written, results read once more, both of
+        the gradient too. A factor scales the second product's operand, and backward also its gradient; its own gradient
+        is a product of the two."""
+        width, taken, given = self._sizes(inputs)
         activated = traffic(call.args[-3], taken if isinstance(taken, int) else 0)
-        # Gathered rows are read and written, results read once more; of the gradient too. One factor scales rows,
-        # forward; backward it scales two of them, and its own gradient is a product of two.
-        of_row = (5 * width + 8 * given if backward else 3 * width + 2 * given) + sum(activated[: 1 + tokens]) * taken
-        biased = (taken + width) * (4 + 2 * backward) if len(inputs) > tokens + 5 else 0
-        return inputs[tokens].dtype.itemsize * (
-            share(call, inputs) * (of_row + biased) + math.prod(inputs[tokens].shape)
-        )
-
-    def rows(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
-        return share(call, inputs) / inputs[tokens + 3].shape[0]
-
-    def matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
-        width, taken, _ = sizes(inputs)
-        return math.prod(inputs[tokens + 1].shape), taken, width
-
-    return flops, nbytes, matrix, rows, between
+        of_row: Any = (5 * width + 8 * given) if self.backward else (3 * width + 2 * given)
+        of_row += sum(activated[: 1 + self.backward]) * taken
+        if len(inputs) > self.backward + 5:  # Biases are gathered for each row, and added or multiplied.
+            of_row += (taken + width) * (4 + 2 * self.backward)
+        tokens = inputs[self.backward]
+        return tokens.dtype.itemsize * (self._rows(call, inputs) * of_row + math.prod(tokens.shape))
 
 
 @lru_cache(maxsize=256)

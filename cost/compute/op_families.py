@@ -15,7 +15,7 @@ import torch
 
 from autopar.ir.node import PLACEHOLDERS
 
-from .expert_blocks import experts
+from .expert_blocks import ExpertBlock
 from .flops_and_bytes import (
     Count,
     Shape,
@@ -46,20 +46,22 @@ from .flops_and_bytes import (
 @dataclass(frozen=True, slots=True)
 class Family:
     """How operations of one family are counted. ``matrix`` returns the (m, n, k) of the matrix products of an
-    operation; ``rows``: how many of m each group of a grouped product has; ``between``: bytes that other kernels of the
-    operation move, before or after its products. ``is_function``: they evaluate a transcendental function for each
-    element of their largest tensor. ``is_view``: they move no data. ``is_free``: they are placeholders, which do not
-    run."""
+    operation; ``block``: what else is counted of a block of experts. ``is_function``: they evaluate a transcendental
+    function for each element of their largest tensor. ``is_view``: they move no data. ``is_free``: they are
+    placeholders, which do not run."""
 
     flops: Count
     bytes: Count
     matrix: Shape | None = None
-    rows: Count | None = None
-    between: Count | None = None
+    block: ExpertBlock | None = None
     is_view: bool = False
     is_free: bool = False
     is_attention: bool = False
     is_function: bool = False
+
+
+def _experts(block: ExpertBlock) -> Family:
+    return Family(block.flops, block.bytes, block.matrix, block)
 
 
 _MM, _MM_SHAPE = product(0, 1)
@@ -91,10 +93,10 @@ CONVOLUTION = Family(convolution_flops, every_tensor, convolution_matrix)
 CONVOLUTION_BACKWARD = Family(convolution_backward_flops, every_tensor, convolution_backward_matrix)
 ATTENTION = Family(_SDPA, every_tensor, _SDPA_SHAPE, is_attention=True)
 ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
-EXPERTS = Family(*experts(backward=False))
-EXPERTS_BACKWARD = Family(*experts(backward=True))
-EXCHANGED_EXPERTS = Family(*experts(backward=False, exchanged=True))
-EXCHANGED_EXPERTS_BACKWARD = Family(*experts(backward=True, exchanged=True))
+EXPERTS = _experts(ExpertBlock(backward=False))
+EXPERTS_BACKWARD = _experts(ExpertBlock(backward=True))
+EXCHANGED_EXPERTS = _experts(ExpertBlock(backward=False, exchanged=True))
+EXCHANGED_EXPERTS_BACKWARD = _experts(ExpertBlock(backward=True, exchanged=True))
 CAUSAL_SHARD = Family(_CAUSAL, every_tensor, _SDPA_SHAPE, is_attention=True)
 CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
 

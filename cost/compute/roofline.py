@@ -19,6 +19,7 @@ from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.node import Dim, Node
 
+from .expert_blocks import ExpertBlock
 from .flops_and_bytes import Inputs, Operation, Outputs, argument
 from .matmul_efficiency import attention_seconds, product_seconds
 from .op_families import Family, family_of
@@ -91,13 +92,28 @@ def node_seconds(
     functions = work if family.is_function else 0.0
     if family.is_attention and inputs[0].dtype.itemsize == 2 and is_masked(node):  # Wider ones have one kernel.
         work /= cluster.device.masked_attention
-    between = 0.0
-    if family.rows is not None and family.between is not None and matrix is not None:
-        matrix = (family.rows(node, inputs, results), *matrix[1:])
-        work /= cluster.device.grouped_products
-        between = float(family.between(node, inputs, results)) / cluster.device.memory_bandwidth
     dtype = dtype_of(inputs, results)
-    return between + compute_seconds(cluster, work, nbytes, dtype, matrix, family.is_attention, functions)
+    if family.block is not None and matrix is not None:
+        return _block_seconds(cluster, node, inputs, family.block, (work, nbytes), matrix, dtype)
+    return compute_seconds(cluster, work, nbytes, dtype, matrix, family.is_attention, functions)
+
+
+def _block_seconds(
+    cluster: Cluster,
+    node: Operation,
+    inputs: Inputs,
+    block: ExpertBlock,
+    counts: tuple[float, float],
+    matrix: tuple[float, float, float],
+    dtype: torch.dtype,
+) -> float:
+    """Seconds of a block of experts on the device that gets most rows: its products in groups, and the kernels between
+    them one after the other. ``counts``: its FLOPs and bytes if all devices get as many."""
+    most = cluster.expert_imbalance if block.is_shared(node, inputs) else 1.0
+    between = most * float(block.between(node, inputs)) / cluster.device.memory_bandwidth
+    grouped = most * float(block.rows(node, inputs)), *matrix[1:]
+    work, nbytes = most * counts[0] / cluster.device.grouped_products, most * counts[1]
+    return between + compute_seconds(cluster, work, nbytes, dtype, grouped)
 
 
 def is_masked(node: Operation) -> bool:
