@@ -138,6 +138,7 @@ _OPTIONS: dict[str, Any] = {
     "mesh_search": False,
     "optimizer": "sgd",
     "layout": Layout(data=2),
+    "imbalance": 1.5,
 }
 
 
