@@ -23,7 +23,9 @@ _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
 def can_group(rows: Tensor, up: Tensor, down: Tensor) -> bool:
     """Whether torch multiplies ``rows`` [n, H] by the matrices ``up`` [E, F, H] and ``down`` [E, H, I] of experts in
     groups, on a GPU. (On processors its kernel is a loop over groups, like ours.)"""
-    if _grouped_mm is None or not rows.is_cuda or {each.dtype for each in (rows, up, down)} != {torch.bfloat16}:
+    if _grouped_mm is None or {each.dtype for each in (rows, up, down)} != {torch.bfloat16}:
+        return False
+    if not rows.is_cuda or not torch.cuda.is_available():  # Fake tensors are of GPUs that are not there.
         return False
     dims = (up.shape[1], up.shape[2], down.shape[2])
     aligned = all(dim * rows.element_size() % _ALIGNMENT == 0 for dim in dims)
