@@ -241,7 +241,7 @@ class ChunkLayout:
         top = min((self._tops[value.node] for value in self.driven(node)), default=self.count - 1)
         saved = [value for value in node.operands if value.node not in self._tops]
         common = _common(self.at_hand(value) for value in saved)
-        options = [chunk for chunk in range(top + 1) if common is None or chunk in common]
+        options = list(range(top + 1)) if common is None else sorted(chunk for chunk in common if chunk <= top)
         if not options:
             options = [min(range(top, -1, -1), key=lambda chunk: self._missing(saved, chunk))]
             self._use(saved, options[0])
