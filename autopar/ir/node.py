@@ -18,6 +18,7 @@ Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
 PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random", "cache")
+_PLACEHOLDERS = frozenset(PLACEHOLDERS)
 # The keyword of a parameter that is stored in another dtype than the graph reads (:attr:`Node.stored`).
 STORED = "stored"
 # The keyword of a parameter whose gradient is that of a scaled loss.
@@ -176,7 +177,7 @@ class Node:
 
     @property
     def is_placeholder(self) -> bool:
-        return self.op in PLACEHOLDERS
+        return self.op in _PLACEHOLDERS
 
     @property
     def target(self) -> str:
