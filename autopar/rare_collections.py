@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Allocations between collections of the youngest objects. Chosen: a few collections for a large model.
-ALLOCATIONS = 1_000_000
+# Allocations between collections of the youngest objects. Chosen: hardly any for a large model.
+ALLOCATIONS = 3_000_000
 # Objects that are frozen before anybody freezes any: none, but some hundreds in Python 3.12.
 _FROZEN = gc.get_freeze_count()
 

@@ -53,10 +53,13 @@ class Segments:
         running = (float(part[start:end].max(initial=0.0)) for part in (self.working, self.again))
         return static, saved, sum(running)
 
-    def no_quicker(self, width: int) -> float:
-        """Seconds below which no chunk of more than ``width`` segments takes."""
-        total = _sums(self.seconds)
-        return float((total[width + 1 :] - total[: -width - 1]).min(initial=np.inf))
+    def rules_out(self, width: int, slowest: float, in_flight: int, limit: float) -> bool:
+        """Whether every chunk of more than ``width`` segments takes more than ``slowest`` seconds, or is too large.
+        Each contains one of ``width + 1`` segments, which takes no longer and is no larger."""
+        seconds, static, saved = (
+            total[width + 1 :] - total[: -width - 1] for total in map(_sums, (self.seconds, self.static, self.saved))
+        )
+        return bool(((seconds > slowest) | (static + in_flight * saved > limit)).all())
 
     def of_width(self, width: int) -> _Chunks:
         """The chunks of at most so many segments."""
@@ -121,8 +124,9 @@ def best_cuts(
     while True:
         width = min(width, count)
         slowest, ends = _best_of_width(width, segments, in_flight, limits, ranks, allowed, sharing)
-        # Of longer chunks, each would be slower than the slowest here: none is part of a cut as good as this.
-        if width == count or slowest < min(own.no_quicker(width) for own in segments):
+        # None of the longer chunks is part of a cut as good as this.
+        each = set(zip(segments, in_flight, limits, strict=True))
+        if width == count or all(own.rules_out(width, slowest, held, limit) for own, held, limit in each):
             return None if slowest == np.inf else tuple(segments[0].starts[end - 1] for end in ends)
         width *= 2
 
