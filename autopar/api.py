@@ -30,6 +30,7 @@ from autopar.planner.shared_work import SharedWork
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.question import Question, remember
+from autopar.rare_collections import collecting_rarely
 from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.averaging.replicas import Replicas
 from autopar.runtime.averaging.rows import own_rows
@@ -137,6 +138,7 @@ def plan(
     return _plan(model, mesh, batch, options=_options(options), **arguments)
 
 
+@collecting_rarely()
 def _plan(
     model: nn.Module,
     mesh: Mesh,
