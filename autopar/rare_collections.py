@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Allocations between collections of the youngest objects. Chosen: hardly any for a large model.
-ALLOCATIONS = 3_000_000
+ALLOCATIONS = 10_000_000
 # Objects that are frozen before anybody freezes any: none, but some hundreds in Python 3.12.
 _FROZEN = gc.get_freeze_count()
 

@@ -202,14 +202,14 @@ class Node:
         kwargs = tuple([(key, map_arg(arg, leaf)) for key, arg in self.kwargs])
         args = map_arg(self.args, leaf)
         node = Node(self.name, self.op, args, kwargs, self.types, self.module, self.source, self.phase)
-        return node._known_from(self, len(set(renamed.values())) == len(renamed))
+        return node.known_from(self, len(set(renamed.values())) == len(renamed))
 
     def named(self, name: str, phase: Phase) -> Node:
         """The node with another name and phase."""
         node = Node(name, self.op, self.args, self.kwargs, self.types, self.module, self.source, phase)
-        return node._known_from(self, is_same_form=True)
+        return node.known_from(self, is_same_form=True)
 
-    def _known_from(self, other: Node, is_same_form: bool) -> Node:
+    def known_from(self, other: Node, is_same_form: bool) -> Node:
         """Itself, with what is known of ``other``, whose operands have other names: nodes are copied often.
         ``is_same_form``: whether operands that are one tensor there are one here, and no others."""
         known = vars(other)
