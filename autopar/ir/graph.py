@@ -236,7 +236,8 @@ class Graph:
         needed = {value.node for value in values}
         for node in reversed(self.nodes):
             if node.name in needed:
-                needed.update(value.node for value in node.operands)
+                for value in node.operands:
+                    needed.add(value.node)
         return needed
 
     def without_dead(self) -> Graph:

@@ -191,8 +191,8 @@ def message_bytes(step: PlacedStep) -> int:
     of the one in use, those of the next, which is read ahead, and the buffer that these are copied out of. A message is
     closed behind the weight that fills it, and a small rest joins it (:mod:`autopar.ir.weight_messages`)."""
     messages, sent = step.prices.messages, defaultdict[str, dict[Value, int]](dict)
-    for use in moved_operands(step.graph, step.assignment):
-        if use.value.node in step.assignment.parameters and messages.takes(use.kind):
+    for use in moved_operands(step.graph, step.assignment, step.assignment.parameters):
+        if messages.takes(use.kind):
             held = step.prices.held(use.kind, use.target)
             if held > step.prices.held(use.kind, use.source):
                 sent[use.phase][use.value] = held
