@@ -30,7 +30,6 @@ from autopar.planner.shared_work import SharedWork
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.question import Question, remember
-from autopar.rare_collections import collecting_rarely
 from autopar.runtime.averaging.replica_module import ReplicaModule
 from autopar.runtime.averaging.replicas import Replicas
 from autopar.runtime.averaging.rows import own_rows
@@ -54,6 +53,7 @@ from .inference import Mode, check_no_loss, in_mode, planned_call, prepare_infer
 from .keywords import suggests
 from .options import Options
 from .precision import scales_loss
+from .rare_collections import collecting_rarely
 from .sync import EVERY_STEP
 
 Mesh = DeviceMesh | Sequence[int] | int
