@@ -53,6 +53,7 @@ from .inference import Mode, check_no_loss, in_mode, planned_call, prepare_infer
 from .keywords import suggests
 from .options import Options
 from .precision import scales_loss
+from .rare_collections import collecting_rarely
 from .sync import EVERY_STEP
 
 Mesh = DeviceMesh | Sequence[int] | int
@@ -137,6 +138,7 @@ def plan(
     return _plan(model, mesh, batch, options=_options(options), **arguments)
 
 
+@collecting_rarely()
 def _plan(
     model: nn.Module,
     mesh: Mesh,

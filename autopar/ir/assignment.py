@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,14 +154,19 @@ def operand_uses(graph: Graph, assignment: Assignment, node: Node) -> Iterator[U
         yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
 
 
-def moved_operands(graph: Graph, assignment: Assignment) -> Iterator[Use]:
-    """Yields the :func:`operand_uses` of all nodes that change something: few of those of a large graph."""
+def moved_operands(graph: Graph, assignment: Assignment, of: Container[str] | None = None) -> Iterator[Use]:
+    """Yields the :func:`operand_uses` of all nodes that change something: few of those of a large graph. ``of``: the
+    nodes whose results are asked for; None: all."""
+    strategies, parameters = assignment.strategies, assignment.parameters
     for node in graph.nodes:
-        if not node.operands:
+        if not node.operands or (of is not None and not any(value.node in of for value in node.operands)):
             continue
-        inputs = assignment.strategies[node.name].inputs
+        inputs = strategies[node.name].inputs
         for value, target in zip(node.operands, inputs, strict=True):
-            source = assignment.placements_of(value)
+            if of is not None and value.node not in of:
+                continue
+            place = parameters.get(value.node)
+            source = strategies[value.node].outputs[value.index] if place is None else place.weight
             if source is not target and source != target:
                 yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
 

@@ -27,9 +27,10 @@ the placement that the plan chooses) with one string argument. A ``param`` may a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -41,6 +42,13 @@ from .graph_text import parse_graph, print_graph, print_node, text_lines
 from .invariants import check_nodes, check_outputs
 from .node import PLACEHOLDERS, SAVED_ACTIVATION, Arg, Node, Output, TensorType, Value, map_arg, symbol
 from .placements import Strategy
+
+Fact = TypeVar("Fact")
+# What is kept of a graph that gets other annotations: it depends on the nodes and outputs alone.
+_OF_NODES = (
+    "_by_name", "users", "output_values", "_placeholders", "kept", "caches", "new_caches", "parameters", "gradients",
+    "_is_verified",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,33 @@ class Graph:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     strategies: Mapping[str, tuple[Strategy, ...]] = field(default_factory=dict, compare=False)
     classes: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def annotated(
+        self, *, strategies: Mapping[str, tuple[Strategy, ...]] | None = None, classes: Mapping[str, str] | None = None
+    ) -> Graph:
+        """The graph with other annotations. What is known of its nodes need not be found out again."""
+        keeps_classes = classes is None or classes is self.classes
+        other = replace(
+            self,
+            strategies=self.strategies if strategies is None else strategies,
+            classes=self.classes if classes is None else classes,
+        )
+        known = vars(self)
+        kept = (*_OF_NODES, "_facts") if keeps_classes else _OF_NODES
+        vars(other).update((name, known[name]) for name in kept if name in known)
+        return other
+
+    def once(self, name: Hashable, make: Callable[[], Fact]) -> Fact:
+        """What ``make`` finds out about this graph, found out once. It depends on the nodes, outputs and classes alone,
+        and not on strategies. Other modules use it for what is asked for often."""
+        if name not in self._facts:
+            self._facts[name] = make()
+        fact: Fact = self._facts[name]
+        return fact
+
+    @cached_property
+    def _facts(self) -> dict[Hashable, Any]:
+        return {}
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -201,7 +236,8 @@ class Graph:
         needed = {value.node for value in values}
         for node in reversed(self.nodes):
             if node.name in needed:
-                needed.update(value.node for value in node.operands)
+                for value in node.operands:
+                    needed.add(value.node)
         return needed
 
     def without_dead(self) -> Graph:

@@ -22,7 +22,10 @@ def check_nodes(nodes: Iterable[Node]) -> dict[str, Node]:
             source = defined.get(value.node)
             if source is None:
                 raise GraphError(f"%{node.name} = {node.op} uses {value} before its definition")
-            _check_use(node, value, source)
+            kinds = source.types
+            known = value.index < len(kinds) and kinds[value.index] is not None and node.op != SAVED_ACTIVATION
+            if not known or (node.phase == "forward" and source.phase == "backward"):
+                _check_use(node, value, source)
         if node.name in defined:
             raise GraphError(f"%{node.name} is defined twice")
         defined[node.name] = node

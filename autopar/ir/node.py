@@ -18,6 +18,7 @@ Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
 PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random", "cache")
+_PLACEHOLDERS = frozenset(PLACEHOLDERS)
 # The keyword of a parameter that is stored in another dtype than the graph reads (:attr:`Node.stored`).
 STORED = "stored"
 # The keyword of a parameter whose gradient is that of a scaled loss.
@@ -176,7 +177,7 @@ class Node:
 
     @property
     def is_placeholder(self) -> bool:
-        return self.op in PLACEHOLDERS
+        return self.op in _PLACEHOLDERS
 
     @property
     def target(self) -> str:
@@ -201,14 +202,14 @@ class Node:
         kwargs = tuple([(key, map_arg(arg, leaf)) for key, arg in self.kwargs])
         args = map_arg(self.args, leaf)
         node = Node(self.name, self.op, args, kwargs, self.types, self.module, self.source, self.phase)
-        return node._known_from(self, len(set(renamed.values())) == len(renamed))
+        return node.known_from(self, len(set(renamed.values())) == len(renamed))
 
     def named(self, name: str, phase: Phase) -> Node:
         """The node with another name and phase."""
         node = Node(name, self.op, self.args, self.kwargs, self.types, self.module, self.source, phase)
-        return node._known_from(self, is_same_form=True)
+        return node.known_from(self, is_same_form=True)
 
-    def _known_from(self, other: Node, is_same_form: bool) -> Node:
+    def known_from(self, other: Node, is_same_form: bool) -> Node:
         """Itself, with what is known of ``other``, whose operands have other names: nodes are copied often.
         ``is_same_form``: whether operands that are one tensor there are one here, and no others."""
         known = vars(other)

@@ -48,6 +48,11 @@ class ChoiceSets:
     @cached_property
     def counts(self) -> Counter[str]:
         """The number of nodes of each class."""
+        if not self.multiplicity:
+            return self.graph.once("sizes of classes", lambda: self._counted())
+        return self._counted()
+
+    def _counted(self) -> Counter[str]:
         counts = Counter[str]()
         for node in self.graph.nodes:
             counts[self.class_of(node.name)] += self.count_of(node.name)

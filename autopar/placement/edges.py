@@ -23,12 +23,20 @@ class TensorEdge(NamedTuple):
 
 def find_edges(choice_sets: ChoiceSets) -> Counter[TensorEdge]:
     """The edges of a graph in order, and how often each occurs."""
-    edges = Counter[TensorEdge]()
-    for node in choice_sets.graph.nodes:
+    if choice_sets.recomputable is None and not choice_sets.multiplicity:
+        return choice_sets.graph.once(find_edges, lambda: _find_edges(choice_sets))
+    return _find_edges(choice_sets)
+
+
+def _find_edges(choice_sets: ChoiceSets) -> Counter[TensorEdge]:
+    edges, graph, returned = Counter[TensorEdge](), choice_sets.graph, choice_sets.results
+    for node in graph.nodes:
         for index, kind in enumerate(node.types):
-            if kind is not None:
-                edges.update(_edges(choice_sets, Value(node.name, index)))
-    for output in choice_sets.graph.outputs:
+            value = Value(node.name, index)
+            if kind is not None and (value in graph.users or value in returned or value in graph.new_caches):
+                for edge, count in _edges(choice_sets, value).items():
+                    edges[edge] += count
+    for output in graph.outputs:
         if output.value is not None and output.kind in ("gradient", "input_gradient"):
             edges[_gradient_edge(choice_sets, output, output.value)] += choice_sets.count_of(output.value.node)
     return edges
@@ -38,12 +46,12 @@ def _edges(choice_sets: ChoiceSets, value: Value) -> Mapping[TensorEdge, int]:
     """The edges of a value, one for each phase in which it is used, and how often each occurs. Being a result of the
     model is a use; a node that may be recomputed may use the value in backward."""
     by_phase: dict[str, dict[tuple[str, int], None]] = {}
-    counts = Counter[str]()
+    counts: dict[str, int] = {}
     for user, operand in choice_sets.graph.users.get(value, ()):
-        name = choice_sets.class_of(user.name)
-        counts[user.phase] = max(counts[user.phase], choice_sets.count_of(user.name))
-        by_phase.setdefault(user.phase, {})[name, operand] = None
-        if user.phase == "forward" and choice_sets.may_run_again(name):
+        name, phase = choice_sets.class_of(user.name), user.phase
+        counts[phase] = max(counts.get(phase, 1), choice_sets.count_of(user.name))
+        by_phase.setdefault(phase, {})[name, operand] = None
+        if phase == "forward" and choice_sets.may_run_again(name):
             by_phase.setdefault("backward", {})[name, operand] = None
     if value in choice_sets.results:
         by_phase.setdefault(choice_sets.graph[value.node].phase, {})[OUTPUTS, 0] = None
@@ -51,7 +59,7 @@ def _edges(choice_sets: ChoiceSets, value: Value) -> Mapping[TensorEdge, int]:
         by_phase.setdefault("forward", {})[choice_sets.class_of(cache), -1] = None
     producer = choice_sets.class_of(value.node)
     return {
-        TensorEdge(producer, value.index, phase, tuple(consumers)): max(1, counts[phase])
+        TensorEdge(producer, value.index, phase, tuple(consumers)): counts.get(phase, 1)
         for phase, consumers in by_phase.items()
     }
 

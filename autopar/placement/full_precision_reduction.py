@@ -23,6 +23,10 @@ _PRESERVING = VIEWS | {CAST, "aten.add.Tensor"}
 
 def full_precision_gradients(graph: Graph) -> frozenset[Value]:
     """The backward values that only become gradients of parameters, and have fewer bits than those gradients."""
+    return graph.once(full_precision_gradients, lambda: _full_precision_gradients(graph))
+
+
+def _full_precision_gradients(graph: Graph) -> frozenset[Value]:
     bits = {value: graph.type_of(value).dtype.itemsize for value in graph.gradients.values()}
     other_outputs = frozenset(o.value for o in graph.outputs if o.kind != "gradient" and o.value is not None)
     for node in reversed(graph.nodes):

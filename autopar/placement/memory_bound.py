@@ -166,6 +166,8 @@ def fetched_bytes(step: PlacedStep) -> int:
 def _fetched_bytes(step: PlacedStep, phase: str) -> int:
     graph, assignment = step.graph, step.assignment
     away = {n for n in assignment.offloaded if phase == "backward" or n in assignment.parameters}
+    if not away:
+        return 0
     uses: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
         for value in node.operands if node.phase == phase else ():
@@ -189,8 +191,8 @@ def message_bytes(step: PlacedStep) -> int:
     of the one in use, those of the next, which is read ahead, and the buffer that these are copied out of. A message is
     closed behind the weight that fills it, and a small rest joins it (:mod:`autopar.ir.weight_messages`)."""
     messages, sent = step.prices.messages, defaultdict[str, dict[Value, int]](dict)
-    for use in moved_operands(step.graph, step.assignment):
-        if use.value.node in step.assignment.parameters and messages.takes(use.kind):
+    for use in moved_operands(step.graph, step.assignment, step.assignment.parameters):
+        if messages.takes(use.kind):
             held = step.prices.held(use.kind, use.target)
             if held > step.prices.held(use.kind, use.source):
                 sent[use.phase][use.value] = held
@@ -215,12 +217,15 @@ def recomputed_of(step: PlacedStep, part: Callable[[Node], int]) -> dict[int, in
 
 def _recomputed(step: PlacedStep, part: Callable[[Node], int]) -> dict[int, int]:
     graph, assignment = step.graph, step.assignment
-    last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands}
+    again = {n.name for n in graph.nodes if n.op == SAVED_ACTIVATION and n.phase == "backward"}
+    if not again:
+        return {}
+    last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands if v.node in again}
     held: defaultdict[int, int] = defaultdict(int)
     most: defaultdict[int, int] = defaultdict(int)
     leaving: dict[int, list[tuple[int, int]]] = {}
     for position, node in enumerate(graph.nodes):
-        if node.op == SAVED_ACTIVATION and node.phase == "backward":
+        if node.name in again:
             own, place = part(node), assignment.strategies[node.name].outputs[0]
             size = step.prices.held(node.type, place)
             held[own] += size

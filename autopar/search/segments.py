@@ -16,6 +16,7 @@ from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.passes.pipeline.data_only import data_only_nodes
+from autopar.passes.pipeline.first_chunks import first_chunks
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
 from autopar.placement.formulation import Instance
@@ -41,8 +42,14 @@ def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict
     """For each node of ``graph`` (one microbatch, without nodes for saved activations), the segment it runs in.
     Backward nodes run in the segments of their forward nodes, and what every chunk repeats that reads it, such as a
     view, in the first of these."""
-    finest = cut(graph, tuple(candidate.name for candidate in candidates))
-    segments: dict[str, int] = {}
+    cuts = tuple(candidate.name for candidate in candidates)
+    first = first_chunks(graph, cuts) if cuts else None
+    return _segments_of_chunks(graph, cuts) if first is None else first
+
+
+def _segments_of_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
+    """As :func:`segment_of_nodes`, by cutting the graph."""
+    finest, segments = cut(graph, cuts), dict[str, int]()
     for index, chunk in enumerate(finest.chunks):
         for node in chunk.nodes:
             if node.op != "receive":

@@ -42,7 +42,8 @@ Mask = NDArray[np.bool_]
 @dataclass(eq=False)
 class Slot:
     """One consumer of one transfer, restricted to rows and columns in use. ``row_order`` sorts the producer's choices
-    by row; ``row_starts`` says where each row starts in that order. The same holds for columns."""
+    by row; ``row_starts`` says where each row starts in that order. The same holds for columns. ``is_pulled``: for the
+    consumer and the producer, whether nothing has changed since it pulled."""
 
     producer: int
     consumer: int
@@ -57,6 +58,7 @@ class Slot:
     share: Floats
     u: Floats
     v: Floats
+    is_pulled: list[bool] = field(default_factory=lambda: [False, False])
 
     @staticmethod
     def of(transfer: Transfer, c: int, share: Floats) -> Slot:
@@ -108,9 +110,13 @@ class Slot:
         theta[self.producer] += (u - self.u)[self.source]
         theta[self.consumer] += (v - self.v)[self.target]
         self.u, self.v = u, v
+        self.is_pulled = [False, False]
 
     def pull(self, theta: Floats, to_producer: bool) -> None:
         """Moves price that is unused whatever the other end chooses into ``theta`` of one end."""
+        if self.is_pulled[to_producer]:
+            return  # There is none.
+        self.is_pulled = [not to_producer, to_producer]
         if to_producer:
             u = np.minimum.reduce(self.share - self.v, axis=1)
             theta += (u - self.u)[self.source]
@@ -122,6 +128,7 @@ class Slot:
 
     def push(self, theta: Floats, above: Floats, of_producer: bool) -> None:
         """Moves the least of ``above`` [K] over each row or column from ``theta`` into the slot."""
+        self.is_pulled = [False, False]
         if of_producer:
             amount = np.minimum.reduceat(above[self.row_order], self.row_starts)
             theta -= amount[self.source]
@@ -144,19 +151,27 @@ class _Shared:
         """Splits the unclaimed part of each price evenly among its users."""
         claims = []
         left = self.cost.copy()
-        for slot in self.slots:
-            claim = np.maximum(slot.u[:, None] + slot.v[None, :], 0.0)
-            left[:, slot.columns] -= claim
+        for slot, columns in zip(self.slots, self._columns, strict=True):
+            claim = np.maximum(slot.u[:, None] + slot.v, 0.0)
+            left[:, columns] -= claim
             claims.append(claim)
-        scale = _claimable(self.cost, left)
+        over = left < 0
+        scale = _claimable(self.cost, left, over) if np.logical_or.reduce(over, axis=None) else None
         left = np.maximum(left, 0.0) / self.users
-        for slot, claim in zip(self.slots, claims, strict=True):
-            slot.share = claim * scale[:, slot.columns] + left[:, slot.columns]
+        for slot, columns, claim in zip(self.slots, self._columns, claims, strict=True):
+            claim = claim if scale is None else claim * scale[:, columns]
+            slot.share = claim + left[:, columns]
+            slot.is_pulled = [False, False]
+
+    @cached_property
+    def _columns(self) -> list[Ints | slice]:
+        """The columns of each slot; a slice is quicker where these are all."""
+        return [slice(None) if len(s.columns) == len(self.users) else s.columns for s in self.slots]
 
 
-def _claimable(cost: Floats, left: Floats) -> Floats:
-    """The factor by which claims shrink where they exceed the price, due to a solver's tolerance or to rounding."""
-    over = left < 0
+def _claimable(cost: Floats, left: Floats, over: Mask) -> Floats:
+    """The factor by which claims shrink where they are ``over`` the price, due to a solver's tolerance or to
+    rounding."""
     scale = np.ones_like(cost)
     scale[over] = cost[over] / (cost[over] - left[over])
     return scale
@@ -192,6 +207,7 @@ class Messages:
         self.theta = [g.cost + self.price * (g.memory + w * g.temporary) + self.host_price * g.host for g, w in pairs]
         for slot in self.slots:
             slot.u = np.minimum(slot.u, (slot.share - slot.v).min(axis=1))
+            slot.is_pulled = [False, False]
             self.theta[slot.producer] += slot.u[slot.source]
             self.theta[slot.consumer] += slot.v[slot.target]
 

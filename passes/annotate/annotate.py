@@ -133,7 +133,7 @@ def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
     folded = graph if graph.classes else fold_layers(graph)
     few, stacks = FewLayers().shortened(folded)
     known = _strategies_of_all(few, mesh, shares)
-    return replace(graph, strategies=_of_all_layers(folded, known) if stacks else known)
+    return graph.annotated(strategies=_of_all_layers(folded, known) if stacks else known)
 
 
 def _of_all_layers(folded: Graph, known: Mapping[str, tuple[Strategy, ...]]) -> dict[str, tuple[Strategy, ...]]:

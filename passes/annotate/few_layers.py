@@ -37,6 +37,10 @@ class FewLayers(Pass):
 
     def shortened(self, graph: Graph) -> tuple[Graph, tuple[Stack, ...]]:
         """The graph, and the stacks that lack layers in it."""
+        few, stacks = graph.once((FewLayers, self.longer), lambda: self._shortened(graph))
+        return (few if few.strategies is graph.strategies else few.annotated(strategies=graph.strategies)), stacks
+
+    def _shortened(self, graph: Graph) -> tuple[Graph, tuple[Stack, ...]]:
         found: list[Stack] = []
         for stack in stacks_of(graph, LEAST_OMITTED):
             if _omitted(stack, 0) >= LEAST_OMITTED:

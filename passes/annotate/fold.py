@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.ir.graph import Graph
@@ -44,4 +43,4 @@ def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = N
         seen[part, numbers] += 1
         key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
         classes[node.name] = representative.setdefault(key, node.name)
-    return replace(graph, classes=fold_loops(graph, classes, apart, groups))
+    return graph.annotated(classes=fold_loops(graph, classes, apart, groups))

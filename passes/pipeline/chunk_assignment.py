@@ -54,6 +54,10 @@ def forward_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
 
 def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
     """For each parameter the values whose sum is its gradient: sums that nothing else uses are split."""
+    return graph.once(gradient_parts, lambda: _gradient_parts(graph))
+
+
+def _gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
 
     def parts(value: Value, top: bool) -> tuple[Value, ...]:
         node = graph[value.node]
@@ -90,7 +94,7 @@ class ChunkLayout:
         self._gradients: dict[str, list[Value]] = {}
         self._data = data_only_nodes(self.graph)
         self.home = forward_chunks(self.graph, self.cuts)
-        self.repeated = self._repeated()
+        self.repeated = self.graph.once("repeated", self._repeated)
         self._follow_uses()
         for path, chunk in self.unused.items():
             if path in self.parameters and not self.owners[self.parameters[path].name]:
@@ -241,7 +245,7 @@ class ChunkLayout:
         top = min((self._tops[value.node] for value in self.driven(node)), default=self.count - 1)
         saved = [value for value in node.operands if value.node not in self._tops]
         common = _common(self.at_hand(value) for value in saved)
-        options = [chunk for chunk in range(top + 1) if common is None or chunk in common]
+        options = list(range(top + 1)) if common is None else sorted(chunk for chunk in common if chunk <= top)
         if not options:
             options = [min(range(top, -1, -1), key=lambda chunk: self._missing(saved, chunk))]
             self._use(saved, options[0])

@@ -205,14 +205,16 @@ class _Writer:
 def _connected(layout: ChunkLayout, writers: list[_Writer]) -> tuple[tuple[Graph, ...], tuple[Edge, ...]]:
     """The chunks and the edges between them, after removing edges that no chunk needs."""
     wants = [set(writer.received) for writer in writers]
+    finished: dict[int, tuple[list[Value], Graph]] = {}
     while True:
-        sends = [
-            [v for v in dict.fromkeys(v for want in wants for v in want) if layout.home[v.node] == writer.chunk]
-            for writer in writers
-        ]
-        for values in sends:
+        sends: list[list[Value]] = [[] for _ in writers]
+        for value in dict.fromkeys(v for want in wants for v in want):
+            sends[layout.home[value.node]].append(value)
+        for writer, values in enumerate(sends):
             values.sort(key=lambda value: (layout.order[value.node], value.index))
-        chunks = [writer.finished(values) for writer, values in zip(writers, sends, strict=True)]
+            if writer not in finished or finished[writer][0] != values:
+                finished[writer] = values, writers[writer].finished(values)
+        chunks = [finished[writer][1] for writer in range(len(writers))]
         alive = [{v for v, n in w.received.items() if n.name in c} for w, c in zip(writers, chunks, strict=True)]
         if alive == wants:
             break

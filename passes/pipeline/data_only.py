@@ -8,6 +8,10 @@ from autopar.ir.graph import Graph
 def data_only_nodes(graph: Graph) -> frozenset[str]:
     """Names of the nodes whose values depend only on inputs, buffers, constants and random draws, including these
     placeholders: not on parameters, tangents, or values that another part of the model would have to send."""
+    return graph.once(data_only_nodes, lambda: _data_only_nodes(graph))
+
+
+def _data_only_nodes(graph: Graph) -> frozenset[str]:
     names: set[str] = set()
     for node in graph:
         if node.is_placeholder:

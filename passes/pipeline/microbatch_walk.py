@@ -82,9 +82,11 @@ class Walk:
     def __post_init__(self) -> None:
         self.data_only = data_only_nodes(self.graph)
         self.taken = {node.name for node in self.graph}
-        self._strategies: dict[tuple[OpCall, Factors], list[AxisStrategy]] = {}
-        self._local: dict[tuple[OpCall, AxisStrategy], LocalCall | None] = {}
+        self._strategies: dict[tuple[int, Factors], list[AxisStrategy]] = {}
+        self._local: dict[tuple[int, int], LocalCall | None] = {}
         self._calls: dict[str, OpCall] = {}
+        # Equal calls are one object, and the strategies of each are kept, so that their identities suffice.
+        self._distinct: dict[object, OpCall] = {}
         self._remakes: dict[tuple[Value, Placement], tuple[float, AxisStrategy | None]] = {}
         self._offered: dict[tuple[str, Factors], list[AxisStrategy]] = {}
 
@@ -185,7 +187,7 @@ class Walk:
                     if isinstance(place := self.homes[value], StridedShard)
                 ),
             }
-            key = (call, tuple(sorted(factors)))
+            key = (id(call), tuple(sorted(factors)))
             if key not in self._strategies:
                 self._strategies[key] = self._list_strategies(call, factors)
             self._offered[node.name, wanted] = self._strategies[key]
@@ -207,7 +209,10 @@ class Walk:
 
     def _call(self, node: Node) -> OpCall:
         if node.name not in self._calls:
-            self._calls[node.name] = op_call(self.graph, node, self.count)
+            key = node.form, tuple(map(self.graph.type_of, node.operands)), node.types
+            if key not in self._distinct:
+                self._distinct[key] = op_call(self.graph, node, self.count)
+            self._calls[node.name] = self._distinct[key]
         return self._calls[node.name]
 
     def _operands_cost(self, node: Node, strategy: AxisStrategy) -> float:
@@ -215,9 +220,9 @@ class Walk:
 
     def cost(self, value: Value, place: Placement) -> float:
         """The cost of ``value`` in ``place``; infinite if that needs other microbatches."""
-        if (value, place) in self.forms:
-            return 0.0
         home = self.homes[value]
+        if home is place or (value, place) in self.forms:
+            return 0.0
         if home == REPLICATE and place == PARTIAL_SUM:
             return PART if self.graph.type_of(value).dtype.is_floating_point else IMPOSSIBLE
         return min(self._prelude_cost(value, place), self._remake(value, place)[0])
@@ -305,9 +310,12 @@ class Walk:
 
     def _emit(self, node: Node, name: str, strategy: AxisStrategy, phase: Phase) -> Node:
         operands = [self.take(v, p, phase) for v, p in zip(node.operands, strategy.inputs, strict=True)]
-        form = self.local_form(node, strategy)
+        form, call = self.local_form(node, strategy), self._call(node)
         assert form is not None
         op, args, kwargs = form
+        is_same = (op, args, kwargs) == (call.op, call.args, call.kwargs) and len(set(operands)) == len(
+            set(node.operands)
+        )
 
         def leaf(arg: Arg) -> Arg:
             return operands[arg.index] if isinstance(arg, Operand) else arg
@@ -326,15 +334,16 @@ class Walk:
             phase=phase,
         )
         self.nodes.append(emitted)
-        return emitted
+        return emitted.known_from(node, is_same) if is_same else emitted
 
     def local_form(self, node: Node, strategy: AxisStrategy) -> LocalCall | None:
         """The call that every microbatch runs, or None if it would differ between them. A random draw may differ: its
         state says which microbatch it is."""
         call = self._call(node)
-        if (call, strategy) not in self._local:
-            self._local[call, strategy] = self._same_form(call, strategy)
-        return self._local[call, strategy]
+        key = id(call), id(strategy)
+        if key not in self._local:
+            self._local[key] = self._same_form(call, strategy)
+        return self._local[key]
 
     def _same_form(self, call: OpCall, strategy: AxisStrategy) -> LocalCall | None:
         if not strategy.local and call.op not in LOCALISERS:

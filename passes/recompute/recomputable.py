@@ -91,6 +91,10 @@ def live_shares(graph: Graph, layers: Mapping[str, str] | None = None) -> dict[s
 def recomputable(graph: Graph) -> Recomputable:
     """What is recomputable in a graph with saved activations. Nodes of one class are recomputable together or not at
     all."""
+    return graph.once(recomputable, lambda: _recomputable(graph))
+
+
+def _recomputable(graph: Graph) -> Recomputable:
     layers = _layers(graph)
     banned: set[str] = set()
     while True:
@@ -137,6 +141,10 @@ def _forward_users(graph: Graph, node: Node) -> Iterator[Node]:
 def _layers(graph: Graph) -> dict[str, str]:
     """The layer of each forward operation that is inside one: the path of the outermost element of a container.
     Constants belong to none: those of equal layers are computed in the first of them alone, such as a causal mask."""
+    return graph.once("layers of operations", lambda: _layers_of_operations(graph))
+
+
+def _layers_of_operations(graph: Graph) -> dict[str, str]:
     paths = layers_among(node.path for node in graph.nodes)
     layers: dict[str, str] = {}
     constants: set[str] = set()

@@ -35,10 +35,11 @@ class SaveActivations(Pass):
 def saved_values(graph: Graph) -> list[Value]:
     """Forward results with a use in backward, in order of definition, without placeholders."""
     read = {value for node in graph.nodes if node.phase == "backward" for value in node.operands}
+    names = {value.node for value in read}
     return [
         Value(node.name, index)
         for node in graph.nodes
-        if node.phase == "forward" and not node.is_placeholder
+        if node.name in names and node.phase == "forward" and not node.is_placeholder
         for index in range(len(node.types))
         if Value(node.name, index) in read
     ]
@@ -50,9 +51,12 @@ def save_activations(graph: Graph) -> Graph:
         value: Value(_rest_name(value)) for value in saved_values(graph) if graph[value.node].op != SAVED_ACTIVATION
     }
     nodes: list[Node] = []
+    names = {value.node for value in saved}
     for node in graph.nodes:
-        nodes.append(node.map_values(lambda value: saved.get(value, value)))
-        for index, kind in enumerate(node.types):
+        if any(value.node in names for value in node.operands):
+            node = node.map_values(lambda value: saved.get(value, value))
+        nodes.append(node)
+        for index, kind in enumerate(node.types) if node.name in names else ():
             value = Value(node.name, index)
             if value in saved and kind is not None:
                 nodes.append(

@@ -142,3 +142,32 @@ def test_sizes_that_may_be_equal_are_let_through() -> None:
     graph = Graph.from_text(ILL_TYPED.format(line='return mutation "m" = none'))
     text = graph.to_text().replace("%y: f32[4, 4]", "%y: f32[b, 2]").replace("mutation", "gradient")
     assert Graph.from_text(text.replace('"m" = none', '"w" = %y')).gradients["w"] == Value("y")
+
+
+def test_other_annotations_keep_what_is_known_of_the_nodes() -> None:
+    graph = Graph.from_text(TEXT)
+    users, calls = graph.users, list[str]()
+
+    def found() -> int:
+        calls.append("found")
+        return len(graph)
+
+    assert graph.once("length", found) == graph.once("length", found) == len(graph)
+    strategic = graph.annotated(strategies={"ids": ()})
+    assert strategic.strategies == {"ids": ()} and strategic.users is users
+    assert strategic.once("length", found) == len(graph)
+    assert calls == ["found"]
+    # What is found out may depend on classes.
+    classes = {node.name: node.name for node in graph}
+    classed = strategic.annotated(classes=classes)
+    assert classed.classes is classes and classed.strategies == {"ids": ()} and classed.users is users
+    classed.once("length", found)
+    assert calls == ["found", "found"]
+    assert not graph.strategies and not graph.classes
+
+
+def test_graphs_of_other_nodes_know_nothing_yet() -> None:
+    graph = Graph.from_text(TEXT)
+    assert graph.once("length", lambda: len(graph)) == 4
+    fewer = graph.at(b=4).without_dead()
+    assert fewer.once("length", lambda: -1) == -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -194,3 +196,30 @@ def test_batch_norm_couples_samples() -> None:
     case = _case(*models.make("resnet"))
     with pytest.raises(OptionsError, match=r"in resnet\.embedder.*couples the samples of a batch.*microbatches=1"):
         microbatch(case.graph, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_nodes_know_of_their_form_is_true(name: str) -> None:
+    graph = plain(make_case(*models.make(name)).graph)
+    nodes = microbatch(graph, 2).graph.nodes
+    known = [node for node in nodes if "form" in vars(node)]
+    assert len(known) > len(nodes) / 3
+    for node in known:
+        fresh = replace(node)
+        assert "form" not in vars(fresh)
+        assert (node.form, node.is_symbolic) == (fresh.form, fresh.is_symbolic)
+
+
+def test_one_tensor_in_two_places_is_another_form() -> None:
+    """Two operands are one tensor in the graph of a microbatch, and were two in that of the batch, and the reverse."""
+    text = """
+        graph()
+        %x: f32[4, 4] = input("x")
+        %y: f32[4, 4] = input("y")
+        %a: f32[4, 4] = aten.mul.Tensor(%x, %x)
+        %b: f32[4, 4] = aten.mul.Tensor(%a, %y)
+        return output "0" = %b
+        """
+    made = microbatch(Graph.from_text(text), 2).graph
+    assert [replace(node).form == node.form for node in made] == [True] * len(made)
+    assert made["a"].form != made["b"].form

@@ -94,3 +94,49 @@ def test_of_cuts_that_balance_as_well_those_are_taken_that_fewer_bytes_cross() -
     uneven = replace(segments, seconds=np.array([1.0, 0.5, 0.0, 1.5]))
     assert best_cuts([uneven] * 2, (1, 1), [1.0] * 2) == ("n2",)
     assert best_cuts([replace(uneven, wire=np.array([0.0, 0.3, 0.9, 0.3]))] * 2, (1, 1), [1.0] * 2) == ("n3",)
+
+
+def best_of_all(
+    segments: list[Segments], in_flight: tuple[int, ...], limits: list[float], ranks: list[int], allowed: list[int]
+) -> tuple[str, ...] | None:
+    """The cuts by dynamic programming over chunks of every length, the first of equally good ones."""
+    count = segments[0].count
+    best: list[tuple[float, tuple[int, ...]]] = [(-np.inf, ())] + [(np.inf, ())] * count
+    for chunk, own in enumerate(segments):
+        total, wire = np.concatenate([[0.0], np.cumsum(own.seconds)]), [*own.wire, 0.0]
+        found: list[tuple[float, tuple[int, ...]]] = [(np.inf, ())]
+        for end in range(1, count + 1):
+            ways = []
+            for start in range(end):
+                static, saved, running = own.bytes_of(start, end)
+                fits = static + in_flight[chunk] * saved + running <= limits[chunk]
+                fits &= all(rank in (-1, ranks[chunk]) for rank in allowed[start:end])
+                taken = max(total[end] - total[start], wire[start]) + 0.5 * (wire[start] + wire[end])
+                ways.append((max(best[start][0], taken if fits else np.inf), (*best[start][1], start)))
+            found.append(min(ways, key=lambda way: way[0]))
+        best = found
+    slowest, starts = best[count]
+    return None if slowest == np.inf else tuple(segments[0].starts[start - 1] for start in starts[1:])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_chunks_that_are_not_tried_change_nothing(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    count, chunks = int(draw.integers(20, 41)), int(draw.integers(1, 12))
+    turn, levels = int(draw.integers(1, 8)), [0.0, 1.0, 2.0, 50.0][: int(draw.integers(2, 5))]
+    layers = np.resize(draw.choice(levels, turn), count)  # Of equal layers, many cuts are equally good.
+    layers[draw.integers(count)] += draw.choice([0.0, 300.0])
+    made = [
+        replace(
+            make(list(part * layers), *(list(draw.integers(0, 9, count).astype(float)) for _ in range(3))),
+            wire=np.concatenate([[0.0], draw.choice([0.0, 0.0, 1.0], count - 1)]),
+        )
+        for part in (1.0, float(draw.choice([1.0, 3.0])))
+    ]
+    segments = [made[chunk % 2] for chunk in range(chunks)]
+    limits, in_flight = list(draw.choice([200.0, 500.0, np.inf], chunks)), tuple(range(chunks, 0, -1))
+    ranks, allowed = [chunk % 3 for chunk in range(chunks)], [-1] * count
+    if seed % 4 == 0:
+        allowed[int(draw.integers(count))] = int(draw.integers(3))
+    found = best_cuts(segments, in_flight, limits, np.array(ranks), np.array(allowed))
+    assert found == best_of_all(segments, in_flight, limits, ranks, allowed)

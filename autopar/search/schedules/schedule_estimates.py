@@ -199,8 +199,8 @@ def cuts_with(
     ranks, each = arranged.placement, arranged.kind[1]
     starts, most = chunk_starts(on_blocks, cuts), []
     for rank, count, (a, b) in zip(ranks, arranged.in_flight, pairwise(starts), strict=True):
-        _, static, saved, running = (part[a, b] for part in on_blocks[rank].of_chunks)
-        most.append(factors[rank] * float(static + count * saved + running / each))
+        static, saved, running = on_blocks[rank].bytes_of(a, b)
+        most.append(factors[rank] * (static + count * saved + running / each))
     segments = [on_blocks[rank] for rank in ranks]
     return best_cuts(segments, arranged.in_flight, most, np.array(ranks), pinned, each)
 
