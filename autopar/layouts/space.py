@@ -129,8 +129,8 @@ class _Fields:
                     yield tensor, pipeline, data
 
     def _stages(self, ranks: int) -> list[int]:
-        """Numbers of stages. Unless layers themselves may be cut, each stage has at least one."""
-        return [p for p in divisors(ranks) if p <= max(1, self.layers) or self.like.cuts == "operations"]
+        """Numbers of stages: each has at least one layer."""
+        return [p for p in divisors(ranks) if p <= max(1, self.layers)]
 
     def _microbatches(self, data: int) -> list[int]:
         """The sizes of microbatches into which each of ``data`` ranks divides its part of the batch."""

@@ -22,6 +22,7 @@ from autopar.layouts.space import candidates, expert_degrees
 from autopar.layouts.step.section_seconds import BYTES_OF_A_RANK
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
+from tests.helpers.recipes import layout_of
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(
@@ -41,7 +42,7 @@ def model() -> LayoutModel:
 
 
 def price(**named: object) -> autopar.Priced:
-    return model().price(Layout(**named), A100)  # type: ignore[arg-type]
+    return model().price(layout_of(**named), A100)  # type: ignore[arg-type]
 
 
 def weights(degree: int) -> tuple[int, int]:

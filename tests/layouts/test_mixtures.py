@@ -19,6 +19,9 @@ from autopar.layouts.sections.expert_all_to_all import Block, exchange_seconds, 
 from autopar.layouts.sections.experts import ARRANGING, price_block
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
+from benchmarks.recipes import Recipe
+from benchmarks.recipes.section import of_recipe
+from tests.helpers.recipes import layout_of
 
 H100 = Cluster.get("dgx-h100")
 SHAPE = Shape(3, 512, 8, 8, 64, 2048, gated=True, vocab=1024, seq=256, flash=True, experts=Experts(16, 2, 512))
@@ -67,7 +70,7 @@ def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
     elements = 16 * 8192 * (8192 + 4096)
     assert price_block(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
     own, apart = (
-        price_block(few, Layout(**named), H100)
+        price_block(few, layout_of(**named), H100)
         for named in ({"gradients": "own"}, {"gradient_accumulation_fusion": False})
     )
     saved = price_block(few, Layout(), H100).backward - own.backward
@@ -92,7 +95,7 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
     """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
     nothing here."""
     wide = block(rows=1e6, up=16, down=16)
-    plain, cast = (price_block(wide, Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    plain, cast = (price_block(wide, layout_of(precision=p), H100) for p in ("bf16", "fp8"))
     passed = 1e6 * 1024 * (2 + 2 - 1) / H100.device.memory_bandwidth
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
 
@@ -112,11 +115,12 @@ def test_rows_of_an_all_to_all_are_put_in_the_order_of_several_experts(ranks: in
 def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
     cost = price_block(block(), Layout(expert=4, data=4), H100)
     assert cost.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
-    slow, layout = with_host(1e-3), Layout(cuda_graphs=("*attention*", "layers.?", "*norm*"))
+    slow, layout = with_host(1e-3), Recipe(cuda_graphs=("*attention*", "layers.?", "*norm*"))
     waiting = model().sections(layout, slow).layers[0]
-    assert waiting.forward.host > (2 * 16 + ARRANGING) * 1e-3 - waiting.forward.compute
-    assert model().sections(Layout(), slow).layers[0].forward.host == 0
-    assert model().sections(layout, with_host(0.0)).layers[0].forward.host == 0
+    host = of_recipe(waiting).hosts[0]
+    assert host > (2 * 16 + ARRANGING) * 1e-3 - (waiting.forward.compute - host)
+    assert of_recipe(model().sections(Recipe(), slow).layers[0]).hosts == (0.0, 0.0)
+    assert of_recipe(model().sections(layout, with_host(0.0)).layers[0]).hosts == (0.0, 0.0)
     step, quick = (model().price(layout, cluster) for cluster in (slow, with_host(0.0)))
     assert step.predicted.step_seconds > quick.predicted.step_seconds
     # Who waits for the host waits for no message.
@@ -127,7 +131,7 @@ def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
 
 
 def test_what_is_hidden_takes_processors() -> None:
-    layout = Layout(data=8, expert=8)
+    layout = Recipe(data=8, expert=8)
     apart = model().price(layout, H100)
     hidden = model().price(dataclasses.replace(layout, overlap=(*layout.overlap, "expert")), H100)
     lower = apart.predicted.step_seconds - apart.parts["exchange"]
@@ -136,7 +140,7 @@ def test_what_is_hidden_takes_processors() -> None:
 
 
 def test_head_and_routers_stay_in_bf16() -> None:
-    plain, cast = (model().sections(Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    plain, cast = (model().sections(layout_of(precision=p), H100) for p in ("bf16", "fp8"))
     assert cast.after.forward == plain.after.forward
     assert cast.layers[0].forward.compute != plain.layers[0].forward.compute
 
@@ -152,6 +156,6 @@ def test_a_further_token_is_predicted_by_a_layer_more() -> None:
 
 def test_experts_are_not_computed_again_by_themselves() -> None:
     with pytest.raises(OptionsError, match=r"names layers.0.mlp, whose experts are priced separately"):
-        model().sections(Layout(recomputed=("*.mlp",)), H100)
-    shared = model().sections(Layout(recomputed=("*.norm2",)), H100).layers[0]
+        model().sections(Recipe(recomputed=("*.mlp",)), H100)
+    shared = model().sections(Recipe(recomputed=("*.norm2",)), H100).layers[0]
     assert shared.saved_again > 0

@@ -20,6 +20,7 @@ from autopar.layouts.space import PLANNED, Space, candidates
 from autopar.layouts.trials import quickest_layouts, tried_layouts
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
+from benchmarks.recipes import Recipe
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(8, 512, 8, 8, 64, 2048, gated=False, vocab=2048, seq=256, flash=True)
@@ -109,18 +110,18 @@ def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
 
 def test_values_that_do_not_go_with_what_is_given_are_left_out() -> None:
     """ZeRO-3 with all-reduced gradients; chunks with a schedule that has none. Refused where nothing else is tried."""
-    for like, name in ((Layout(reduction="all"), "zero"), (Layout(schedule="1f1b"), "interleave")):
+    for like, name in ((Recipe(reduction="all"), "zero"), (Layout(schedule="1f1b"), "interleave")):
         tried, free = (list(candidates(DEVICES, BATCH, 8, 8, like=one, space=PLANNED)) for one in (like, Layout()))
         left = {getattr(one, name) for one in free} - {getattr(one, name) for one in tried}
         assert tried and 3 in left
-    with pytest.raises(OptionsError, match=r"Layout\(zero=3, reduction='all'\)"):
-        list(candidates(4, BATCH, 8, 8, like=Layout(reduction="all"), space=Space(tensor=(1,), data=(4,), zero=(3,))))
+    with pytest.raises(OptionsError, match=r"Recipe\(zero=3, reduction='all'\)"):
+        list(candidates(4, BATCH, 8, 8, like=Recipe(reduction="all"), space=Space(tensor=(1,), data=(4,), zero=(3,))))
 
 
 def test_states_that_one_rank_has_no_room_for_are_passed_over() -> None:
     """Of nine places in four stages the second has three: more than the others, which bounds look at."""
     like, space = (
-        Layout(offload=True, embedding_as_layers=1),
+        Recipe(offload=True, embedding_as_layers=1),
         Space(tensor=(1,), pipeline=(4,), interleave=(1,), recompute=("full",)),
     )
     held = model().price(replace(like, pipeline=4, recompute="full"), A100).held

@@ -141,7 +141,7 @@ def price_block(block: Block, layout: Layout, cluster: Cluster) -> BlockCost:
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
-    is_fp8 = layout.precision == "fp8" and are_cast(block.width, block.up, block.down)
+    is_fp8 = str(layout.precision) == "fp8" and are_cast(block.width, block.up, block.down)
     dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
     operand_bytes = dtype.itemsize
     is_fused = layout.gradient_accumulation_fusion
