@@ -46,13 +46,6 @@ class Layout:
         precision: the dtype of computation. Reduced precisions keep fp32 master weights and accumulate gradients in
             fp32.
         offload: whether optimizer states rest in host memory.
-        capacity: slots of an expert as a multiple of its equal share of the rows; all are sent and computed, filled or
-            not. 1: exactly the chosen rows are sent and computed, and experts are chosen equally often.
-        dispatch: what is sent to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
-            that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
-        gradient_accumulation_fusion: whether the products that compute weights' gradients also accumulate them over
-            microbatches (Megatron's option of this name); the additional reads and writes are hidden under their
-            computation. Otherwise separate operations add the gradients up.
         given: the fields that were given, in order; set by itself. :class:`Options` restrict a plan by these alone.
     """
 
@@ -69,9 +62,6 @@ class Layout:
     schedule: str | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     offload: bool = False
-    capacity: float = 1.0
-    dispatch: Literal["rows", "tokens"] = "rows"
-    gradient_accumulation_fusion: bool = True
     given: tuple[str, ...] = field(default=(), compare=False, kw_only=True)
 
     # Fields that are positive numbers, that take one of a few values, and that are flags.
@@ -82,9 +72,8 @@ class Layout:
         "recompute": ("none", "selective", "elementwise", "full"),
         "zero": (0, 1, 2, 3),
         "precision": ("fp32", "bf16", "fp16"),
-        "dispatch": ("rows", "tokens"),
     }
-    flags: ClassVar[tuple[str, ...]] = ("sequence_parallel", "offload", "gradient_accumulation_fusion")
+    flags: ClassVar[tuple[str, ...]] = ("sequence_parallel", "offload")
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -106,9 +95,6 @@ class Layout:
         for name in self.flags:
             if type(getattr(self, name)) is not bool:
                 raise OptionsError(f"{kind}({name}={getattr(self, name)!r}): neither True nor False")
-
-        if type(self.capacity) not in (int, float) or not 0 < self.capacity < math.inf:
-            raise OptionsError(f"Layout(capacity={self.capacity!r}): not a positive number")
 
     def _check_divided(self) -> None:
         is_known = "data" in self.given and "context" in self.given

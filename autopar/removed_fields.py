@@ -32,13 +32,17 @@ REMOVED: Mapping[str, str] = {
     "reduction": "what other systems' ranks get of reduced gradients",
     "reducing": "that DeepSpeed reduces gradients with every microbatch",
     "gathers": "that DeepSpeed gathers each weight by itself",
+    "gradient_accumulation_fusion": "whether products add gradients of microbatches up",
     "scatter": "whether values travel between stages in shards",
     "embedding_as_layers": "as how many layers the embedding counts where other systems cut stages",
     "head_as_layers": "as how many layers the head counts where other systems cut stages",
     "cuts": "that Alpa cuts stages between any operations",
+    "capacity": "how many slots other systems give each expert",
+    "dispatch": "how libraries made for mixtures send tokens to experts (DeepEP, HybridEP)",
 }
 # What some of them were called before.
 OLD_NAMES: Mapping[str, str] = {
+    "adding": "gradient_accumulation_fusion",
     "apart": "separate_dgrad_reductions",
     "balanced": "context_load_balancing",
     "graphed": "cuda_graphs",

@@ -100,13 +100,12 @@ class LayoutModel:
         if key not in self._sections:
             pricing.check(layout, cluster, self.prepared.graph, self.depth, self.modules)
             self._sections[key] = pricing.sections(self.placed(layout, cluster), self.depth, layout).every()
-        # With a single microbatch nothing is accumulated: products write their own gradients, as without fusion.
-        is_single = (batch or self.batch) <= layout.data * layout.microbatch
-        is_fused = layout.gradient_accumulation_fusion and not is_single
-        divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused)
+        # With a single microbatch nothing is accumulated: products write their own gradients.
+        accumulates = (batch or self.batch) > layout.data * layout.microbatch
+        divided = (*key, accumulates, *_values(layout, pricing.blocks.reads))
         if divided not in self._sections:
-            layout = replace(layout, gradient_accumulation_fusion=is_fused)
-            self._sections[divided] = pricing.with_experts(self._sections[key], layout, cluster)
+            prices = pricing.blocks(layout, cluster, accumulates)
+            self._sections[divided] = pricing.with_experts(self._sections[key], prices)
         return self._sections[divided]
 
     @staticmethod

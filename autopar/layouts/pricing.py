@@ -15,6 +15,7 @@ import torch
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.layout import Layout
+from autopar.layouts.sections.experts import BlockPrices
 from autopar.layouts.sections.placement import Placing
 from autopar.layouts.sections.section import Chunk, Sections
 from autopar.layouts.sections.section_costs import SectionPricer, with_experts
@@ -28,11 +29,12 @@ from .precision import DTYPES
 
 
 class Pricing:
-    """The parts of a layout's price, in the order in which they are made: where tensors are, what sections cost, how
-    they are cut into chunks, what ranks hold, how long sections and the step take."""
+    """The parts of a layout's price, in the order in which they are made: where tensors are, what sections and
+    their blocks of experts cost, how they are cut into chunks, what ranks hold, how long sections and the step take."""
 
     placing: ClassVar[type[Placing]] = Placing
     sections: ClassVar[type[SectionPricer]] = SectionPricer
+    blocks: ClassVar[type[BlockPrices]] = BlockPrices
     memory: ClassVar[type[LayoutMemory]] = LayoutMemory
     times: ClassVar[type[SectionTimes]] = SectionTimes
     step: ClassVar[type[LayoutStep]] = LayoutStep
@@ -49,10 +51,10 @@ class Pricing:
         """The dtype of products with weights."""
         return self.dtype(layout)
 
-    def with_experts(self, sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
+    def with_experts(self, sections: Sections, prices: BlockPrices) -> Sections:
         """The sections with the costs of their blocks of experts. Raises :class:`OptionsError` if experts do not divide
         evenly."""
-        return with_experts(sections, layout, cluster)
+        return with_experts(sections, prices)
 
     def chunks(self, sections: Sections, layout: Layout) -> list[Chunk]:
         """The sections of each chunk. Raises :class:`OptionsError` if a chunk would be empty."""

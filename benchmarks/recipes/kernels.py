@@ -13,13 +13,14 @@ from autopar.cost.compute.op_families import DRAW
 from autopar.cost.kernels.kernel import Kernels, is_alias, origin, readers
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.placements import Strategy
-from autopar.layouts.sections.experts import FP8, OPERATIONS, are_cast, routers
+from autopar.layouts.sections.experts import OPERATIONS, routers
 from autopar.layouts.sections.kernel_seconds import PRODUCTS, KernelPrices
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section_of_node import AFTER, BEFORE
 from autopar.placement.axis_names import weight_values
 
-from .modules import matches
+from .fp8 import FP8, are_cast
+from .modules import launches_as_graph, matches
 from .recipe import Recipe
 
 
@@ -124,8 +125,3 @@ class RecipeKernels(KernelPrices):
             2.0 * self.local(v) for v in cast_here if v.node in self.kernels.of and self.kernels.of[v.node].heavy
         )
         return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32) if moved else 0.0
-
-
-def launches_as_graph(module: str, recipe: Recipe) -> bool:
-    """Whether the host launches the operations of a module as one CUDA graph."""
-    return matches(module, recipe.cuda_graphs)

@@ -28,6 +28,11 @@ def matches_whole(module: str, patterns: tuple[str, ...]) -> bool:
     return any(matches(module[:end], patterns) for end in (0, *ends, len(module)))
 
 
+def launches_as_graph(module: str, recipe: Recipe) -> bool:
+    """Whether the host launches the operations of a module as one CUDA graph."""
+    return matches(module, recipe.cuda_graphs)
+
+
 def check_represented(modules: Sequence[str], depth: Depth, recipe: Recipe) -> None:
     """Raises :class:`OptionsError` for a field that names modules in some of the layers that share one price, but not
     in all of them: a layer and those it represents. ``modules``: the paths of all modules."""

@@ -13,12 +13,13 @@ from autopar.ir.graph import Graph
 from autopar.layout import Layout
 from autopar.layouts.hardware import check_host
 from autopar.layouts.pricing import Pricing, pricing_of
-from autopar.layouts.sections.experts import price_block
+from autopar.layouts.sections.experts import BlockPrices
 from autopar.layouts.sections.section import Chunk, Section, Sections
 from autopar.layouts.sections.shortened_model import Depth
 
 from .chunks import recipe_chunks
-from .kernels import launches_as_graph
+from .experts import RecipeBlocks
+from .fp8 import FP8
 from .memory import RecipeMemory
 from .modules import check_recomputed, check_represented
 from .placing import RecipePlacing
@@ -28,14 +29,13 @@ from .sections import RecipeSections
 from .step import RecipeStep
 from .times import RecipeTimes, recomputed
 
-FP8 = torch.float8_e4m3fn
-
 
 class RecipePricing(Pricing):
     """The parts of a recipe's price."""
 
     placing: ClassVar[type[RecipePlacing]] = RecipePlacing
     sections: ClassVar[type[RecipeSections]] = RecipeSections
+    blocks: ClassVar[type[RecipeBlocks]] = RecipeBlocks
     memory: ClassVar[type[RecipeMemory]] = RecipeMemory
     times: ClassVar[type[RecipeTimes]] = RecipeTimes
     step: ClassVar[type[RecipeStep]] = RecipeStep
@@ -58,12 +58,10 @@ class RecipePricing(Pricing):
     def product_dtype(self, layout: Layout) -> torch.dtype:
         return FP8 if _recipe(layout).precision == "fp8" else super().product_dtype(layout)
 
-    def with_experts(self, sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
+    def with_experts(self, sections: Sections, prices: BlockPrices) -> Sections:
         """A block, too, takes as long as the slower of host and device."""
-        found, recipe = super().with_experts(sections, layout, cluster), _recipe(layout)
-        before, *layers, after = (
-            _waiting(section, recipe, cluster) for section in (found.before, *found.layers, found.after)
-        )
+        found = super().with_experts(sections, prices)
+        before, *layers, after = (_waiting(section, prices) for section in (found.before, *found.layers, found.after))
         return Sections(before, tuple(layers), after, found.priced_as)
 
     def chunks(self, sections: Sections, layout: Layout) -> list[Chunk]:
@@ -79,15 +77,13 @@ class RecipePricing(Pricing):
         return recipe_chunks(sections, recipe, work)
 
 
-def _waiting(section: Section, recipe: Recipe, cluster: Cluster) -> Section:
-    """A section whose blocks of experts wait for the host, which launches some of their operations for every expert."""
-    first = second = 0.0
-    for block in section.blocks:
-        if not launches_as_graph(block.module, recipe):
-            cost, each = price_block(block, recipe, cluster), cluster.device.host_seconds
-            first += max(0.0, cost.starts[0] * each - cost.forward)
-            second += max(0.0, cost.starts[1] * each - cost.backward)
-    return with_host(section, first, second) if first or second else section
+def _waiting(section: Section, prices: BlockPrices) -> Section:
+    """A section with the seconds for which its blocks of experts wait for the host."""
+    assert isinstance(prices, RecipeBlocks)
+    waits = [prices.host_seconds(block) for block in section.blocks]
+    if not any(map(any, waits)):
+        return section
+    return with_host(section, sum(forward for forward, _ in waits), sum(backward for _, backward in waits))
 
 
 def _recipe(layout: Layout) -> Recipe:

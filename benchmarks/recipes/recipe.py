@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -41,7 +42,12 @@ class Recipe(Layout):
         replicated: modules (globs of paths) that every tensor rank computes in full, on operands gathered first: a loss
             that reads all logits.
         gradients: the dtype gradients are accumulated in: ``"fp32"``, or ``"own"``, that of their weights.
+        gradient_accumulation_fusion: whether the products that compute weights' gradients also accumulate them over
+            microbatches (Megatron's option of this name); the additional reads and writes are hidden under their
+            computation. Otherwise separate operations add the gradients up.
         scatter: whether a value that every tensor rank has in full is sent between stages in shards.
+        capacity: slots of an expert as a multiple of its equal share of the rows; all are sent and computed, filled or
+            not. 1: exactly the chosen rows are sent and computed, and experts are chosen equally often.
         embedding_as_layers, head_as_layers: how many layers the embedding, and everything after the layers, count as
             when the model is cut into chunks (Megatron's ``account_for_embedding_in_pipeline_split`` and
             ``account_for_loss_in_pipeline_split`` count each as one). With 0 the first and the last chunk have them in
@@ -60,6 +66,8 @@ class Recipe(Layout):
         retained_inputs: modules (globs of paths) whose inputs the caller retains until backward has passed: a loss,
             where a pipeline retains its stages' outputs, or a training loop the logits. Elsewhere only what backward
             reads is retained.
+        dispatch: what is sent to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
+            that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
         cuda_graphs: modules (globs of paths) that are never bound by kernel launches, because the host launches their
             kernels as one (CUDA graphs). In all other modules each kernel takes the device's ``host_seconds`` to
             launch, and a layer takes as long as the slower of host and device. Default: all modules.
@@ -93,7 +101,9 @@ class Recipe(Layout):
     eager: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     gradients: Literal["fp32", "own"] = "fp32"
+    gradient_accumulation_fusion: bool = True
     scatter: bool = True
+    capacity: float = 1.0
     embedding_as_layers: int = 0
     head_as_layers: int = 0
     reduction: Literal["scatter", "all", "all-fp32"] = "scatter"
@@ -102,6 +112,7 @@ class Recipe(Layout):
     operands: Literal["shards", "whole"] = "shards"
     separate_dgrad_reductions: tuple[str, ...] = ()
     retained_inputs: tuple[str, ...] = ()
+    dispatch: Literal["rows", "tokens"] = "rows"
     cuda_graphs: tuple[str, ...] = ("*",)
     cuts: Literal["layers", "operations"] = "layers"
     moments: int = MOMENTS
@@ -119,6 +130,7 @@ class Recipe(Layout):
         "precision": ("fp32", "bf16", "fp16", "fp8"),
         "gradients": ("fp32", "own"),
         "reduction": ("scatter", "all", "all-fp32"),
+        "dispatch": ("rows", "tokens"),
         "cuts": ("layers", "operations"),
         "gathers": ("layer", "tensor"),
         "operands": ("shards", "whole"),
@@ -128,7 +140,9 @@ class Recipe(Layout):
         "masters": ("fp32", "remainder"),
         "reducing": ("step", "microbatch"),
     }
-    flags: ClassVar[tuple[str, ...]] = (*Layout.flags, "scatter", "context_load_balancing")
+    flags: ClassVar[tuple[str, ...]] = (
+        *(*Layout.flags, "gradient_accumulation_fusion", "scatter", "context_load_balancing"),
+    )
 
     @staticmethod
     def like(layout: Layout, **values: Any) -> Recipe:
@@ -143,6 +157,8 @@ class Recipe(Layout):
             if type(value) is not int or value < 0:
                 unit = "moments" if name == "moments" else "layers"
                 raise OptionsError(f"Recipe({name}={value!r}): not a whole number of {unit}")
+        if type(self.capacity) not in (int, float) or not 0 < self.capacity < math.inf:
+            raise OptionsError(f"Recipe(capacity={self.capacity!r}): not a positive number")
         for name in ("overlap", *PATTERNS):
             words = getattr(self, name)
             if not (isinstance(words, tuple) and all(isinstance(word, str) for word in words)):

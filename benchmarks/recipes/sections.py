@@ -11,12 +11,12 @@ from autopar.cost import family_of
 from autopar.cost.kernels.kernel import readers
 from autopar.ir.assignment import Use
 from autopar.ir.node import Node, TensorType, Value
-from autopar.layouts.sections.experts import are_cast
 from autopar.layouts.sections.kernel_seconds import PRODUCTS
 from autopar.layouts.sections.section import Seconds, Section, Weight
 from autopar.layouts.sections.section_costs import SectionPricer
 from autopar.placement.prices import local_type
 
+from .fp8 import are_cast
 from .kernels import RecipeKernels
 from .modules import matches
 from .recipe import Recipe

@@ -11,6 +11,7 @@ from autopar.layouts.sections.section import Chunk, Seconds, Section, Weight
 from autopar.layouts.step.section_seconds import SectionTimes, recompute_seconds
 from autopar.placement.overlap_windows import HiddenShares
 
+from .dispatch import dispatch_seconds
 from .memory import RecipeMemory
 from .recipe import Recipe
 from .section import of_recipe, weight_of_recipe
@@ -32,6 +33,9 @@ class RecipeTimes(SectionTimes):
     def again_host(self, section: Section) -> float:
         """Seconds of :meth:`again` in which the device waits for the host."""
         return host_again(section, self.layout) if section.runs_backward else 0.0
+
+    def exchange(self, section: Section) -> float:
+        return sum(2 * dispatch_seconds(self.cluster, self.layout, block) for block in section.blocks)
 
     def accumulating(self, section: Section) -> float:
         """Without fusion also operations of their own for experts."""

@@ -19,6 +19,7 @@ from autopar.ir.placements import REPLICATE, is_shard
 from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections import placement as layout_place
+from autopar.layouts.sections.experts import BlockPrices
 from autopar.layouts.sections.exposed_communication import with_exposed_prices
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section import Sections
@@ -154,7 +155,7 @@ def test_the_program_finds_no_worse_than_without_what_hides(name: str) -> None:
     layout = Layout(tensor=8, sequence_parallel=True)
     knowing = model(name).sections(layout, H100)
     placed = model(name).placed(Recipe.like(layout, overlap=()), H100)
-    blind = with_experts(SectionPricer(placed, model(name).depth, layout).every(), layout, H100)
+    blind = with_experts(SectionPricer(placed, model(name).depth, layout).every(), BlockPrices(layout, H100, True))
     assert seconds(knowing) <= 1.005 * seconds(blind)
 
 

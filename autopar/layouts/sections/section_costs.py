@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from torch.distributed.tensor import Partial
 
-from autopar.cluster.description import Cluster
 from autopar.cost import family_of
 from autopar.cost.kernels.grouping import find_kernels
 from autopar.cost.kernels.kernel import Kernels
@@ -26,7 +25,7 @@ from autopar.layout import Layout
 from autopar.placement.breakdown import broken_kernels
 from autopar.placement.prices import local_type
 
-from .experts import BACKWARD, OPERATIONS, check_degree, expert_weights, find_blocks, price_block
+from .experts import BACKWARD, OPERATIONS, BlockPrices, check_degree, expert_weights, find_blocks
 from .exposed_communication import overlapped_products
 from .kernel_seconds import PRODUCTS, KernelPrices, local_size
 from .placement import Placed
@@ -37,20 +36,20 @@ from .shortened_model import Depth
 from .transient_memory import Transients
 
 
-def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
-    """The sections with the costs of their blocks of experts, divided as ``layout`` says. Raises :class:`OptionsError`
-    if experts do not divide evenly."""
-    check_degree([block for section in sections.every for block in section.blocks], layout)
+def with_experts(sections: Sections, prices: BlockPrices) -> Sections:
+    """The sections with the costs of their blocks of experts. Raises :class:`OptionsError` if experts do not divide
+    evenly."""
+    check_degree([block for section in sections.every for block in section.blocks], prices.layout)
     before, *layers, after = (
-        _with_experts(section, layout, cluster) for section in (sections.before, *sections.layers, sections.after)
+        _with_experts(section, prices) for section in (sections.before, *sections.layers, sections.after)
     )
     return Sections(before, tuple(layers), after, sections.priced_as)
 
 
-def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section:
+def _with_experts(section: Section, prices: BlockPrices) -> Section:
     if not section.blocks:
         return section
-    costs = [price_block(block, layout, cluster) for block in section.blocks]
+    costs, layout = list(map(prices.cost, section.blocks)), prices.layout
     weights = (
         replace(w, elements=w.elements // layout.expert, experts=layout.expert) if w.experts else w
         for w in section.weights

@@ -100,7 +100,7 @@ class SectionTimes:
 
     def exchange(self, section: Section) -> float:
         """Seconds of sending the rows of a section to their experts and back."""
-        return sum(2 * exchange_seconds(self.cluster, self.layout, block) for block in section.blocks)
+        return sum(2 * exchange_seconds(self.cluster, self.layout, block, block.rows) for block in section.blocks)
 
     def again(self, section: Section) -> Seconds:
         """The cost of recomputing a section in backward."""
