@@ -65,7 +65,7 @@ def removed(name: str) -> str:
     field, _, value = current.partition("=")
     return (
         f"it said {REMOVED[current]}; plans do not, so it is priced beside the product: "
-        f"benchmarks.recipes.recipe.Recipe({field}={repr(value) if value else '...'})"
+        f"benchmarks.recipes.Recipe({field}={repr(value) if value else '...'})"
     )
 
 

@@ -28,7 +28,7 @@ def test_what_was_removed_is_what_recipes_add() -> None:
 @pytest.mark.parametrize("name", sorted(({*REMOVED} - VALUES) | {*OLD_NAMES}))
 def test_errors_teach(name: str) -> None:
     current = OLD_NAMES.get(name, name)
-    said = rf"{name}.*: .*said .*; plans do not, .*recipes.recipe.Recipe\({current}=\.\.\.\)"
+    said = rf"{name}.*: .*said .*; plans do not, .*benchmarks.recipes.Recipe\({current}=\.\.\.\)"
     with pytest.raises(ArgumentError, match=f"Layout has no argument .{said}"):
         Layout(**{name: ()})  # type: ignore[arg-type]
     with pytest.raises(OptionsError, match=said):
