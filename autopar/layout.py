@@ -218,6 +218,16 @@ class Layout:
         )
 
 
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def degrees(name: str, size: int, requested: int) -> str:
     """What to take instead of ``requested`` ranks, among which ``size`` does not divide: the nearest divisors.
 
@@ -226,7 +236,6 @@ def degrees(name: str, size: int, requested: int) -> str:
     >>> degrees("tensor", 8, 16)
     'tensor=8 does'
     """
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    below, above = [n for n in divisors if n < requested][-1:], [n for n in divisors if n > requested][:1]
+    below, above = [n for n in divisors(size) if n < requested][-1:], [n for n in divisors(size) if n > requested][:1]
     degrees_that_divide = [f"{name}={n}" for n in (*below, *above)]
     return f"{' and '.join(degrees_that_divide)} do{'es' * (len(degrees_that_divide) == 1)}"

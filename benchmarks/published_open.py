@@ -16,10 +16,11 @@ from typing import Any
 
 from autopar.cluster.description import Cluster
 from autopar.given_fields import own_fields
+from autopar.layout import divisors
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
-from autopar.layouts.space import Space, candidates, divisors
-from autopar.layouts.trials import node_size, quickest_layouts, tried_layouts
+from autopar.layouts.space import Space
+from autopar.layouts.trials import LayoutSearch
 
 from .published_shape import NotExpressible, number
 from .recipes import Recipe
@@ -195,16 +196,16 @@ def choose(
     """The best layout of the space, and the fields in which the layouts tried differ. Raises
     :class:`NotExpressible` if there are none, and :class:`autopar.errors.OptionsError` with what the first was refused
     for if none divides the model."""
-    tried = tried_layouts(model, cluster, devices, batch=batch, like=like, space=space)
+    search = LayoutSearch(model, cluster, batch, like=like, space=space)
+    tried = search.tried(devices)
     if not tried:
-        layers, node = len(model.depth.priced_as), node_size(cluster, devices)
-        first = next(candidates(devices, batch, layers, node, model.experts, like, space), None)
+        layers, first = len(model.depth.priced_as), next(search.candidates(devices), None)
         if first is not None:
             model.price(first, cluster, batch)
         raise NotExpressible(
             f"no layout that the row allows divides {layers} layers and a batch of {batch} among {devices} devices"
         )
     names = [one.name for one in own_fields(like) if len({getattr(quick.layout, one.name) for quick in tried}) > 1]
-    found = quickest_layouts(model, cluster, tried, batch)
+    found = search.quickest(tried)
     leanest = min(tried, key=lambda one: one.peak - one.limit).layout
     return found[0] if found else model.price(leanest, cluster, batch), tuple(names)

@@ -1,7 +1,7 @@
 """Which parts a layout's price is made of, so that layouts of another kind can have others.
 
-Layouts are priced as the runtime executes them. A subclass of :class:`Layout` may describe what other systems do: it
-registers a :class:`Pricing` whose parts override the terms that differ (``benchmarks/recipes`` is one).
+A subclass of :class:`Layout` may describe what other systems do beyond what plans can: it registers a :class:`Pricing`
+whose parts override the terms that differ. The only one is ``benchmarks/recipes``.
 """
 
 from __future__ import annotations

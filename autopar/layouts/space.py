@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, Literal
 
 from autopar.errors import OptionsError
-from autopar.layout import Layout, Recompute
+from autopar.layout import Layout, Recompute, divisors
 
 # Samples of a microbatch, and chunks per stage, that are tried.
 # Chosen: larger ones take memory; of others a published layout is named by --compare.
@@ -45,16 +45,6 @@ class Space:
 ANY = Space()
 # What planning tries: also ZeRO-3, which shards weights and gathers them for every use.
 PLANNED = Space(zero=(1, 3))
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def degrees_of(layout: Layout) -> tuple[int, int, int]:
