@@ -18,8 +18,6 @@ SHARED: Mapping[str, str] = {
     "offload": "offload",
     "precision": "precision",
 }
-# Values of shared fields that only prices know.
-_PRICED_ONLY: Mapping[str, tuple[object, ...]] = {"recompute": ("elementwise", "operations"), "precision": ("fp8",)}
 
 
 @dataclass(frozen=True)
@@ -45,24 +43,15 @@ class Restriction:
 
 
 def check_layout(layout: object) -> None:
-    """Raises :class:`OptionsError` for what is no layout, and for a field that no plan can have."""
-    if not isinstance(layout, Layout):
+    """Raises :class:`OptionsError` for what is no layout, or is of a kind that only prices know, and for the value of a
+    field that no plan can have."""
+    if type(layout) is not Layout:
         raise OptionsError(f"layout={layout!r} is not an autopar.Layout; write layout=autopar.Layout(tensor=2, data=4)")
-    can_have = (*(field.name for field in fields(Restriction)), *(name for name in SHARED if name != "pipeline"))
-    defaults = Layout()
-    for name in layout.given:
-        value = getattr(layout, name)
-        if name not in can_have and value != getattr(defaults, name):
-            raise OptionsError(
-                f"Options(layout=Layout({name}={value!r})): autopar.price() knows this field, plans do not; leave it "
-                f"out. A plan can be restricted by {', '.join(can_have)}"
-            )
-        if value in _PRICED_ONLY.get(name, ()):
-            others = [one for one in ("none", "selective", "full") if name == "recompute"] or ["fp32", "bf16", "fp16"]
-            raise OptionsError(
-                f"Options(layout=Layout({name}={value!r})): autopar.price() knows this value, plans do not; take "
-                f"{', '.join(map(repr, others))}, or leave {name} out"
-            )
+    if layout.recompute == "elementwise":
+        raise OptionsError(
+            "Options(layout=Layout(recompute='elementwise')): autopar.price() knows this value, plans do not; take "
+            "'none', 'selective', 'full', or leave recompute out"
+        )
 
 
 def shared_options(layout: Layout) -> dict[str, Any]:

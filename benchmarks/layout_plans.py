@@ -28,6 +28,7 @@ from autopar.plans.plan import Plan
 
 from .published_models import build
 from .published_shape import Experts, Shape
+from .recipes import Recipe
 from .report import describe_machine, emit, make_table
 
 CLUSTER = "dgx-a100-80gb"
@@ -95,7 +96,7 @@ def priced(shape: Shape, layout: Layout) -> Priced:
     """The price of a layout that does what a plan does."""
     fields = {**RUNTIME, **({"reduction": "scatter"} if layout.zero > 1 else {})}
     return autopar.price(
-        build(shape, torch.float32), _ids(shape.seq, batch_of(layout)), CLUSTER, layout=replace(layout, **fields)
+        build(shape, torch.float32), _ids(shape.seq, batch_of(layout)), CLUSTER, layout=Recipe.like(layout, **fields)
     )
 
 

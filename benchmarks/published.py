@@ -25,8 +25,8 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.layouts.model import LayoutModel
-from autopar.layouts.precision import dtype_of
 from autopar.layouts.price import Priced
+from autopar.layouts.pricing import pricing_of
 
 from .published_models import build
 from .published_open import choose
@@ -43,7 +43,7 @@ class Models:
 
     def of(self, case: PublishedCase) -> LayoutModel:
         shape = case.shape
-        dtype = dtype_of(case.layout.precision)
+        dtype = pricing_of(case.layout).dtype(case.layout)
         if (shape, dtype) not in self.known:
             ids = torch.empty(2, shape.seq, dtype=torch.long, device="meta")
             self.known[shape, dtype] = LayoutModel.of(build(shape, dtype), (ids, ids))

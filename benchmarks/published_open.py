@@ -16,13 +16,14 @@ from typing import Any
 
 from autopar.cluster.description import Cluster
 from autopar.given_fields import own_fields
-from autopar.layout import Layout
+from autopar.layout import divisors
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
-from autopar.layouts.space import Space, candidates
-from autopar.layouts.trials import node_size, quickest_layouts, tried_layouts
+from autopar.layouts.space import Space
+from autopar.layouts.trials import LayoutSearch
 
 from .published_shape import NotExpressible, number
+from .recipes import Recipe
 
 # Sizes of microbatches that are tried where a row does not say.
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -135,6 +136,8 @@ def space_of(row: Mapping[str, Any], known: Mapping[str, Any]) -> Space:
         space = replace(space, interleave=(2, 3, 4, 6, 8))
     given = {name: _given(parallel, key, known) for key, name in NAMES.items() if parallel.get(key) is not None}
     found = replace(space, **{name: (value,) for name, value in {**solution(parallel), **given}.items()})
+    if known.get("cuts") == "operations":  # Then stages may be smaller than layers.
+        found = _filled(found, pipeline=tuple(divisors(devices)))
     if parallel.get("n_microbatches"):
         return replace(found, microbatches=(number(parallel, "n_microbatches"),))
     return _filled(found, microbatch=MICROBATCHES)
@@ -188,21 +191,21 @@ def _degree(text: str, name: str) -> int:
 
 
 def choose(
-    model: LayoutModel, cluster: Cluster, devices: int, batch: int, like: Layout, space: Space
+    model: LayoutModel, cluster: Cluster, devices: int, batch: int, like: Recipe, space: Space
 ) -> tuple[Priced, tuple[str, ...]]:
     """The best layout of the space, and the fields in which the layouts tried differ. Raises
     :class:`NotExpressible` if there are none, and :class:`autopar.errors.OptionsError` with what the first was refused
     for if none divides the model."""
-    tried = tried_layouts(model, cluster, devices, batch=batch, like=like, space=space)
+    search = LayoutSearch(model, cluster, batch, like=like, space=space)
+    tried = search.tried(devices)
     if not tried:
-        layers, node = len(model.depth.priced_as), node_size(cluster, devices)
-        first = next(candidates(devices, batch, layers, node, model.experts, like, space), None)
+        layers, first = len(model.depth.priced_as), next(search.candidates(devices), None)
         if first is not None:
             model.price(first, cluster, batch)
         raise NotExpressible(
             f"no layout that the row allows divides {layers} layers and a batch of {batch} among {devices} devices"
         )
-    names = [one.name for one in own_fields(Layout) if len({getattr(quick.layout, one.name) for quick in tried}) > 1]
-    found = quickest_layouts(model, cluster, tried, batch)
+    names = [one.name for one in own_fields(like) if len({getattr(quick.layout, one.name) for quick in tried}) > 1]
+    found = search.quickest(tried)
     leanest = min(tried, key=lambda one: one.peak - one.limit).layout
     return found[0] if found else model.price(leanest, cluster, batch), tuple(names)

@@ -12,7 +12,6 @@ from typing import Any
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.layout import Layout
 from autopar.layouts.space import Space
 from autopar.schedule.named import SCHEDULES
 
@@ -25,6 +24,7 @@ from .published_open import is_open, known_of_method, space_of
 from .published_recipes import beyond, cut
 from .published_shape import NotExpressible, Shape, number
 from .published_systems import DROPOUT, FUSED_GRADIENTS, UNFUSED, eager, habits, overlap, system
+from .recipes import Recipe
 
 # Schedules by words of their names, the first that is found; None: the usual one for the number of chunks.
 WORDS = (
@@ -53,7 +53,7 @@ class PublishedCase:
 
     row: Mapping[str, Any]
     shape: Shape
-    layout: Layout
+    layout: Recipe
     batch: int
     cluster: Cluster
     seconds: float | None
@@ -138,7 +138,7 @@ def _case(row: Mapping[str, Any]) -> PublishedCase:
     if is_open(row["parallel"]):
         known = known_fields(row)
         schedule = _schedule(row["parallel"].get("schedule"))
-        like = Layout(**{**known, "expert": 1, "zero": 0, "schedule": schedule})
+        like = Recipe(**{**known, "expert": 1, "zero": 0, "schedule": schedule})
         return PublishedCase(
             row=row,
             shape=shape,
@@ -170,7 +170,7 @@ def _is_flash(row: Mapping[str, Any]) -> bool:
     return bool(newer) or bool(years and min(years) >= 2023)
 
 
-def layout_of(row: Mapping[str, Any]) -> Layout:
+def layout_of(row: Mapping[str, Any]) -> Recipe:
     """The layout of a row that gives it; what it leaves out follows from its number of devices. Raises
     :class:`OptionsError`."""
     parallel = row["parallel"]
@@ -194,7 +194,7 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     }
     known = known_fields(row)
     ends = cut(row, pipeline * said["interleave"])
-    return Layout(**{**known, **said, **ends, "sequence_parallel": known["sequence_parallel"] and tensor > 1})
+    return Recipe(**{**known, **said, **ends, "sequence_parallel": known["sequence_parallel"] and tensor > 1})
 
 
 def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:

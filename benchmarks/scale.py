@@ -25,6 +25,7 @@ from autopar.layouts.report import plan_layouts
 
 from .published_models import build
 from .published_shape import Experts, Shape
+from .recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ CASES: Mapping[str, Case] = {
         2048,
         15.6e12,
         # Chunks are not said; one layer less on the first and the last stage makes 126 of 128, eight for each.
-        Layout(8, 16, 128, interleave=8, sequence_parallel=True, zero=2, embedding_as_layers=1, head_as_layers=1),
+        Recipe(8, 16, 128, interleave=8, sequence_parallel=True, zero=2, embedding_as_layers=1, head_as_layers=1),
         "Llama Team 2024, table 4",
     ),
     # Switch-C has 15 encoder and 15 decoder layers, 2048 experts in each, and was trained with expert parallelism

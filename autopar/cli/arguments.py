@@ -231,10 +231,10 @@ def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[obj
         metavar="NAME=PLACEMENTS",
         help="fix the placements of a weight or module: 'lm_head.weight=S(0),R'; globs and repeats allowed",
     )
-    add_choice("precision", "what products are computed in" + ("; fp8 of layouts only (--devices)" if wider else ""))
+    add_choice("precision", "what products are computed in")
     add_choice("zero", "fix the ZeRO stage instead of searching")
     recompute = "compute saved values again instead of keeping them; by default whatever makes the step fit"
-    recompute += "; elementwise and operations of layouts only" if wider else ""
+    recompute += "; elementwise of layouts only" if wider else ""
     offload = "keep optimizer state in host memory; by default where that makes the step fit"
     group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
     add_choice("recompute", recompute)

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from autopar.cluster.description import Cluster
 from autopar.cost import usable_host_bytes
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.step.memory import Held
 
-from .precision import DTYPES
-
 
 def check_hardware(layout: Layout, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` if the cluster lacks devices, host memory or fp8 products."""
+    """Raises :class:`OptionsError` if the cluster lacks devices or host memory."""
     if cluster.size is not None and layout.devices > cluster.size:
         raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
-    device = cluster.device
-    if (layout.offload or layout.offload_layers) and not device.has_host:
-        field = "offload" if layout.offload else "offload_layers"
+    if layout.offload:
+        check_host(layout, cluster, "offload")
+
+
+def check_host(layout: Layout, cluster: Cluster, field: str) -> None:
+    """Raises :class:`OptionsError` if devices have no host memory, for which ``field`` asks."""
+    if not cluster.device.has_host:
         raise OptionsError(
-            f"{layout}: a {device.name} of {cluster.name} has no host memory to offload to; describe it by "
+            f"{layout}: a {cluster.device.name} of {cluster.name} has no host memory to offload to; describe it by "
             f"host_bandwidth and host_memory_bytes in the cluster's file, or leave {field} out"
         )
-    if layout.precision == "fp8" and not device.has_rate(DTYPES["fp8"]):
-        raise OptionsError(
-            f"Layout(precision='fp8'): a {device.name} has no fp8 products: its peak_flops are of "
-            f"{', '.join(device.peak_flops)}"
-        )
 
 
-def notes_on(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
-    """Which parts of a price are assumed because the cluster's description omits a rate of products."""
+def notes_on(layout: Layout, dtype: torch.dtype, cluster: Cluster) -> tuple[str, ...]:
+    """Which parts of a price are assumed because the cluster's description omits the rate of products in ``dtype``."""
     rates = cluster.device.peak_flops
-    if cluster.device.has_rate(DTYPES[layout.precision]):
+    if cluster.device.has_rate(dtype):
         return ()
     slowest = min(rates, key=lambda name: rates[name])
     return (
@@ -47,10 +46,8 @@ def check_offloaded(held: Iterable[Held], layout: Layout, cluster: Cluster) -> N
     """Raises :class:`OptionsError` if the host has no room for the offloaded bytes."""
     most, room = max(rank.offloaded for rank in held), usable_host_bytes(cluster)
     if most > room:
-        states = "optimizer states" if layout.offload else ""
-        activations = f"the saved activations of {layout.offload_layers} layers" if layout.offload_layers else ""
-        works = "divide them by zero=1 and more data ranks, or take more stages" if states else "take fewer of them"
         raise OptionsError(
-            f"{layout}: {' and '.join(filter(None, (states, activations)))} of {most} bytes do not fit into a device's "
-            f"share of the host's memory, of which {room} bytes may be used; {works}"
+            f"{layout}: what rests on the host, {most} bytes, does not fit into a device's share of the host's memory, "
+            f"of which {room} bytes may be used; divide optimizer states by zero=1 and more data ranks, take more "
+            "stages, or offload less"
         )

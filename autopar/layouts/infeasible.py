@@ -12,8 +12,8 @@ from autopar.layout import Layout
 from autopar.plans.views.quantities import size
 
 from .price import Priced, Quick
-from .space import PLANNED, Space, candidates
-from .trials import LayoutSearch, node_size
+from .space import PLANNED, Space
+from .trials import LayoutSearch
 
 # Multiples of the number of devices that are tried where nothing fits.
 # Chosen: doubling ends soon, and nobody has more than 256 times as many at hand.
@@ -22,12 +22,10 @@ FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 def nothing_divides(search: LayoutSearch, devices: int) -> str:
     """Why no layout can be priced: the batch, or the error of the first layout."""
-    model, cluster, batch = search.model, search.cluster, search.batch
-    layers, node = len(model.depth.priced_as), node_size(cluster, devices)
-    first = next(candidates(devices, batch, layers, node, model.experts, search.like, search.space), None)
+    batch, first = search.batch, next(search.candidates(devices), None)
     if first is not None:
         try:
-            model.price(first, cluster, batch)
+            search.model.price(first, search.cluster, batch)
         except OptionsError as error:
             return f"no layout of {devices} devices is possible: {error}"
     works = math.ceil(batch / devices) * devices

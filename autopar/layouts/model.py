@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,11 +17,9 @@ from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.keywords import suggests
 from autopar.layout import Layout
-from autopar.layouts.sections.divides import check_division
 from autopar.layouts.sections.experts import expert_counts
-from autopar.layouts.sections.placement import Placed, place
+from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section import Sections
-from autopar.layouts.sections.section_costs import section_costs, with_experts
 from autopar.layouts.sections.section_of_node import multiplicities
 from autopar.layouts.sections.shortened_model import Depth, order_in, traced_short
 from autopar.layouts.sections.stand_in import read_by_others
@@ -30,9 +28,9 @@ from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.prepare import Prepared, batch_size, prepare
 from autopar.planner.step_graphs import step_graph
 
-from .divisibility import check_modules, check_recomputed, check_represented
-from .precision import Conversion, computed_in, dtype_of
+from .precision import Conversion, computed_in
 from .price import Priced, price_sections
+from .pricing import pricing_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,35 +95,30 @@ class LayoutModel:
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """The priced sections of one microbatch of a global batch under ``layout``."""
-        balanced, retained = layout.context_load_balancing, layout.retained_inputs
-        added = layout.gradients, layout.gradient_accumulation_fusion
-        priced_by = (layout.eager, layout.precision, layout.cuda_graphs, balanced, retained, layout.recomputed, *added)
-        key = (*self._key(layout, cluster), *priced_by)
+        pricing = pricing_of(layout)
+        key = *self._key(layout, cluster), *_values(layout, pricing.sections.reads)
         if key not in self._sections:
-            check_represented(self.modules, self.depth, layout)
-            check_recomputed(self.prepared.graph, layout)
-            self._sections[key] = section_costs(self.placed(layout, cluster), self.depth, layout)
-        # With a single microbatch nothing is accumulated: products write their own gradients, as without fusion.
-        is_single = (batch or self.batch) <= layout.data * layout.microbatch
-        is_fused = layout.gradient_accumulation_fusion and not is_single
-        divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused)
+            pricing.check(layout, cluster, self.prepared.graph, self.depth, self.modules)
+            self._sections[key] = pricing.sections(self.placed(layout, cluster), self.depth, layout).every()
+        # With a single microbatch nothing is accumulated: products write their own gradients.
+        accumulates = (batch or self.batch) > layout.data * layout.microbatch
+        divided = (*key, accumulates, *_values(layout, pricing.blocks.reads))
         if divided not in self._sections:
-            layout = replace(layout, gradient_accumulation_fusion=is_fused)
-            self._sections[divided] = with_experts(self._sections[key], layout, cluster)
+            prices = pricing.blocks(layout, cluster, accumulates)
+            self._sections[divided] = pricing.with_experts(self._sections[key], prices)
         return self._sections[divided]
 
     @staticmethod
     def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
         """Everything that placements depend on."""
-        degrees = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
-        return *degrees, layout.separate_dgrad_reductions, layout.replicated, layout.hides_input_gradients, cluster
+        return type(layout), cluster, *_values(layout, pricing_of(layout).placing.reads)
 
     def placed(self, layout: Layout, cluster: Cluster) -> Placed:
         key = self._key(layout, cluster)
         if key not in self._placed:
             graph, fused = self._compiled(layout.microbatch, cluster.device)
-            check_division(graph, layout)
-            self._placed[key] = place(graph, fused, layout, cluster, multiplicities(graph, self.depth))
+            placing = pricing_of(layout).placing(layout)
+            self._placed[key] = placing.place(graph, fused, cluster, multiplicities(graph, self.depth))
         return self._placed[key]
 
     def _compiled(self, microbatch: int, device: Device) -> tuple[Graph, FusedKernels]:
@@ -135,6 +128,10 @@ class LayoutModel:
             graph = step_graph(self.prepared.graph, self.prepared.loss, microbatch)
             self._graphs[key] = graph, FusedKernels.of(graph, device, draws=True)
         return self._graphs[key]
+
+
+def _values(layout: Layout, names: Iterable[str]) -> tuple[object, ...]:
+    return tuple(getattr(layout, name) for name in names)
 
 
 def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:
@@ -172,9 +169,8 @@ def price(
     if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
     hardware = Cluster.get(cluster)
-    check_modules(model, layout)
     limit = _limit_of(options or Options())
-    converted, inputs = computed_in(model, batch, dtype_of(layout.precision))
+    converted, inputs = computed_in(model, batch, pricing_of(layout).dtype(layout))
     return LayoutModel.of(converted, inputs, loss_fn).price(layout, hardware, limit=limit)
 
 

@@ -13,18 +13,8 @@ from torch import nn
 from autopar.arguments import Batch, split_batch
 from autopar.errors import OptionsError
 
-# The dtype of products with weights.
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of weights and activations under a layout's precision; ``"fp8"`` has them in bf16."""
-    return torch.bfloat16 if precision == "fp8" else DTYPES[precision]
+# The dtypes of a layout's precisions.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.Module, Batch]:

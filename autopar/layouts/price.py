@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cluster.description import Cluster
 from autopar.ir.plan_record import Predicted
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Sections
-from autopar.layouts.step.chunks import cut_into_chunks
-from autopar.layouts.step.memory import Held, held_by
+from autopar.layouts.sections.section import Sections, counted
+from autopar.layouts.step.memory import Held
 from autopar.layouts.step.pipeline_ranks import chunks_of
 from autopar.layouts.step.step import LayoutStep
 
 from .hardware import check_hardware, check_offloaded, notes_on
-from .precision import DTYPES
+from .pricing import pricing_of
 
 
 @dataclass(frozen=True)
@@ -59,21 +58,13 @@ def price_sections(
 ) -> Priced:
     """The price of a layout whose sections are priced. Raises :class:`OptionsError` if layers, batch or devices cannot
     be divided so."""
-    microbatches = layout.microbatches(batch)
-    check_hardware(layout, cluster)
-    chunks = cut_into_chunks(sections, layout)
-    step = LayoutStep(chunks, layout, microbatches, cluster)
+    held, step_of = _divided(sections, layout, batch, cluster, range(layout.pipeline))
+    step, fullest = step_of(), max(held, key=lambda rank_held: rank_held.total + rank_held.lost)
     seconds = step.seconds()
-    held = tuple(
-        held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], layout, microbatches)
-        for rank in range(layout.pipeline)
-    )
-    check_offloaded(held, layout, cluster)
-    fullest = max(held, key=lambda rank_held: rank_held.total + rank_held.lost)
     reserved = cluster.device.reserve_bytes + fullest.lost
-    flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
+    flops = sum(section.flops for chunk in step.chunks for section in chunk) * step.microbatches * layout.data
     compute, communicate = step.busiest()
-    peak = cluster.device.flops(DTYPES[layout.precision])
+    dtype = pricing_of(layout).product_dtype(layout)
     predicted = Predicted(
         step_seconds=seconds,
         compute_seconds=compute,
@@ -86,11 +77,28 @@ def price_sections(
         activation_bytes=fullest.activations,
         temporary_bytes=fullest.working,
         input_bytes=0,
-        mfu=flops / (seconds * layout.devices * peak),
+        mfu=flops / (seconds * layout.devices * cluster.device.flops(dtype)),
     )
     limit = limit or cluster.device.memory_bytes - reserved
-    parts, notes = dict(step.parts()), notes_on(layout, cluster)
-    return Priced(layout, batch, cluster.name, predicted, held, limit, reserved, flops, parts, notes)
+    parts, notes = dict(step.parts()), notes_on(layout, dtype, cluster)
+    return Priced(layout, batch, cluster.name, predicted, tuple(held), limit, reserved, flops, parts, notes)
+
+
+def _divided(
+    sections: Sections, layout: Layout, batch: int, cluster: Cluster, ranks: Iterable[int]
+) -> tuple[list[Held], Callable[[], LayoutStep]]:
+    """What some pipeline ranks of a layout hold, and what makes its step."""
+    microbatches, pricing = layout.microbatches(batch), pricing_of(layout)
+    check_hardware(layout, cluster)
+    chunks, memory = pricing.chunks(sections, layout), pricing.memory(layout)
+    held = [memory.held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], microbatches) for rank in ranks]
+    check_offloaded(held, layout, cluster)
+
+    def step() -> LayoutStep:
+        exchanged = sum(count * section.exchanged_elements for section, count in counted(chunks))
+        return pricing.step(chunks, pricing.times(memory, microbatches, cluster, exchanged))
+
+    return held, step
 
 
 @dataclass(frozen=True)
@@ -115,15 +123,11 @@ class Quick:
 def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster) -> Quick:
     """Bounds the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
     :class:`OptionsError` as :func:`price_sections` does."""
-    microbatches = layout.microbatches(batch)
-    check_hardware(layout, cluster)
-    chunks = cut_into_chunks(sections, layout)
     ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
-    held = [held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], layout, microbatches) for rank in ends]
-    check_offloaded(held, layout, cluster)
+    held, step = _divided(sections, layout, batch, cluster, ends)
     fullest = max(held, key=lambda rank_held: rank_held.total + rank_held.lost)
     allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost
-    return Quick(layout, fullest.total, allowed, lambda: LayoutStep(chunks, layout, microbatches, cluster).bound())
+    return Quick(layout, fullest.total, allowed, lambda: step().bound())
 
 
 def _beyond(busy: float, seconds: float) -> float:

@@ -43,7 +43,7 @@ def _share(section: Section, ranks: int) -> Section:
     for name in (one.name for one in fields(section)):
         whole = getattr(section, name)
         if isinstance(whole, Seconds):
-            shares[name] = Seconds(whole.compute / ranks, 0.0, whole.host)
+            shares[name] = Seconds(whole.compute / ranks)
         elif type(whole) is int:
             shares[name] = whole // ranks
     weights = tuple(replace(weight, elements=weight.elements // ranks) for weight in section.weights)

@@ -26,10 +26,10 @@ from autopar.planner.prepare import batch_size
 from autopar.plans.views.columns import columns
 from autopar.plans.views.quantities import duration, size
 
-from .divisibility import check_modules
 from .model import LayoutModel
-from .precision import computed_in, dtype_of
+from .precision import DTYPES, computed_in
 from .price import Priced
+from .pricing import pricing_of
 from .search import LayoutSearchResult, best_layout
 from .space import PLANNED, Space
 
@@ -241,14 +241,12 @@ def plan_layouts(
     samples, sample_tokens = _samples(batch)
     step_samples = samples if global_batch is None else global_batch
     limit = _checked(devices, step_samples, memory_limit, tokens, compare or {})
-    for layout in (compare or {}).values():
-        check_modules(model, layout)
     traced = cache(lambda dtype: LayoutModel.of(*computed_in(model, batch, dtype), loss_fn))
-    searched = traced(dtype_of(precision))
+    searched = traced(DTYPES[precision])
     result = best_layout(searched, hardware, devices, batch=step_samples, limit=limit, like=like, space=space)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     named = {
-        name: traced(dtype_of(layout.precision)).price(layout, hardware, step_samples, limit)
+        name: traced(pricing_of(layout).dtype(layout)).price(layout, hardware, step_samples, limit)
         for name, layout in (compare or {}).items()
     }
     return LayoutReport(

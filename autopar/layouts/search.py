@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout
+from autopar.layout import Layout, divisors
 
 from .infeasible import nothing_divides, nothing_fits
 from .model import LayoutModel
 from .price import Priced, Quick
 from .promising import PromisingLayouts
-from .space import MICROBATCHES, ONE, PLANNED, Space, divisors, expert_degrees
-from .trials import SIMULATED, LayoutSearch, node_size, quick_layout
+from .space import MICROBATCHES, ONE, PLANNED, Space, expert_degrees
+from .trials import SIMULATED, LayoutSearch, node_size
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def best_layout(
             break
         priced = sorted([*priced, *quicker], key=lambda layout: layout.predicted.step_seconds)[:SIMULATED]
     gap = max(placed.gap for placed in model.every_placed)
-    rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
+    rule = rule_of_thumb(search, devices)
     return LayoutSearchResult(tuple(priced), tuple(tried), search.fitting(tried), gap, rule)
 
 
@@ -92,17 +92,16 @@ def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> li
     return search.tried(devices, replace(space, microbatch=(2 * best.microbatch,)))
 
 
-def rule_of_thumb(
-    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
-) -> Priced | None:
+def rule_of_thumb(search: LayoutSearch, devices: int) -> Priced | None:
     """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and the remaining devices as
     data ranks. Layers are recomputed, microbatches have one sample, and experts are divided among as many data ranks as
     possible. None if no number of stages fits."""
-    layers, tensor = len(model.depth.priced_as), node_size(cluster, devices)
+    model = search.model
+    layers, tensor = len(model.depth.priced_as), node_size(search.cluster, devices)
     for pipeline in (p for p in divisors(devices // tensor) if p <= max(1, layers)):
         data = devices // (tensor * pipeline)
         layout = replace(
-            like,
+            search.like,
             tensor=tensor,
             pipeline=pipeline,
             data=data,
@@ -111,7 +110,7 @@ def rule_of_thumb(
             sequence_parallel=tensor > 1,
             zero=1 if data > 1 else 0,
         )
-        for quick in quick_layout(model, layout, cluster, batch):
-            if quick.fits(limit):
-                return model.price(layout, cluster, batch, limit)
+        quick = search.quick(layout)
+        if quick is not None and search.fits(quick):
+            return model.price(layout, search.cluster, search.batch, search.limit)
     return None

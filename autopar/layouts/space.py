@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, Literal
 
 from autopar.errors import OptionsError
-from autopar.layout import Layout, Recompute
+from autopar.layout import Layout, Recompute, divisors
 
 # Samples of a microbatch, and chunks per stage, that are tried.
 # Chosen: larger ones take memory; of others a published layout is named by --compare.
@@ -45,16 +45,6 @@ class Space:
 ANY = Space()
 # What planning tries: also ZeRO-3, which shards weights and gathers them for every use.
 PLANNED = Space(zero=(1, 3))
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def degrees_of(layout: Layout) -> tuple[int, int, int]:
@@ -129,8 +119,8 @@ class _Fields:
                     yield tensor, pipeline, data
 
     def _stages(self, ranks: int) -> list[int]:
-        """Numbers of stages. Unless layers themselves may be cut, each stage has at least one."""
-        return [p for p in divisors(ranks) if p <= max(1, self.layers) or self.like.cuts == "operations"]
+        """Numbers of stages: each has at least one layer."""
+        return [p for p in divisors(ranks) if p <= max(1, self.layers)]
 
     def _microbatches(self, data: int) -> list[int]:
         """The sizes of microbatches into which each of ``data`` ranks divides its part of the batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import islice
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
@@ -21,38 +21,22 @@ from .space import ANY, ONE, RECOMPUTE, Space, candidates
 SIMULATED = 8
 
 
-def tried_layouts(
-    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, like: Layout = ONE, space: Space = ANY
-) -> list[Quick]:
-    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. A placement program
-    that several layouts share is solved once; the model caches it."""
-    search = LayoutSearch(model, cluster, batch, None, like, space)
-    return search.priced(search.candidates(devices))
-
-
-def quickest_layouts(
-    model: LayoutModel, cluster: Cluster, tried: Sequence[Quick], batch: int, limit: int | None = None
-) -> list[Priced]:
-    """Simulates the layouts of ``tried`` that fit and have the lowest bounds. Returns them quickest first; empty if
-    none fits."""
-    fitting = [quick for quick in tried if quick.fits(limit)]
-    priced = _simulated(model, cluster, sorted(fitting, key=lambda quick: quick.seconds), batch, limit)
-    return sorted(priced, key=lambda layout: layout.predicted.step_seconds)
-
-
 @dataclass(frozen=True)
 class LayoutSearch:
-    """The inputs of a search; ``limit``: bytes of memory per device, None: what the device has."""
+    """The inputs of a search. ``limit``: bytes of memory per device, None: what the device has; ``like``: supplies
+    every field that is not searched."""
 
     model: LayoutModel
     cluster: Cluster
     batch: int
-    limit: int | None
-    like: Layout
-    space: Space
+    limit: int | None = None
+    like: Layout = ONE
+    space: Space = ANY
 
     def tried(self, devices: int, space: Space | None = None, like: Layout | None = None) -> list[Quick]:
-        """:func:`tried_layouts` on so many devices, with another ``space`` or ``like`` if given."""
+        """All layouts on so many devices that divide the model, each with a bound of its step and its memory; of
+        another ``space`` or ``like`` if given. A placement program that several layouts share is solved once; the model
+        caches it."""
         other = replace(self, space=space or self.space, like=like or self.like)
         return other.priced(other.candidates(devices))
 
@@ -63,12 +47,35 @@ class LayoutSearch:
 
     def priced(self, layouts: Iterable[Layout]) -> list[Quick]:
         """The quick prices of those layouts that divide the model."""
-        recomputed = self.space.recompute or RECOMPUTE
-        every = (quick_layout(self.model, layout, self.cluster, self.batch, recomputed) for layout in layouts)
-        return list(chain.from_iterable(every))
+        return list(filter(None, (self.quick(layout, self.space.recompute or RECOMPUTE) for layout in layouts)))
+
+    def quick(self, layout: Layout, recomputed: Sequence[Recompute] = ()) -> Quick | None:
+        """The quick price of a layout; None if the model cannot be divided so, or if the layout is equivalent to one
+        with another recomputation of ``recomputed``, which is tried too."""
+        try:
+            sections = self.model.sections(layout, self.cluster, self.batch)
+            equivalent = _least_equivalent(layout.recompute, sections)
+            if equivalent != layout.recompute and equivalent in recomputed:
+                return None
+            return quick_price(sections, layout, self.batch, self.cluster)
+        except OptionsError:
+            return None
 
     def quickest(self, tried: Sequence[Quick]) -> list[Priced]:
-        return quickest_layouts(self.model, self.cluster, tried, self.batch, self.limit)
+        """Simulates the layouts of ``tried`` that fit and have the lowest bounds. Returns them quickest first; empty if
+        none fits."""
+        ranked = sorted(filter(self.fits, tried), key=lambda quick: quick.seconds)
+        fitting = filter(None, map(self._simulated, ranked))
+        return sorted(islice(fitting, SIMULATED), key=lambda layout: layout.predicted.step_seconds)
+
+    def _simulated(self, quick: Quick) -> Priced | None:
+        """The price of a layout, if it fits on every pipeline rank, not only on those that :func:`quick_price`
+        checks."""
+        try:
+            priced = self.model.price(quick.layout, self.cluster, self.batch, self.limit)
+        except OptionsError:
+            return None  # A rank that quick_price does not check has more states than the host has room for.
+        return priced if priced.fits else None
 
     def fits(self, quick: Quick) -> bool:
         return quick.fits(self.limit)
@@ -77,41 +84,10 @@ class LayoutSearch:
         return sum(map(self.fits, tried))
 
 
-def _simulated(
-    model: LayoutModel, cluster: Cluster, ranked: list[Quick], batch: int, limit: int | None
-) -> list[Priced]:
-    """The first few that fit on every pipeline rank, not only on those that :func:`quick_price` checks."""
-    fitting: list[Priced] = []
-    for quick in ranked:
-        try:
-            priced = model.price(quick.layout, cluster, batch, limit)
-        except OptionsError:
-            continue  # A rank that quick_price does not check has more states than the host has room for.
-        if priced.fits:
-            fitting.append(priced)
-        if len(fitting) == SIMULATED:
-            break
-    return fitting
-
-
 def node_size(cluster: Cluster, devices: int) -> int:
     """Devices that the innermost link joins, at most 8 of them: more never share one layer in practice."""
     inner = cluster.links[0].size or devices
     return math.gcd(min(inner, 8), devices)
-
-
-def quick_layout(
-    model: LayoutModel, layout: Layout, cluster: Cluster, batch: int, recomputed: Sequence[Recompute] = ()
-) -> Iterator[Quick]:
-    """The quick price of a layout: one, or none if the model cannot be divided so, or if the layout is equivalent to
-    one with another recomputation of ``recomputed``, which is tried too."""
-    try:
-        sections = model.sections(layout, cluster, batch)
-        equivalent = _least_equivalent(layout.recompute, sections)
-        if equivalent == layout.recompute or equivalent not in recomputed:
-            yield quick_price(sections, layout, batch, cluster)
-    except OptionsError:
-        return
 
 
 def _least_equivalent(recompute: Recompute, sections: Sections) -> Recompute:

@@ -39,6 +39,7 @@ from typing import NamedTuple
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.searched import Searched
+from autopar.layout import divisors
 from autopar.passes.pipeline.chunk_assignment import gradient_parts
 from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.placement.fused_kernels import FusedKernels
@@ -65,9 +66,9 @@ class Division:
 def all_divisions(devices: int, batch: int, pieces: int, most_chunks: int) -> Iterator[Division]:
     """Every division of ``devices`` whose chunks, at most ``most_chunks`` a stage, have one of ``pieces`` of the model
     each. Whether the ``batch`` divides so is for the caller to ask (:func:`divides`)."""
-    counts = _divisors(batch)
-    for pipeline in (n for n in _divisors(devices) if n <= pieces):
-        for data in _divisors(devices // pipeline):
+    counts = divisors(batch)
+    for pipeline in (n for n in divisors(devices) if n <= pieces):
+        for data in divisors(devices // pipeline):
             for microbatches in counts:
                 for interleave in range(1, min(most_chunks, pieces // pipeline) + 1 if pipeline > 1 else 2):
                     yield Division(pipeline, data, devices // (pipeline * data), microbatches, interleave)
@@ -76,10 +77,6 @@ def all_divisions(devices: int, batch: int, pieces: int, most_chunks: int) -> It
 def divides(division: Division, batch: int) -> bool:
     """Whether each data rank has the same whole samples of each microbatch."""
     return batch % (division.data * division.microbatches) == 0
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 @dataclass(frozen=True)

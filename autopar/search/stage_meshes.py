@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
+from autopar.layout import divisors
 
 # The most kinds of neighbouring devices between which unequal stages are searched. Chosen: each multiplies the ways to
 # divide them.
@@ -114,7 +115,7 @@ def unequal_layouts(cluster: Cluster, devices: int) -> tuple[StageLayout, ...]:
     blocks = [sum(group.count for group in same) for same in kinds]
     if sum(blocks) != devices or len(blocks) > MOST_KINDS:
         return ()
-    partings = itertools.product(*map(_divisors, blocks))
+    partings = itertools.product(*map(divisors, blocks))
     found = [
         tuple(size for block, parts in zip(blocks, parting, strict=True) for size in [block // parts] * parts)
         for parting in partings
@@ -123,16 +124,12 @@ def unequal_layouts(cluster: Cluster, devices: int) -> tuple[StageLayout, ...]:
     return tuple(StageLayout(len(counts), (max(counts),), (), counts) for counts in unequal)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def microbatch_counts(batch: int, stages: int, requested: int | None) -> tuple[int, ...]:
     """The numbers of microbatches worth trying: divisors of ``batch`` near 1, 2, 4 and 8 per stage. With fewer, stages
     idle more; with more, each microbatch does less work."""
     if requested is not None:
         return (requested,)
-    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+    counts = divisors(batch)
     wanted = [stages * factor for factor in (1, 2, 4, 8)]
-    nearest = {min(divisors, key=lambda n, want=want: (abs(n - want), n)) for want in wanted}  # type: ignore[misc]
+    nearest = {min(counts, key=lambda n, want=want: (abs(n - want), n)) for want in wanted}  # type: ignore[misc]
     return tuple(sorted(nearest))

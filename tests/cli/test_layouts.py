@@ -13,9 +13,9 @@ import transformers as hf
 import autopar
 from autopar.command_line import main, make_parser
 from autopar.errors import AutoparError, OptionsError
-from autopar.layout import CHOICES as LAYOUT_CHOICES
 from autopar.layout import Layout
 from autopar.options import CHOICES as OPTION_CHOICES
+from benchmarks.recipes import Recipe
 
 MODEL = """
 import torch
@@ -68,10 +68,9 @@ def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_layouts_are_compared_by_old_names_of_their_fields(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(DeprecationWarning, match=r"use Layout\.head_as_layers"):
-        assert main(["plan", target, *WORDS, "--batch", "32", "--compare", "data=2 pipeline=2 tail=1"]) == 0
-    assert "head_as_layers=1" in capsys.readouterr().out
+def test_fields_of_recipes_are_named_where_they_are_priced(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", target, *WORDS, "--batch", "32", "--compare", "data=2 pipeline=2 tail=1"]) == 2
+    assert "Recipe(head_as_layers=...)" in capsys.readouterr().err
 
 
 def test_layouts_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +148,7 @@ def test_an_encoder_and_decoder_by_configuration(tmp_path: Path, capsys: pytest.
         ({"memory_limit": 0}, "memory_limit"),
         ({"compare": {"ours": "data=4"}}, "give names and an autopar.Layout of each"),
         ({"compare": {"ours": Layout(data=4, microbatch=3)}}, "a microbatch of [24] does"),
-        ({"precision": "fp8"}, "no fp8 products"),
+        ({"precision": "fp8"}, r"Recipe\(precision='fp8'\)"),
         ({"devices": 7}, "a batch of 16 does not divide .* of 7 devices .* a batch of 21 does"),
     ],
 )
@@ -206,11 +205,11 @@ def test_a_mesh_or_devices(target: str) -> None:
     [
         Layout(),
         Layout(8, 16, 8, expert=4, recompute="full", sequence_parallel=True, zero=1, schedule="gpipe"),
-        Layout(overlap=(), eager=("*loss*", "*norm*"), capacity=1.25, precision="fp8", scatter=False),
+        Recipe(overlap=(), eager=("*loss*", "*norm*"), capacity=1.25, precision="fp8", scatter=False),
     ],
 )
 def test_layouts_are_read_as_they_are_written(layout: Layout) -> None:
-    assert Layout.parse(str(layout)) == layout
+    assert type(layout).parse(str(layout)) == layout
 
 
 @pytest.mark.parametrize("text", ["tensor=two", "tensor", "offload=perhaps", "zero=7"])
@@ -233,14 +232,11 @@ def test_the_command_line_chooses_among_what_layouts_and_options_take(
 ) -> None:
     """Every value of the API can be said, and what only layouts have is refused with --mesh, in a line that says so."""
     for name in ("precision", "recompute", "zero"):
-        for value in LAYOUT_CHOICES[name]:
+        for value in Layout.choices[name]:
             words = ["plan", target, *WORDS, f"--{name}", str(value)]
             assert getattr(make_parser().parse_args(words), name) == value
         for value in OPTION_CHOICES[name]:
             words = ["verify", target, "--mesh", "2", f"--{name}", str(value)]
             assert getattr(make_parser().parse_args(words), name) == value
-    for words in (("--precision", "fp8"), ("--recompute", "operations")):
-        assert main(["plan", target, "--mesh", "2", *words]) == 2
-        assert f"{' '.join(words)} is for layouts, with --devices" in capsys.readouterr().err
-    assert main(["plan", target, "--devices", "1", "--cluster", "dgx-h100", "--precision", "fp8"]) == 0
-    assert "precision=fp8" in capsys.readouterr().out
+    assert main(["plan", target, "--mesh", "2", "--recompute", "elementwise"]) == 2
+    assert "--recompute elementwise is for layouts, with --devices" in capsys.readouterr().err

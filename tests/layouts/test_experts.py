@@ -17,11 +17,13 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.search import best_layout
-from autopar.layouts.sections.experts import BACKWARD, price_block, routers
+from autopar.layouts.sections.experts import BACKWARD, routers
 from autopar.layouts.space import candidates, expert_degrees
 from autopar.layouts.step.section_seconds import BYTES_OF_A_RANK
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
+from benchmarks.recipes import Recipe
+from tests.helpers.recipes import block_cost, layout_of
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(
@@ -41,7 +43,7 @@ def model() -> LayoutModel:
 
 
 def price(**named: object) -> autopar.Priced:
-    return model().price(Layout(**named), A100)  # type: ignore[arg-type]
+    return model().price(layout_of(**named), A100)  # type: ignore[arg-type]
 
 
 def weights(degree: int) -> tuple[int, int]:
@@ -110,7 +112,7 @@ def test_work_is_the_same_however_experts_are_divided() -> None:
 
 def test_rows_are_slots_where_there_is_a_capacity() -> None:
     plain, padded = (
-        model().sections(Layout(data=8, expert=8, capacity=capacity), A100).layers[1] for capacity in (1.0, 1.25)
+        model().sections(Recipe(data=8, expert=8, capacity=capacity), A100).layers[1] for capacity in (1.0, 1.25)
     )
     assert padded.exchanged[0] == pytest.approx(1.25 * plain.exchanged[0])
     assert padded.saved > plain.saved and padded.forward.compute >= plain.forward.compute
@@ -125,7 +127,7 @@ def test_exchanges_hide_under_another_microbatch() -> None:
 def test_larger_groups_of_rows_compute_quicker_per_row() -> None:
     found = model().sections(Layout(data=16), A100).layers[1].blocks[0]
     few, many = (dataclasses.replace(found, rows=rows, held=held) for rows, held in ((256.0, 16), (256.0, 2)))
-    assert price_block(many, Layout(), A100).forward < price_block(few, Layout(), A100).forward
+    assert block_cost(many, Layout(), A100).forward < block_cost(few, Layout(), A100).forward
 
 
 def test_routers_are_whole_on_every_tensor_rank() -> None:
@@ -158,7 +160,7 @@ def test_a_dense_model_has_no_experts_to_divide() -> None:
     with pytest.raises(OptionsError, match="no block of experts"):
         dense.price(Layout(data=4, expert=2), A100)
     with pytest.raises(OptionsError, match="capacity=0"):
-        Layout(capacity=0)
+        Recipe(capacity=0)
 
 
 def test_every_way_to_divide_experts_is_tried() -> None:

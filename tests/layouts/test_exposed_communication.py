@@ -19,10 +19,11 @@ from autopar.ir.placements import REPLICATE, is_shard
 from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections import placement as layout_place
+from autopar.layouts.sections.experts import BlockPrices
 from autopar.layouts.sections.exposed_communication import with_exposed_prices
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section import Sections
-from autopar.layouts.sections.section_costs import section_costs, with_experts
+from autopar.layouts.sections.section_costs import SectionPricer, with_experts
 from autopar.placement.axis_names import weight_values
 from autopar.placement.breakdown import broken_kernels
 from autopar.placement.choices import OUTPUTS
@@ -31,7 +32,9 @@ from autopar.solver.problem import Ints, Problem, Solution, transfer_seconds
 from autopar.solver.solve import solve
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
+from benchmarks.recipes import Recipe
 from tests.helpers.marks import slow_but
+from tests.helpers.recipes import layout_of
 
 H100 = Cluster.get("dgx-h100")
 A100 = Cluster.get("dgx-a100-80gb")
@@ -58,8 +61,8 @@ def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tupl
     break, without those of weights' gradients, and the cost breakdown."""
     seen: list[tuple[Instance, Ints]] = []
 
-    def recorded(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
-        priced = with_exposed_prices(instance, layout, chosen)
+    def recorded(instance: Instance, hides: bool, chosen: Ints | None = None) -> Instance:
+        priced = with_exposed_prices(instance, hides, chosen)
         seen.extend([(priced, chosen)] if chosen is not None else [])
         return priced
 
@@ -84,7 +87,7 @@ def test_the_program_believes_what_the_cost_breakdown_counts(
     name: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a thousandth."""
-    counted, sections = believed(name, Layout(tensor=8, **named), monkeypatch)  # type: ignore[arg-type]
+    counted, sections = believed(name, layout_of(tensor=8, **named), monkeypatch)
     communication = sum((section.forward + section.backward).communicate for section in sections.every)
     assert communication > 0 and counted == pytest.approx(communication, rel=1e-3)
 
@@ -151,8 +154,8 @@ def test_the_program_finds_no_worse_than_without_what_hides(name: str) -> None:
     knowing which hide; a layout may have been placed half a percent from the best (``GAP``)."""
     layout = Layout(tensor=8, sequence_parallel=True)
     knowing = model(name).sections(layout, H100)
-    placed = model(name).placed(dataclasses.replace(layout, overlap=()), H100)
-    blind = with_experts(section_costs(placed, model(name).depth, layout), layout, H100)
+    placed = model(name).placed(Recipe.like(layout, overlap=()), H100)
+    blind = with_experts(SectionPricer(placed, model(name).depth, layout).every(), BlockPrices(layout, H100, True))
     assert seconds(knowing) <= 1.005 * seconds(blind)
 
 
@@ -179,7 +182,7 @@ def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None
     these dims take longer than the others, which only take processors from them."""
 
     def left(*overlap: str, **named: object) -> tuple[float, float]:
-        layout = Layout(tensor=4, overlap=overlap, **named)  # type: ignore[arg-type]
+        layout = Recipe(tensor=4, overlap=overlap, **named)  # type: ignore[arg-type]
         layer = model("gpt").sections(layout, A100).layers[1]
         return layer.forward.communicate, layer.backward.communicate
 
@@ -197,14 +200,14 @@ def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None
         return seconds, sum(prices.broken(use.kind, use.source, use.target) for use in broken)
 
     forward, backward = left()
-    seconds, broken = sent(model("gpt").placed(Layout(tensor=4, overlap=()), A100))
+    seconds, broken = sent(model("gpt").placed(Recipe(tensor=4, overlap=()), A100))
     assert backward == pytest.approx(sum(seconds.values()) + broken)
     assert backward == pytest.approx(forward, rel=0.1)
     assert left("input_gradient") == (forward, pytest.approx(TAKEN * sum(seconds.values()) + broken))
     assert left("input_gradient", "tensor") == (forward, backward)
     forward, backward = left("input_gradient", sequence_parallel=True)
     # Scatters of inputs' gradients and gathers of what was kept are hidden, the two gathers of gradients are not.
-    placed = model("gpt").placed(Layout(tensor=4, overlap=("input_gradient",), sequence_parallel=True), A100)
+    placed = model("gpt").placed(Recipe(tensor=4, overlap=("input_gradient",), sequence_parallel=True), A100)
     seconds, broken = sent(placed)
     gathered = [seconds[name] for name in seconds if is_gathered_gradient(placed, name)]
     assert forward == pytest.approx(left(sequence_parallel=True)[0])

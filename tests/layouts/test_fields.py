@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.errors import OptionsError
-from autopar.layout import Layout
+from tests.helpers.recipes import layout_of
 
 
 class Regression(torch.nn.Module):
@@ -28,7 +28,7 @@ class Regression(torch.nn.Module):
 def test_a_model_is_priced_in_the_precision_of_the_layout(precision: str) -> None:
     """Whatever dtype it is in: a float32 model under bf16 runs at the rate of bf16, and holds two bytes of a weight."""
     rows = torch.empty(4096, 512, device="meta")
-    layout = Layout(microbatch=4096, precision=precision)  # type: ignore[arg-type]
+    layout = layout_of(microbatch=4096, precision=precision)  # type: ignore[arg-type]
     found = {
         dtype: autopar.price(Regression().to(dtype), (rows.to(dtype), rows.to(dtype)), "dgx-a100-80gb", layout=layout)
         for dtype in (torch.float32, torch.bfloat16)
@@ -58,4 +58,4 @@ def test_a_model_is_priced_in_the_precision_of_the_layout(precision: str) -> Non
 )
 def test_fields_of_other_kinds_are_refused(named: dict[str, object], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
-        Layout(**named)  # type: ignore[arg-type]
+        layout_of(**named)  # type: ignore[arg-type]

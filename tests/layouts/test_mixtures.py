@@ -15,10 +15,14 @@ from autopar.cost.overlap import TAKEN
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.expert_all_to_all import Block, exchange_seconds, sent_rows
-from autopar.layouts.sections.experts import ARRANGING, price_block
+from autopar.layouts.sections.expert_all_to_all import Block
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
+from benchmarks.recipes import Recipe
+from benchmarks.recipes.dispatch import dispatch_seconds, sent_rows
+from benchmarks.recipes.experts import ARRANGING, RecipeBlocks
+from benchmarks.recipes.section import of_recipe
+from tests.helpers.recipes import block_cost, layout_of
 
 H100 = Cluster.get("dgx-h100")
 SHAPE = Shape(3, 512, 8, 8, 64, 2048, gated=True, vocab=1024, seq=256, flash=True, experts=Experts(16, 2, 512))
@@ -41,7 +45,7 @@ def block(**named: float) -> Block:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_a_token_travels_once_to_each_rank_that_has_experts_it_chose(ranks: int) -> None:
-    layout = Layout(data=16, expert=ranks, dispatch="tokens")
+    layout = Recipe(data=16, expert=ranks, dispatch="tokens")
     sets = list(itertools.combinations(range(16), 4))
     spread = sum(len({expert * ranks // 16 for expert in chosen}) for chosen in sets) / len(sets)
     assert sent_rows(block(), layout) == pytest.approx(1000 * spread)
@@ -50,27 +54,27 @@ def test_a_token_travels_once_to_each_rank_that_has_experts_it_chose(ranks: int)
 
 def test_between_nodes_a_token_travels_once_to_each_node() -> None:
     """16 experts on two nodes of 8: no node has none of 4 chosen ones but with probability C(8, 4) / C(16, 4)."""
-    layout = Layout(data=16, expert=16, dispatch="tokens")
+    layout = Recipe(data=16, expert=16, dispatch="tokens")
     nodes = 1000 * 2 * (1 - 70 / 1820)
     split = (1, 2, 8, 1)
     across = collective_seconds(H100, split, "all_to_all", (1,), 2 * nodes * 2048)
     inside = collective_seconds(H100, split, "all_to_all", (2,), 8 * 4000 * 2048)
-    assert exchange_seconds(H100, layout, block()) == pytest.approx(max(across, inside))
-    by_rows = exchange_seconds(H100, dataclasses.replace(layout, dispatch="rows"), block())
+    assert dispatch_seconds(H100, layout, block()) == pytest.approx(max(across, inside))
+    by_rows = dispatch_seconds(H100, dataclasses.replace(layout, dispatch="rows"), block())
     assert by_rows == collective_seconds(H100, (1, 16, 1), "all_to_all", (1,), 16 * 4000 * 2048)
-    assert by_rows > exchange_seconds(H100, layout, block())
+    assert by_rows > dispatch_seconds(H100, layout, block())
 
 
 def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
     """With few rows each, products for gradients take what adding to them takes: 8 bytes an element."""
     few = block(rows=64.0, width=8192, up=8192, down=4096)
     elements = 16 * 8192 * (8192 + 4096)
-    assert price_block(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
+    assert block_cost(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
     own, apart = (
-        price_block(few, Layout(**named), H100)
+        block_cost(few, layout_of(**named), H100)
         for named in ({"gradients": "own"}, {"gradient_accumulation_fusion": False})
     )
-    saved = price_block(few, Layout(), H100).backward - own.backward
+    saved = block_cost(few, Layout(), H100).backward - own.backward
     assert saved == pytest.approx((8 - 4) * elements / H100.device.memory_bandwidth, rel=0.02)
     assert apart.backward < own.backward
 
@@ -78,9 +82,9 @@ def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
 def test_gradients_of_a_single_microbatch_are_added_to_nothing() -> None:
     """A step of one microbatch has the products of one that adds up by operations of its own, of which it has none."""
     several, one = (model().sections(Layout(microbatch=4), H100, batch) for batch in (8, 4))
-    apart = model().sections(Layout(microbatch=4, gradient_accumulation_fusion=False), H100, 8)
+    apart = model().sections(Recipe(microbatch=4, gradient_accumulation_fusion=False), H100, 8)
     assert one.layers[0].backward.compute == apart.layers[0].backward.compute < several.layers[0].backward.compute
-    single = Layout(data=16, microbatch=4)
+    single = Recipe(data=16, microbatch=4)
     priced, adding = (
         model().price(layout, H100)
         for layout in (single, dataclasses.replace(single, gradient_accumulation_fusion=False))
@@ -92,7 +96,7 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
     """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
     nothing here."""
     wide = block(rows=1e6, up=16, down=16)
-    plain, cast = (price_block(wide, Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    plain, cast = (block_cost(wide, layout_of(precision=p), H100) for p in ("bf16", "fp8"))
     passed = 1e6 * 1024 * (2 + 2 - 1) / H100.device.memory_bandwidth
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
 
@@ -100,9 +104,9 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
 @pytest.mark.parametrize(("ranks", "times"), [(1, 0), (4, 2), (16, 0)])
 def test_rows_of_an_all_to_all_are_put_in_the_order_of_several_experts(ranks: int, times: int) -> None:
     """And back, in each phase: each row is read and written. Those of one expert are in order as they arrive."""
-    layout = Layout(data=16, expert=ranks)
+    layout = Recipe(data=16, expert=ranks)
     by_rows, by_tokens = (
-        price_block(block(rows=1e6), dataclasses.replace(layout, dispatch=d), H100) for d in ("rows", "tokens")
+        block_cost(block(rows=1e6), dataclasses.replace(layout, dispatch=d), H100) for d in ("rows", "tokens")
     )
     passed = times * 1e6 * 2 * 1024 * 2 / H100.device.memory_bandwidth
     assert by_rows.forward - by_tokens.forward == pytest.approx(passed, rel=0.02, abs=1e-9)
@@ -110,13 +114,13 @@ def test_rows_of_an_all_to_all_are_put_in_the_order_of_several_experts(ranks: in
 
 
 def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
-    cost = price_block(block(), Layout(expert=4, data=4), H100)
-    assert cost.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
-    slow, layout = with_host(1e-3), Layout(cuda_graphs=("*attention*", "layers.?", "*norm*"))
+    assert RecipeBlocks(Recipe(expert=4, data=4), H100, True).starts(block()) == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
+    slow, layout = with_host(1e-3), Recipe(cuda_graphs=("*attention*", "layers.?", "*norm*"))
     waiting = model().sections(layout, slow).layers[0]
-    assert waiting.forward.host > (2 * 16 + ARRANGING) * 1e-3 - waiting.forward.compute
-    assert model().sections(Layout(), slow).layers[0].forward.host == 0
-    assert model().sections(layout, with_host(0.0)).layers[0].forward.host == 0
+    host = of_recipe(waiting).hosts[0]
+    assert host > (2 * 16 + ARRANGING) * 1e-3 - (waiting.forward.compute - host)
+    assert of_recipe(model().sections(Recipe(), slow).layers[0]).hosts == (0.0, 0.0)
+    assert of_recipe(model().sections(layout, with_host(0.0)).layers[0]).hosts == (0.0, 0.0)
     step, quick = (model().price(layout, cluster) for cluster in (slow, with_host(0.0)))
     assert step.predicted.step_seconds > quick.predicted.step_seconds
     # Who waits for the host waits for no message.
@@ -127,7 +131,7 @@ def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
 
 
 def test_what_is_hidden_takes_processors() -> None:
-    layout = Layout(data=8, expert=8)
+    layout = Recipe(data=8, expert=8)
     apart = model().price(layout, H100)
     hidden = model().price(dataclasses.replace(layout, overlap=(*layout.overlap, "expert")), H100)
     lower = apart.predicted.step_seconds - apart.parts["exchange"]
@@ -136,7 +140,7 @@ def test_what_is_hidden_takes_processors() -> None:
 
 
 def test_head_and_routers_stay_in_bf16() -> None:
-    plain, cast = (model().sections(Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    plain, cast = (model().sections(layout_of(precision=p), H100) for p in ("bf16", "fp8"))
     assert cast.after.forward == plain.after.forward
     assert cast.layers[0].forward.compute != plain.layers[0].forward.compute
 
@@ -152,6 +156,6 @@ def test_a_further_token_is_predicted_by_a_layer_more() -> None:
 
 def test_experts_are_not_computed_again_by_themselves() -> None:
     with pytest.raises(OptionsError, match=r"names layers.0.mlp, whose experts are priced separately"):
-        model().sections(Layout(recomputed=("*.mlp",)), H100)
-    shared = model().sections(Layout(recomputed=("*.norm2",)), H100).layers[0]
+        model().sections(Recipe(recomputed=("*.mlp",)), H100)
+    shared = model().sections(Recipe(recomputed=("*.norm2",)), H100).layers[0]
     assert shared.saved_again > 0

@@ -12,10 +12,12 @@ from autopar.cost import collective_seconds
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
-from autopar.layouts.step.chunks import cut_into_chunks
+from autopar.layouts.pricing import pricing_of
 from autopar.layouts.step.step import LayoutStep
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
+from benchmarks.recipes import Recipe
+from tests.helpers.recipes import layout_of
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(6, 256, 8, 8, 32, 1024, gated=False, vocab=16384, seq=128, flash=False)
@@ -36,15 +38,17 @@ def model(tied: bool, mixed_in: bool = False) -> LayoutModel:
 
 
 def step_of(is_tied: bool, layout: Layout) -> LayoutStep:
-    chunks = cut_into_chunks(model(is_tied).sections(layout, A100), layout)
-    return LayoutStep(chunks, layout, layout.microbatches(64), A100)
+    pricing = pricing_of(layout)
+    chunks = pricing.chunks(model(is_tied).sections(layout, A100), layout)
+    exchanged = sum(section.exchanged_elements for chunk in chunks for section in chunk)
+    return pricing.step(chunks, pricing.times(pricing.memory(layout), layout.microbatches(64), A100, exchanged))
 
 
 @pytest.mark.parametrize("named", [{}, {"zero": 1, "data": 2}, {"cuts": "operations"}, {"interleave": 2}])
 def test_the_first_stage_stores_a_tied_embedding_and_lends_it_to_the_last(named: dict[str, object]) -> None:
     """The last has a copy and a gradient of its own, and neither states nor an update. (Two gradients are added in the
     graph, which shifts cuts between operations a little.)"""
-    layout = Layout(pipeline=2, microbatch=4, **named)  # type: ignore[arg-type]
+    layout = layout_of(pipeline=2, microbatch=4, **named)
     tied, apart = (model(is_tied).price(layout, A100) for is_tied in (True, False))
     shards = layout.data if layout.zero else 1
     for one, other in zip(tied.held, apart.held, strict=True):
@@ -94,7 +98,7 @@ def test_a_table_that_two_sections_gather_is_there_once() -> None:
 def test_every_section_that_takes_a_shared_weight_gathers_it() -> None:
     """For forward and for backward of both microbatches; its gradient is scattered once for each, not with the gain and
     the bias before the head."""
-    layout = Layout(data=8, zero=3, microbatch=4, overlap=())
+    layout = Recipe(data=8, zero=3, microbatch=4, overlap=())
     tied, apart = (model(is_tied).price(layout, A100) for is_tied in (True, False))
     norm = 2 * SHAPE.hidden
     with_table, without = (

@@ -22,6 +22,8 @@ from autopar.layouts.step.memory import FRAGMENTED
 from autopar.planner.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Shape
+from benchmarks.recipes import Recipe
+from tests.helpers.recipes import layout_of
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(6, 256, 8, 8, 32, 1024, gated=False, vocab=1024, seq=128, flash=False)
@@ -38,7 +40,7 @@ def model() -> LayoutModel:
 
 
 def price(**named: object) -> autopar.Priced:
-    return model().price(Layout(**named), A100)  # type: ignore[arg-type]
+    return model().price(layout_of(**named), A100)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -68,7 +70,7 @@ def wide() -> LayoutModel:
 
 def moved(**named: object) -> list[tuple[str, str]]:
     """(phase, kind) of the collectives of the second layer."""
-    placed = wide().placed(Layout(**named), A100)  # type: ignore[arg-type]
+    placed = wide().placed(layout_of(**named), A100)  # type: ignore[arg-type]
     found = []
     for use in uses(placed.graph, placed.assignment):
         if use.role == "operand" and placed.graph[use.consumer].module.startswith("layers.1"):
@@ -109,7 +111,7 @@ def test_sequence_parallelism_divides_all_that_is_kept() -> None:
     )
     assert whole.saved - whole.saved_inside == pytest.approx((8 + 24 / 4) * unit, rel=0.02)
     assert divided.saved - divided.saved_inside == pytest.approx(32 / 4 * unit, rel=0.02)
-    kept = wide().sections(Layout(tensor=4, sequence_parallel=True, operands="whole"), A100).layers[1]
+    kept = wide().sections(Recipe(tensor=4, sequence_parallel=True, operands="whole"), A100).layers[1]
     assert kept.saved - kept.saved_inside == pytest.approx((4 + 28 / 4) * unit, rel=0.02)
 
 
@@ -199,7 +201,7 @@ def test_ranks_stand_still_for_messages_over_the_links_between_them() -> None:
     slow = dataclasses.replace(A100.links[1], bandwidth=1e6, rates={})
     cluster = dataclasses.replace(A100, links=(A100.links[0], slow))
     within, across, overlapped = (
-        model().price(Layout(tensor=4, pipeline=stages, microbatch=8, overlap=overlap), cluster)
+        model().price(Recipe(tensor=4, pipeline=stages, microbatch=8, overlap=overlap), cluster)
         for stages, overlap in ((2, ()), (3, ()), (3, ("message",)))
     )
     assert 0 < within.parts["messages"] < 1e-3 * across.parts["messages"]
@@ -306,7 +308,7 @@ def test_a_limit_too_small_says_by_how_much() -> None:
 )
 def test_bad_layouts_are_refused(named: dict[str, object], said: str) -> None:
     with pytest.raises(OptionsError, match=said):
-        Layout(**named)  # type: ignore[arg-type]
+        layout_of(**named)  # type: ignore[arg-type]
 
 
 def test_what_does_not_divide_is_refused() -> None:
@@ -347,7 +349,7 @@ def test_two_layers_are_stages_too() -> None:
 
 
 def price_at(size: int, **named: object) -> autopar.Priced:
-    return model().price(Layout(**named), A100, size)  # type: ignore[arg-type]
+    return model().price(layout_of(**named), A100, size)  # type: ignore[arg-type]
 
 
 def test_the_decoder_is_a_model_like_any() -> None:

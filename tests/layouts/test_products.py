@@ -13,9 +13,9 @@ from autopar.cluster.description import Cluster
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections.expert_all_to_all import Block
-from autopar.layouts.sections.experts import price_block
 from autopar.layouts.sections.kernel_seconds import MISALIGNED
 from autopar.layouts.sections.section import Section
+from tests.helpers.recipes import block_cost, layout_of
 
 H100 = Cluster.get("dgx-h100")
 ROWS = 16384
@@ -60,7 +60,7 @@ def layer(width: int, precision: str = "bf16", tensor: int = 1, cluster: str = "
     with torch.device("meta"):
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         model = LayoutModel.of(Deep(width).to(dtype), (torch.empty(1, rows, 2048, dtype=dtype),))
-    return model.sections(Layout(tensor=tensor, precision=precision), Cluster.get(cluster)).layers[1]  # type: ignore[arg-type]
+    return model.sections(layout_of(tensor=tensor, precision=precision), Cluster.get(cluster)).layers[1]  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_multiplied_in_fp8_is_in_bf16() -> None:
@@ -99,7 +99,7 @@ def test_experts_that_cannot_be_multiplied_in_fp8_are_in_bf16() -> None:
     block = Block(64000.0, 8, 8, 4096, 8192, 4096, 2, 32000, 2)
     for width, differs in ((8192, True), (8200, False)):
         plain, cast = (
-            price_block(dataclasses.replace(block, up=width), Layout(precision=p), H100) for p in ("bf16", "fp8")
+            block_cost(dataclasses.replace(block, up=width), layout_of(precision=p), H100) for p in ("bf16", "fp8")
         )  # type: ignore[arg-type]
         assert (plain != cast) is differs
 

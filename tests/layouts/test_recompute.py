@@ -19,7 +19,10 @@ from autopar.layouts.price import Priced
 from autopar.layouts.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
+from benchmarks.recipes import Recipe
+from benchmarks.recipes.section import of_recipe
 from tests.helpers.marks import slow_but
+from tests.helpers.recipes import layout_of
 
 H100 = Cluster.get("dgx-h100")
 SHAPE = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=4096, flash=True)
@@ -33,25 +36,27 @@ def model(shape: Shape = SHAPE) -> LayoutModel:
 
 def test_attention_and_every_other_product_are_kept() -> None:
     """Of seven products in order (query, key, value, output, gate or up, up or gate, down) four are kept."""
-    layers = model().sections(Layout(), H100).layers
-    again = {name: model().price(Layout(recompute=name), H100).parts["again"] for name in ("operations", "full")}
+    layers = list(map(of_recipe, model().sections(Recipe(), H100).layers))
+    again = {name: model().price(layout_of(recompute=name), H100).parts["again"] for name in ("operations", "full")}
     assert again["full"] == pytest.approx(8 * sum(layer.forward.compute for layer in layers))
     assert again["operations"] == pytest.approx(8 * sum(layer.forward.compute - layer.kept.compute for layer in layers))
     assert 0.1 * again["full"] < again["operations"] < 0.6 * again["full"]
 
 
 def test_what_is_kept_is_held() -> None:
-    held = [model().price(Layout(recompute=name), H100).held[0].activations for name in ("full", "operations", "none")]
+    held = [
+        model().price(layout_of(recompute=name), H100).held[0].activations for name in ("full", "operations", "none")
+    ]
     assert held == sorted(held) and len(set(held)) == 3
     # The attention's result and its sums, and of query, value, gate or up, and down each result, in bf16.
-    layer = model().sections(Layout(), H100).layers[0]
+    layer = of_recipe(model().sections(Recipe(), H100).layers[0])
     made = 4096 * (1024 + 1024 + 256 + 4096 + 1024) * 2
     assert layer.saved_kept == pytest.approx(made, rel=0.05)
 
 
 def test_what_only_products_in_fp8_take_again_is_kept_in_fp8() -> None:
     """Of every layer the two norms' results and the activation's; all else is read by other kernels too."""
-    bf16, fp8 = (model().sections(Layout(precision=precision), H100).layers[0] for precision in ("bf16", "fp8"))
+    bf16, fp8 = (model().sections(layout_of(precision=precision), H100).layers[0] for precision in ("bf16", "fp8"))
     halved = SHAPE.seq * (2 * SHAPE.hidden + SHAPE.ffn)
     assert bf16.saved - fp8.saved == halved == bf16.saved_rematerialised - fp8.saved_rematerialised
 
@@ -64,7 +69,7 @@ def test_what_elementwise_operations_make_is_made_again() -> None:
     moved = tokens * (2 * 2 * SHAPE.hidden + 3 * SHAPE.ffn)
     started = 3 * H100.device.launch_seconds
     assert layer.rematerialised.total == pytest.approx(moved / H100.device.memory_bandwidth + started, rel=0.1)
-    none, light, full = (model().price(Layout(recompute=name), H100) for name in ("none", "elementwise", "full"))
+    none, light, full = (model().price(layout_of(recompute=name), H100) for name in ("none", "elementwise", "full"))
     assert none.predicted.step_seconds < light.predicted.step_seconds < full.predicted.step_seconds
     assert full.held[0].activations < light.held[0].activations < none.held[0].activations
 
@@ -75,7 +80,7 @@ def test_what_is_inside_attention_is_dropped_once(changes: dict[str, bool]) -> N
     """Scores written out are kept several times over: as scores, in another precision, dropped out."""
     written = replace(SHAPE, flash=False, kv_heads=SHAPE.heads, seq=1024, **changes)
     names = ("full", "elementwise", "selective", "none")
-    held = [model(written).price(Layout(recompute=name), H100).held[0].activations for name in names]
+    held = [model(written).price(layout_of(recompute=name), H100).held[0].activations for name in names]
     assert held == sorted(held) and len(set(held)) == 4
     layer = model(written).sections(Layout(), H100).layers[0]
     assert layer.saved_inside + layer.saved_rematerialised < layer.saved
@@ -87,7 +92,7 @@ def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
     mean."""
     shape = Shape(2, 1024, 8, 1, 128, 512, gated=True, vocab=1024, seq=32768, flash=True)
     even, late = (
-        model(shape).sections(Layout(context=4, context_load_balancing=balanced), H100).layers[0].forward.compute
+        model(shape).sections(Recipe(context=4, context_load_balancing=balanced), H100).layers[0].forward.compute
         for balanced in (True, False)
     )
     attention = 4 * 8 * 128 * 32768 * 32768 / 2 / 4
@@ -110,7 +115,7 @@ def gathered(together: bool, layers_only: bool = False) -> float:
 
 
 def sharded(**named: object) -> Priced:
-    return model().price(Layout(data=64, zero=3, **named), H100, 64)  # type: ignore[arg-type]
+    return model().price(layout_of(data=64, zero=3, **named), H100, 64)
 
 
 def test_weights_gathered_one_by_one_are_as_many_collectives() -> None:
@@ -148,8 +153,8 @@ def test_what_is_elementwise_gathers_the_weights_of_norms_again() -> None:
 def test_what_travels_takes_a_share_of_the_processors() -> None:
     """Where computing takes longer than every gather beside it, it is slowed down by a share of what travels."""
     long = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=32768, flash=True)
-    hidden = model(long).price(Layout(data=8, zero=3, overlap=("weight",)), H100, 8)
-    apart = model(long).price(Layout(data=8, zero=3, overlap=()), H100, 8)
+    hidden = model(long).price(Recipe(data=8, zero=3, overlap=("weight",)), H100, 8)
+    apart = model(long).price(Recipe(data=8, zero=3, overlap=()), H100, 8)
     update = apart.parts["update"]
     computing = sum(apart.parts[name] for name in ("forward", "backward"))
     travelling = apart.predicted.step_seconds - computing - update
@@ -160,11 +165,11 @@ def test_what_travels_takes_a_share_of_the_processors() -> None:
 def test_what_named_modules_make_is_computed_again_from_what_comes_in() -> None:
     """Of gate and up both results are dropped, and of the activation; what comes in, the norm's result, stays. Their
     products run once more, with no gathers on one device."""
-    plain, again = (model().sections(Layout(recomputed=globs), H100).layers[0] for globs in ((), ("*.mlp",)))
+    plain, again = (model().sections(Recipe(recomputed=globs), H100).layers[0] for globs in ((), ("*.mlp",)))
     dropped = SHAPE.seq * 3 * SHAPE.ffn * 2
     assert (plain.saved_again, again.saved_again, plain.saved - again.saved) == (0, dropped, dropped)
     assert plain.backward == again.backward and plain.forward == again.forward
-    steps = [model().price(Layout(recomputed=globs), H100) for globs in ((), ("*.mlp",))]
+    steps = [model().price(Recipe(recomputed=globs), H100) for globs in ((), ("*.mlp",))]
     longer = steps[1].predicted.step_seconds - steps[0].predicted.step_seconds
     assert longer == pytest.approx(2 * 8 * again.again.compute)
     assert steps[1].parts["again"] == pytest.approx(longer)
@@ -193,7 +198,7 @@ def plain_layers() -> LayoutModel:
 
 
 def sections_of_plain(*globs: str) -> list[Section]:
-    layout = Layout(microbatch=32, precision="fp32", recomputed=globs)
+    layout = Recipe(microbatch=32, precision="fp32", recomputed=globs)
     return list(plain_layers().sections(layout, H100).every[1:-1])
 
 
@@ -215,7 +220,7 @@ def test_all_parts_of_a_named_module_are_computed_again() -> None:
 def test_what_a_caller_holds_is_held_though_it_is_computed_again() -> None:
     """The norm's result, which gate takes."""
     held, both, again = (
-        model().sections(Layout(retained_inputs=holds, recomputed=globs), H100).layers[0].saved
+        model().sections(Recipe(retained_inputs=holds, recomputed=globs), H100).layers[0].saved
         for holds, globs in ((("*.mlp.gate",), ()), (("*.mlp.gate",), ("*.norm2",)), ((), ("*.norm2",)))
     )
     assert held == both == again + SHAPE.seq * SHAPE.hidden * 2
@@ -225,19 +230,19 @@ def test_what_is_kept_to_compute_again_is_held_already() -> None:
     """Of ``Tanh`` the product before it, whose result nothing else keeps."""
     saved = []
     for holds in ((), ("layers.*.1",)):
-        layout = Layout(microbatch=32, precision="fp32", recomputed=("layers.*.1",), retained_inputs=holds)
+        layout = Recipe(microbatch=32, precision="fp32", recomputed=("layers.*.1",), retained_inputs=holds)
         saved.append([section.saved for section in plain_layers().sections(layout, H100).layers])
     assert saved[0] == saved[1] == [(32 * 256 + 32 * 64) * 4] * len(saved[0])
 
 
 def test_a_norm_computed_again_is_as_one_of_all_that_is_elementwise() -> None:
-    norms = model().sections(Layout(recomputed=("*.norm1", "*.norm2")), H100).layers[0]
+    norms = model().sections(Recipe(recomputed=("*.norm1", "*.norm2")), H100).layers[0]
     plain = model().sections(Layout(), H100).layers[0]
     assert plain.saved - norms.saved == 2 * SHAPE.seq * SHAPE.hidden * 2
 
 
 def test_tensor_ranks_gather_again_for_what_they_compute_again() -> None:
-    layout = Layout(tensor=2, sequence_parallel=True, recomputed=("*.mlp",))
+    layout = Recipe(tensor=2, sequence_parallel=True, recomputed=("*.mlp",))
     section = model().sections(layout, H100).layers[0]
     assert section.again.communicate > 0
 
@@ -246,7 +251,7 @@ def test_layers_computed_again_keep_what_they_hand_on() -> None:
     """Each by itself, as ``recompute="full"`` has it, but for the last product, whose result nothing reads."""
     deep = model(replace(SHAPE, layers=6))
     full, layers, every = (
-        deep.price(Layout(**named), H100)  # type: ignore[arg-type]
+        deep.price(layout_of(**named), H100)  # type: ignore[arg-type]
         for named in ({"recompute": "full"}, {"recomputed": ("layers.*",)}, {"recomputed": ("*",)})
     )
     assert layers.held[0].activations == full.held[0].activations <= every.held[0].activations

@@ -17,9 +17,10 @@ from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import quick_price
 from autopar.layouts.search import LayoutSearchResult, best_layout, rule_of_thumb
 from autopar.layouts.space import PLANNED, Space, candidates
-from autopar.layouts.trials import quickest_layouts, tried_layouts
+from autopar.layouts.trials import LayoutSearch
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
+from benchmarks.recipes import Recipe
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(8, 512, 8, 8, 64, 2048, gated=False, vocab=2048, seq=256, flash=True)
@@ -93,7 +94,7 @@ def test_recomputations_that_are_the_same_are_tried_once() -> None:
     """Attention in one kernel keeps nothing of its inside: found as well where nothing else is asked for."""
     one = Space(tensor=(1,), pipeline=(1,), microbatch=(1,))
     tried = {
-        asked: {quick.layout.recompute for quick in tried_layouts(model(), A100, 4, batch=BATCH, space=space)}
+        asked: {quick.layout.recompute for quick in LayoutSearch(model(), A100, BATCH, space=space).tried(4)}
         for asked in ((), ("none", "selective"), ("selective",), ("elementwise",))
         for space in [replace(one, recompute=asked)]
     }
@@ -109,18 +110,18 @@ def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
 
 def test_values_that_do_not_go_with_what_is_given_are_left_out() -> None:
     """ZeRO-3 with all-reduced gradients; chunks with a schedule that has none. Refused where nothing else is tried."""
-    for like, name in ((Layout(reduction="all"), "zero"), (Layout(schedule="1f1b"), "interleave")):
+    for like, name in ((Recipe(reduction="all"), "zero"), (Layout(schedule="1f1b"), "interleave")):
         tried, free = (list(candidates(DEVICES, BATCH, 8, 8, like=one, space=PLANNED)) for one in (like, Layout()))
         left = {getattr(one, name) for one in free} - {getattr(one, name) for one in tried}
         assert tried and 3 in left
-    with pytest.raises(OptionsError, match=r"Layout\(zero=3, reduction='all'\)"):
-        list(candidates(4, BATCH, 8, 8, like=Layout(reduction="all"), space=Space(tensor=(1,), data=(4,), zero=(3,))))
+    with pytest.raises(OptionsError, match=r"Recipe\(zero=3, reduction='all'\)"):
+        list(candidates(4, BATCH, 8, 8, like=Recipe(reduction="all"), space=Space(tensor=(1,), data=(4,), zero=(3,))))
 
 
 def test_states_that_one_rank_has_no_room_for_are_passed_over() -> None:
     """Of nine places in four stages the second has three: more than the others, which bounds look at."""
     like, space = (
-        Layout(offload=True, embedding_as_layers=1),
+        Recipe(offload=True, embedding_as_layers=1),
         Space(tensor=(1,), pipeline=(4,), interleave=(1,), recompute=("full",)),
     )
     held = model().price(replace(like, pipeline=4, recompute="full"), A100).held
@@ -129,8 +130,9 @@ def test_states_that_one_rank_has_no_room_for_are_passed_over() -> None:
     full = A100.device.host_memory_bytes
     share = full / usable_host_bytes(A100)
     tight = replace(A100, device=replace(A100.device, host_memory_bytes=int(room * share)))
-    tried = tried_layouts(model(), tight, 4, batch=BATCH, like=like, space=space)
-    assert tried and quickest_layouts(model(), tight, tried, BATCH) == []
+    search = LayoutSearch(model(), tight, BATCH, like=like, space=space)
+    tried = search.tried(4)
+    assert tried and search.quickest(tried) == []
 
 
 def test_weights_are_divided_and_microbatches_grow_where_that_pays() -> None:
@@ -149,7 +151,7 @@ def test_a_model_without_a_list_of_layers() -> None:
 
 
 def test_the_rule_takes_as_few_stages_as_fit() -> None:
-    free = rule_of_thumb(model(), A100, DEVICES, batch=BATCH)
+    free = rule_of_thumb(LayoutSearch(model(), A100, BATCH), DEVICES)
     assert free is not None and (free.layout.tensor, free.layout.pipeline) == (8, 1)
-    tight = rule_of_thumb(model(), A100, DEVICES, batch=BATCH, limit=free.predicted.peak_bytes - 1)
+    tight = rule_of_thumb(LayoutSearch(model(), A100, BATCH, free.predicted.peak_bytes - 1), DEVICES)
     assert tight is not None and tight.layout.pipeline == 2

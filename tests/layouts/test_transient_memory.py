@@ -17,6 +17,7 @@ from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections.transient_memory import Span, most
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
+from benchmarks.recipes import Recipe
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(2, 128, 4, 4, 32, 512, gated=False, vocab=8192, seq=256, flash=True)
@@ -48,7 +49,7 @@ def test_a_fused_loss_makes_the_gradient_of_logits_and_nothing_else() -> None:
 
 def test_a_loss_operation_by_operation_makes_copies_in_fp32() -> None:
     """The log-softmax is kept in fp32, and backward has several as large at once."""
-    after = model().sections(Layout(eager=("loss",)), A100).after
+    after = model().sections(Recipe(eager=("loss",)), A100).after
     assert after.saved == pytest.approx(4 * LOGITS, rel=0.06)
     assert 8 * LOGITS < after.working <= 16.5 * LOGITS
 
@@ -85,7 +86,7 @@ def test_what_callers_hold_is_kept(tensor: int) -> None:
     """All logits in bf16, gathered, beside what backward reads of them."""
     plain, holding = (
         model()
-        .sections(Layout(tensor=tensor, replicated=("loss",), eager=("loss",), retained_inputs=holds), A100)
+        .sections(Recipe(tensor=tensor, replicated=("loss",), eager=("loss",), retained_inputs=holds), A100)
         .after
         for holds in ((), ("loss",))
     )
@@ -95,7 +96,7 @@ def test_what_callers_hold_is_kept(tensor: int) -> None:
 def test_what_products_take_is_kept_whoever_holds_it() -> None:
     """Modules with weights of their own hold nothing new; the activation between them holds what it would remake."""
     plain, products, activation = (
-        model().sections(Layout(retained_inputs=holds), A100).layers[1].saved
+        model().sections(Recipe(retained_inputs=holds), A100).layers[1].saved
         for holds in ((), ("*.mlp.*",), ("*.mlp",))
     )
     assert products == plain

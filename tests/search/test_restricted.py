@@ -19,6 +19,7 @@ from autopar.planner.options_of_plan import options_under
 from autopar.planner.timings import Timings
 from autopar.search.best_plan import best_plan
 from benchmarks.layout_grid import batch, checked, collectives, model_of, rows, wrong
+from benchmarks.recipes import Recipe
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case
 from tests.helpers.planning import planned, requested
@@ -128,9 +129,8 @@ def test_what_is_given_is_remembered() -> None:
     ("options", "said"),
     [
         ({"layout": "tensor=2"}, "is not an autopar.Layout"),
-        ({"layout": Layout(eager=("*",))}, r"plans do not; leave it out\. A plan can be restricted by tensor"),
-        ({"layout": Layout(recompute="operations")}, "take 'none', 'selective', 'full'"),
-        ({"layout": Layout(precision="fp8")}, "take 'fp32', 'bf16', 'fp16'"),
+        ({"layout": Recipe(tensor=2)}, "is not an autopar.Layout"),
+        ({"layout": Layout(recompute="elementwise")}, "take 'none', 'selective', 'full'"),
         ({"stages": 2, "layout": Layout(pipeline=4)}, r"stages=2, layout=Layout\(pipeline=4\)\) contradict"),
     ],
 )

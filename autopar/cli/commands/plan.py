@@ -10,7 +10,7 @@ from autopar.cli.output import Output
 from autopar.cli.plans import TABLES, make_plan, view, write_files
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
-from autopar.layout import CHOICES as LAYOUT_CHOICES
+from autopar.layout import Layout
 from autopar.options import CHOICES
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     add_mesh(where, required=False)
     where.add_argument("--devices", type=checked(positive), metavar="N", help="search layouts of so many instead")
-    add_planning(parser, LAYOUT_CHOICES)
+    add_planning(parser, Layout.choices)
     _add_layouts(parser)
 
 

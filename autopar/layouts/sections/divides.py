@@ -4,7 +4,7 @@ would work."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -13,7 +13,7 @@ from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placement, is_shard
-from autopar.layout import Layout, degrees, matches
+from autopar.layout import Layout, degrees
 from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import RULES
 from autopar.placement.axis_names import weight_values
@@ -27,37 +27,36 @@ def expert_blocks(graph: Graph) -> dict[Node, int]:
     return {node: int(graph.type_of(node.operands[MATRICES]).shape[0]) for node in blocks}
 
 
-def check_division(graph: Graph, layout: Layout, words: str = "") -> None:
+def check_division(
+    graph: Graph, layout: Layout, words: str = "", divided: Callable[[Node], bool] = lambda node: True
+) -> None:
     """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
     sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
-    ranks. ``words``: the layout as its user wrote it, if it restricts a plan."""
+    ranks. ``words``: the layout as its user wrote it, if it restricts a plan; ``divided``: which operations tensor
+    ranks divide."""
     for node in graph.placeholders("input"):
         if layout.context > 1 and node.type.rank > 1:
             _check_sequence(graph, node, layout, words or str(layout))
-    counts = dict(_counted(graph, layout))
+    counts = dict(_counted(filter(divided, graph.nodes), graph))
     common = math.gcd(*counts.values())
     for node, count in counts.items():
         if count % layout.tensor:
             kind = "experts" if node.op == FORWARD else "heads"
             works = degrees("tensor", common, layout.tensor)
-            if kind == "heads" and not words:
-                works += f", or replicated=({node.module!r},), so that every tensor rank computes all of them"
             raise OptionsError(
                 f"{words or layout}: {node.module or node.name} has {count} {kind}, which do not divide among "
                 f"{layout.tensor} tensor ranks; {works}"
             )
 
 
-def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
+def _counted(nodes: Iterable[Node], graph: Graph) -> Iterator[tuple[Node, int]]:
     """Nodes whose heads or experts tensor ranks divide, with their number. Query heads of attention: no system with
     such a layout gives some ranks one more head, since all would wait for them. (Attention written out in products
     shows no heads.) Experts: each tensor rank has its own."""
-    for node in graph.nodes:
-        if node.phase != "forward" or matches(node.module, layout.replicated):
-            continue
+    for node in nodes:
         if node.op == FORWARD:
             yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])
-        elif family_of(node.op).is_attention:
+        elif node.phase == "forward" and family_of(node.op).is_attention:
             yield node, int(graph.type_of(node.operands[0]).shape[1])
 
 

@@ -3,8 +3,7 @@
 Tokens choose experts, and a row is one choice of a token. Each of the ``expert`` ranks of a layout has an equal number
 of experts, and the tokens of its own microbatch. An all-to-all before the experts sends every row to a rank that has
 its expert, and one after them sends it back; gradients do the same. Experts are assumed to be chosen equally often.
-With ``capacity`` c every expert has slots for c times its equal share, and all slots are sent and computed, filled or
-not. Experts are also divided among tensor ranks, each of which takes the rows of its own experts.
+Experts are also divided among tensor ranks, each of which takes the rows of its own experts.
 
 Products of an expert are those of a training library: forward retains the rows received and the activation's operand,
 and backward recomputes no product. Each row takes 2 products forward and 4 backward.
@@ -15,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,32 +28,25 @@ from autopar.ir.node import Node, Value
 from autopar.layout import Layout, degrees
 from autopar.placement.prices import local_type
 
-from .expert_all_to_all import Block, sent_rows
+from .expert_all_to_all import Block
 
 FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
 OPERATIONS = frozenset((FORWARD, BACKWARD))
 # Operands of the forward operation: tokens, then choices and their weights, then tensors with an entry for each expert.
 # By the schema of autopar.experts (autopar/ops/experts.py).
 CHOICES, MATRICES = 1, 3
-# The dtype of fp8 products, and the number that their dims must be multiples of.
-FP8, FP8_MULTIPLE = torch.float8_e4m3fn, 16
-# Operations on rows in addition to products: count, gather, exchange, activate, scatter back.
-# Counted by hand, not fitted.
-ARRANGING = 8
 
 
 @dataclass(frozen=True)
 class BlockCost:
     """Costs of a block on one device: seconds of computation in each phase, ``exchanged`` bytes of rows sent in an
-    exchange, bytes ``saved`` for backward, ``working`` bytes of transient memory, and ``starts``: how many operations
-    the host launches in each phase, some of them for every expert."""
+    exchange, bytes ``saved`` for backward, and ``working`` bytes of transient memory."""
 
     forward: float
     backward: float
     exchanged: float
     saved: int
     working: int
-    starts: tuple[int, int] = (0, 0)
 
 
 def find_blocks(graph: Graph, assignment: Assignment, mesh: tuple[int, ...]) -> Mapping[str, Block]:
@@ -130,53 +123,63 @@ def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
             )
 
 
-def are_cast(*dims: int) -> bool:
-    """Whether libraries multiply matrices of these dims in fp8."""
-    return not any(dim % FP8_MULTIPLE for dim in dims)
+class BlockPrices:
+    """Prices blocks of experts under a layout. ``accumulates``: whether products add the gradients of weights to those
+    of earlier microbatches, which they read and write; otherwise they write their own. ``reads``: the names of what
+    layouts say that prices depend on."""
 
+    reads: ClassVar[tuple[str, ...]] = ("expert",)
 
-def price_block(block: Block, layout: Layout, cluster: Cluster) -> BlockCost:
-    """The costs of a block on a device of ``layout``. With ``layout.gradient_accumulation_fusion`` products add the
-    gradients of weights to those of earlier microbatches, which they read and write; otherwise they write their own."""
-    held = block.held // layout.expert
-    rows = block.rows * layout.capacity
-    each = max(1.0, rows / held)
-    is_fp8 = layout.precision == "fp8" and are_cast(block.width, block.up, block.down)
-    dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
-    operand_bytes = dtype.itemsize
-    is_fused = layout.gradient_accumulation_fusion
-    added = 2 * layout.gradient_itemsize(block.itemsize) if is_fused else block.itemsize
+    def __init__(self, layout: Layout, cluster: Cluster, accumulates: bool) -> None:
+        self.layout, self.cluster, self.accumulates = layout, cluster, accumulates
 
-    def product(m: float, n: float, k: float, result_bytes: int = block.itemsize) -> float:
-        moved = held * (result_bytes * m * n + operand_bytes * (n * k + m * k))
-        return compute_seconds(cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
+    def rows(self, block: Block) -> float:
+        """Rows that a device's experts compute."""
+        return block.rows
 
-    def passes(width: float) -> float:
+    def sent_rows(self, block: Block) -> float:
+        """Rows that one device sends in an exchange."""
+        return self.rows(block)
+
+    def operand_dtype(self, block: Block) -> torch.dtype:
+        """The dtype of the operands of products."""
+        return torch.float16 if self.layout.precision == "fp16" else _DTYPES[block.itemsize]
+
+    def orders(self, block: Block) -> int:
+        """How often rows are put in order in each phase. They are gathered in the order of their experts; results are
+        weighted and added up for each token. What an all-to-all of rows delivers is in the order of its senders: it is
+        put in that of several experts, and back."""
+        return 4 if 1 < self.layout.expert < block.held else 2
+
+    def passing(self, block: Block, width: float) -> float:
         """Seconds of a kernel that reads or writes ``width`` elements of every row."""
-        return compute_seconds(cluster, 0.0, rows * width * block.itemsize, torch.float32)
+        return compute_seconds(self.cluster, 0.0, self.rows(block) * width * block.itemsize, torch.float32)
 
-    def casts(width: float) -> float:
-        """Seconds of casting ``width`` elements of every row to fp8, once by rows and once by columns."""
-        return passes(width * (1 + 2 * operand_bytes / block.itemsize)) if is_fp8 else 0.0
+    def cost(self, block: Block) -> BlockCost:
+        """The costs of a block on a device."""
+        held, rows, dtype = block.held // self.layout.expert, self.rows(block), self.operand_dtype(block)
+        each, operand_bytes = max(1.0, rows / held), dtype.itemsize
+        added = 2 * self.layout.gradient_itemsize(block.itemsize) if self.accumulates else block.itemsize
 
-    wide, up, down = block.width, block.up, block.down
-    # Rows are gathered in the order of their experts; results are weighted and added up for each token. What an
-    # all-to-all of rows delivers is in the order of its senders: it is put in that of several experts, and back.
-    orders = 4 if layout.dispatch == "rows" and layout.expert > 1 and held > 1 else 2
-    forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + orders * passes(2 * wide)
-    backward = (
-        *(product(each, wide, up), product(up, wide, each, added)),
-        *(product(each, down, wide), product(wide, down, each, added)),
-        *(passes(2 * up + down), orders * passes(2 * wide), casts(wide), casts(up)),
-    )
-    exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
-    # Only products read the rows in backward, in fp8 if they were cast.
-    saved = int(rows * (wide * operand_bytes + up * block.itemsize))
-    # In backward: the recomputed activation and its gradient, the gradient of its operand, rows and their gradients.
-    transient = rows * (2 * down + up + 2 * wide)
-    starts = (2 + 2 * is_fp8) * held + ARRANGING, (4 + 2 * is_fp8) * held + ARRANGING
-    working = int(transient * block.itemsize)
-    return BlockCost(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
+        def product(m: float, n: float, k: float, result_bytes: int = block.itemsize) -> float:
+            moved = held * (result_bytes * m * n + operand_bytes * (n * k + m * k))
+            return compute_seconds(self.cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
+
+        wide, up, down = block.width, block.up, block.down
+        ordering = self.orders(block) * self.passing(block, 2 * wide)
+        forward = product(each, up, wide) + product(each, wide, down) + self.passing(block, up + down) + ordering
+        backward = (
+            *(product(each, wide, up), product(up, wide, each, added)),
+            *(product(each, down, wide), product(wide, down, each, added)),
+            *(self.passing(block, 2 * up + down), ordering),
+        )
+        exchanged = self.sent_rows(block) * wide * block.itemsize if self.layout.expert > 1 else 0.0
+        # Only products read the rows in backward.
+        saved = int(rows * (wide * operand_bytes + up * block.itemsize))
+        # In backward: the recomputed activation and its gradient, the gradient of its operand, rows and their
+        # gradients.
+        transient = rows * (2 * down + up + 2 * wide)
+        return BlockCost(forward, sum(backward), exchanged, saved, int(transient * block.itemsize))
 
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

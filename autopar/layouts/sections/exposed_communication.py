@@ -1,9 +1,9 @@
 """Exposed communication of a layout's tensor and context ranks, for its cost breakdown and its placement program.
 
-With ``"input_gradient"`` in ``overlap`` a collective of backward overlaps a product of as many FLOPs (Korthikanti et
-al. 2022, section 4.2.2). While the gradient of an input is summed over tensor ranks, the weight's gradient is computed;
-while an operand that forward saved in shards is gathered again, the input's gradient is computed. The exposed seconds
-depend on one placement at a time, so the program has them as prices:
+A collective of backward overlaps a product of as many FLOPs (Korthikanti et al. 2022, section 4.2.2). While the
+gradient of an input is summed over tensor ranks, the weight's gradient is computed; while an operand that forward saved
+in shards is gathered again, the input's gradient is computed. The exposed seconds depend on one placement at a time, so
+the program has them as prices:
 
     waited(computing, seconds) = seconds - min((1 - taken) seconds, computing)
 
@@ -29,7 +29,7 @@ from autopar.cost.overlap import taken_by_messages, waited
 from autopar.ir.graph import Graph
 from autopar.ir.node import VIEWS, Node, Value
 from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
-from autopar.layout import TENSOR, Layout
+from autopar.layout import TENSOR
 from autopar.placement.axis_names import weight_values
 from autopar.placement.choices import OUTPUTS, Choice, operand_place, result_place
 from autopar.placement.edge_costs import breaks_kernel
@@ -69,11 +69,11 @@ def _products(graph: Graph, value: Value) -> Iterator[Node]:
         yield node
 
 
-def with_exposed_prices(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
-    """The instance with the prices of the cost breakdown of ``layout``. Collectives of backward cost their exposed
-    seconds. Reductions of weights' gradients are free, since they are part of the step's reductions over data ranks.
-    Weights are never communicated, since a layout divides them once and for all. ``chosen``: a solution, which says how
-    operations read values."""
+def with_exposed_prices(instance: Instance, hides: bool, chosen: Ints | None = None) -> Instance:
+    """The instance with the prices of the cost breakdown. Collectives of backward cost their exposed seconds where a
+    layout ``hides`` them. Reductions of weights' gradients are free, since they are part of the step's reductions over
+    data ranks. Weights are never communicated, since a layout divides them once and for all. ``chosen``: a solution,
+    which says how operations read values."""
     weights, transfers = weight_values(instance.graph), list(instance.problem.transfers)
     for index, edge in enumerate(instance.edges):
         transfer = transfers[index]
@@ -81,7 +81,7 @@ def with_exposed_prices(instance: Instance, layout: Layout, chosen: Ints | None 
             cost = _reweighed(instance, edge, transfer, _summed_once)
         elif edge.producer in weights:
             cost = _reweighed(instance, edge, transfer, _sliced_only)
-        elif edge.role == "backward" and layout.hides_input_gradients:
+        elif edge.role == "backward" and hides:
             cost = _exposed(instance, edge, transfer, chosen)
         else:
             continue

@@ -4,8 +4,7 @@ One data rank's share of a step is placed on the mesh (context, tensor). On the 
 their dim 1, the sequence, and weights are replicated. On the tensor axis inputs are replicated, every matrix of weights
 is sharded, and no weight is gathered. Solving decides which matrix is sharded by rows and which by columns, so that
 communication is least. Without sequence parallelism no activation may be sharded along the sequence on the tensor axis.
-With it, operands of products are saved in shards and gathered again in backward, or saved as gathered, as the layout
-says.
+With it, operands of products are saved in shards and gathered again in backward.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Shard
 
 from autopar.cluster.description import Cluster
 from autopar.cost import family_of
@@ -25,7 +25,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import REPLICATE, Placement, Strategy, is_shard
 from autopar.ir.reshard import Hop, Sent
-from autopar.layout import CONTEXT, TENSOR, Layout, matches
+from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
@@ -37,6 +37,7 @@ from autopar.placement.prices import Prices, exchanged_bytes, placement_options
 from autopar.solver.problem import Solution, evaluate
 from autopar.solver.solve import solve
 
+from .divides import check_division
 from .experts import routers
 from .exposed_communication import scattering, with_exposed_prices
 
@@ -61,62 +62,84 @@ class Placed:
     gap: float = 0.0
 
 
-def place(
-    graph: Graph, fused: FusedKernels, layout: Layout, cluster: Cluster, multiplicity: Mapping[str, int]
-) -> Placed:
-    """The placements of ``layout``; ``fused``: the kernels of the graph; ``multiplicity``: how many nodes of the whole
-    model each node represents. Raises :class:`OptionsError` if the model cannot be divided so."""
-    annotated = annotate(graph, (layout.context, layout.tensor))
-    folded = fold_layers(annotated, 1)
-    for prices, scatters in _prices(annotated, fused, layout, cluster):
-        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, multiplicity=multiplicity)
-        shape_rules = _weights(instance), _inputs(layout), _replicated(layout), _without_exchange
-        rules = (*shape_rules, _saved_in_shards(instance, layout), _reduced_separately(instance, layout))
-        instance = with_choices(instance, _all_of(*rules))
-        solution = _solved(scattering(instance) if scatters else instance, layout)
-        if solution.status != "infeasible":
-            return Placed(annotated, instance.assignment(solution.choices), prices, solution.gap)
-    raise OptionsError(f"the model cannot be laid out as {layout}: no placements allow the communication it would need")
+class Placing:
+    """Places the tensors of a layout. ``reads``: the names of what layouts say that placements depend on."""
 
+    reads: ClassVar[tuple[str, ...]] = ("tensor", "context", "microbatch", "sequence_parallel")
 
-def _solved(instance: Instance, layout: Layout) -> Solution:
-    """The placements at the prices of the cost breakdown. If the solution costs more by its own cost breakdown than the
-    program predicted, it is solved again, from there. Returns the solution that costs less by its own breakdown."""
-    priced = with_exposed_prices(instance, layout)
-    candidates: list[tuple[float, Solution]] = []
-    for _ in range(ROUNDS):
-        incumbents = [candidate.choices for _, candidate in candidates]
-        solution = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=incumbents, counted=True)
-        if solution.status == "infeasible":
-            break
-        priced = with_exposed_prices(instance, layout, solution.choices)
-        candidates.append((evaluate(priced.problem, solution.choices), solution))
-        if candidates[-1][0] <= (1 + GAP) * solution.objective:
-            break
-    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else solution
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
 
+    def place(self, graph: Graph, fused: FusedKernels, cluster: Cluster, multiplicity: Mapping[str, int]) -> Placed:
+        """The placements; ``fused``: the kernels of the graph; ``multiplicity``: how many nodes of the whole model each
+        node represents. Raises :class:`OptionsError` if the model cannot be divided so."""
+        self.check(graph)
+        annotated = annotate(graph, (self.layout.context, self.layout.tensor))
+        folded = fold_layers(annotated, 1)
+        for prices, scatters in self._prices(annotated, fused, cluster):
+            instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, multiplicity=multiplicity)
+            instance = with_choices(instance, _all_of(*self.rules(instance)))
+            solution = self._solved(scattering(instance) if scatters else instance)
+            if solution.status != "infeasible":
+                return Placed(annotated, instance.assignment(solution.choices), prices, solution.gap)
+        raise OptionsError(
+            f"the model cannot be laid out as {self.layout}: no placements allow the communication it would need"
+        )
 
-def _prices(annotated: Graph, fused: FusedKernels, layout: Layout, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
-    """The prices to place at, and whether sums of products must be scattered (:func:`scattering`).
+    def check(self, graph: Graph) -> None:
+        """Raises :class:`OptionsError` if the layout does not divide the graph of a step."""
+        check_division(graph, self.layout)
 
-    Without sequence parallelism the first prices allow only all-reduces. If these are not enough (a normalisation
-    between two sharded matrices, as in latent attention), values may be gathered. With sequence parallelism the first
-    prices require that values are gathered and sums scattered."""
-    mesh = (layout.context, layout.tensor)
-    options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
-    if layout.sequence_parallel:
-        yield Scattering(cluster, mesh, options, exchanged, fused=fused), True
-        yield Prices(cluster, mesh, options, exchanged, fused=fused), False
-        return
-    gathered = frozenset(
-        annotated.type_of(value)
-        for node in annotated.nodes
-        if matches(node.module, layout.replicated)
-        for value in node.operands
-        if not matches(annotated[value.node].module, layout.replicated)
-    )
-    for passing in (gathered, frozenset(options)):
-        yield ReducedOnly(cluster, mesh, options, exchanged, fused=fused, gathered=passing), False
+    def rules(self, instance: Instance) -> tuple[Allowed, ...]:
+        """What every choice of the program must fulfil."""
+        return _weights(instance), _inputs(self.layout), _without_exchange, self.saved(instance)
+
+    @property
+    def hides(self) -> bool:
+        """Whether collectives of inputs' gradients overlap products."""
+        return True
+
+    def saved(self, instance: Instance) -> Allowed:
+        """How values are saved for backward: with sequence parallelism operands of products in shards if they can be
+        (Korthikanti et al. 2022, section 4.2.2)."""
+        return _saved_in_shards(instance) if self.layout.sequence_parallel else lambda node, choice: True
+
+    def gathered(self, graph: Graph) -> frozenset[TensorType]:
+        """The types of values that tensor ranks without sequence parallelism may gather if all-reduces are enough for
+        all others."""
+        return frozenset()
+
+    def _solved(self, instance: Instance) -> Solution:
+        """The placements at the prices of the cost breakdown. If the solution costs more by its own cost breakdown than
+        the program predicted, it is solved again, from there. Returns the solution that costs less by its own
+        breakdown."""
+        priced = with_exposed_prices(instance, self.hides)
+        candidates: list[tuple[float, Solution]] = []
+        for _ in range(ROUNDS):
+            incumbents = [candidate.choices for _, candidate in candidates]
+            solution = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=incumbents, counted=True)
+            if solution.status == "infeasible":
+                break
+            priced = with_exposed_prices(instance, self.hides, solution.choices)
+            candidates.append((evaluate(priced.problem, solution.choices), solution))
+            if candidates[-1][0] <= (1 + GAP) * solution.objective:
+                break
+        return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else solution
+
+    def _prices(self, annotated: Graph, fused: FusedKernels, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
+        """The prices to place at, and whether sums of products must be scattered (:func:`scattering`).
+
+        Without sequence parallelism the first prices allow only all-reduces. If these are not enough (a normalisation
+        between two sharded matrices, as in latent attention), values may be gathered. With sequence parallelism the
+        first prices require that values are gathered and sums scattered."""
+        mesh = self.layout.context, self.layout.tensor
+        options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
+        if self.layout.sequence_parallel:
+            yield Scattering(cluster, mesh, options, exchanged, fused=fused), True
+            yield Prices(cluster, mesh, options, exchanged, fused=fused), False
+            return
+        for passing in (self.gathered(annotated), frozenset(options)):
+            yield ReducedOnly(cluster, mesh, options, exchanged, fused=fused, gathered=passing), False
 
 
 def _without_exchange(node: Node, choice: Choice) -> bool:
@@ -124,21 +147,9 @@ def _without_exchange(node: Node, choice: Choice) -> bool:
     return isinstance(choice, ParameterPlacement) or choice.local.removeprefix("autopar.") not in EXCHANGES
 
 
-def _replicated(layout: Layout) -> Allowed:
-    """Operations of replicated modules shard nothing on the tensor axis."""
-
-    def allowed(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not matches(node.module, layout.replicated):
-            return True
-        return not any(is_shard(place[TENSOR]) for place in choice.inputs)
-
-    return allowed
-
-
 @dataclass(frozen=True, eq=False)
 class ReducedOnly(Prices):
-    """Prices that forbid everything but all-reduces on the tensor axis, except for the operands of replicated modules
-    (``gathered``)."""
+    """Prices that forbid everything but all-reduces on the tensor axis, except for values of the types ``gathered``."""
 
     gathered: frozenset[TensorType] = frozenset()
 
@@ -191,45 +202,20 @@ def _weights(instance: Instance) -> Allowed:
     return allowed
 
 
-def _saved_in_shards(instance: Instance, layout: Layout) -> Allowed:
-    """With sequence parallelism, operands of products are saved in shards if they can be (Korthikanti et al. 2022,
-    section 4.2.2)."""
+def _saved_in_shards(instance: Instance) -> Allowed:
+    """Operands of products are saved in shards if they can be."""
     graph = instance.graph
     saved = {node.name for node in graph.nodes if node.op == SAVED_ACTIVATION and _feeds_product(graph, node)}
     divisible = {
         name
         for name, choices in zip(instance.names, instance.choices, strict=True)
-        if layout.sequence_parallel
-        and layout.operands == "shards"
-        and name in saved
+        if name in saved
         and any(isinstance(choice, Strategy) and is_shard(choice.outputs[0][TENSOR]) for choice in choices)
     }
 
     def allowed(node: Node, choice: Choice) -> bool:
         must_shard = node.op == SAVED_ACTIVATION and graph.classes.get(node.name, node.name) in divisible
         return not must_shard or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
-
-    return allowed
-
-
-def _reduced_separately(instance: Instance, layout: Layout) -> Allowed:
-    """Input gradients of products in modules of ``separate_dgrad_reductions`` are reduced before anything reads
-    them."""
-    graph = instance.graph
-
-    def summed(name: str) -> bool:
-        node = graph[name]
-        return (
-            node.phase == "backward"
-            and family_of(node.op).matrix is not None
-            and matches(node.module, layout.separate_dgrad_reductions)
-        )
-
-    def allowed(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not layout.separate_dgrad_reductions:
-            return True
-        partial = (isinstance(place[TENSOR], Partial) for place in choice.inputs)
-        return not any(is_sum and summed(value.node) for is_sum, value in zip(partial, node.operands, strict=True))
 
     return allowed
 

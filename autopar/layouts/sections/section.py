@@ -14,21 +14,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of computation, of communication, and of waiting for the host, which launches operations one by one."""
+    """Seconds of computation and of communication."""
 
     compute: float = 0.0
     communicate: float = 0.0
-    host: float = 0.0
-
-    def __sub__(self, other: Seconds) -> Seconds:
-        return self + Seconds(-other.compute, -other.communicate, -other.host)
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.compute + other.compute, self.communicate + other.communicate, self.host + other.host)
+        return Seconds(self.compute + other.compute, self.communicate + other.communicate)
 
     @property
     def total(self) -> float:
-        return self.compute + self.communicate + self.host
+        return self.compute + self.communicate
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,8 @@ class Weight:
         partial: mesh axes over which its gradient has yet to be summed.
         experts: if it has an entry for each expert, among how many ranks these are divided; else 0.
         trained: whether it has a gradient and optimizer state.
-        cast: whether products read copies in fp8.
         shared: whether several sections use it.
         owner: the pipeline rank that stores and updates it, if not the one that has it.
-        again: recomputations that read it once more in backward: ``"selective"``, ``"elementwise"``, or
-            ``"recomputed"`` for modules named by the layout.
     """
 
     path: str
@@ -55,9 +48,7 @@ class Weight:
     partial: tuple[int, ...]
     experts: int = 0
     trained: bool = True
-    cast: bool = False
     shared: bool = False
-    again: frozenset[str] = frozenset()
     owner: int | None = None
 
 
@@ -75,9 +66,6 @@ class Section:
         flops: FLOPs of products, summed over all devices.
         blocks: blocks of experts. :func:`.section_costs.with_experts` adds their costs to the other fields, and sets
             ``exchanged`` to the bytes that one device sends in each of their exchanges.
-        kept: the part of forward that ``recompute="operations"`` does not repeat; it saves ``saved_kept`` bytes for it.
-        again: what backward repeats of the modules in :attr:`.Layout.recomputed`; it then has ``saved_again`` bytes in
-            addition to the saved ones.
         accumulating: seconds in which gradients of a microbatch are added to those of earlier ones.
         lent: weights that it uses, but that another section of its pipeline rank stores and updates.
     """
@@ -95,12 +83,8 @@ class Section:
     is_layer: bool = False
     blocks: tuple[Block, ...] = ()
     exchanged: tuple[float, ...] = ()
-    kept: Seconds = Seconds()
-    saved_kept: int = 0
     rematerialised: Seconds = Seconds()
     saved_rematerialised: int = 0
-    again: Seconds = Seconds()
-    saved_again: int = 0
     accumulating: float = 0.0
     lent: tuple[Weight, ...] = ()
 

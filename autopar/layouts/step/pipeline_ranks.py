@@ -17,7 +17,7 @@ from autopar.layouts.sections.section import Section
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import held_chunks
 
-from .memory import data_ranks, stored_bytes
+from .memory import LayoutMemory
 
 
 def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
@@ -80,15 +80,17 @@ def _largest_places(
     return {path: place for path, (_, place) in sizes.items()}
 
 
-def borrowing_seconds(rank: int, sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
+def borrowing_seconds(
+    rank: int, sections: Sequence[tuple[Section, int]], memory: LayoutMemory, cluster: Cluster
+) -> float:
     """Seconds in which a rank receives the weights that it borrows, and sends their gradients back, one after the
     other. Nothing overlaps them. ``sections``: those of the rank, with the number of each."""
-    seconds = 0.0
+    seconds, layout = 0.0, memory.layout
     for section, count in sections:
         for weight in section.weights:
             if weight.owner is not None:
                 latency, bandwidth = message_rate(cluster, weight.owner, rank, layout.stage_devices)
-                shards = data_ranks(weight, layout) if layout.zero else 1
-                once = latency + stored_bytes(weight, layout) / shards / bandwidth
+                shards = memory.data_ranks(weight) if layout.zero else 1
+                once = latency + memory.stored_bytes(weight) / shards / bandwidth
                 seconds += count * once * (2 if weight.trained else 1)
     return seconds

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, TypeVar, cast
 
 from autopar.cluster.description import Cluster
 from autopar.cost import bucketed_seconds, collective_seconds
 from autopar.cost.collective.collective import copying_seconds
-from autopar.cost.overlap import at_once, taken_by_messages
-from autopar.layout import MASTER_BYTES, Layout
+from autopar.cost.overlap import taken_by_messages
+from autopar.cost.update import casting_seconds, update_seconds
+from autopar.given_fields import own_fields
+from autopar.layout import Layout
 from autopar.layouts.sections.expert_all_to_all import exchange_seconds
 from autopar.layouts.sections.section import Chunk, Seconds, Section, Weight
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 
-from .chunks import recompute_seconds
-from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
-from .optimizer_update import updating_seconds
+from .memory import LayoutMemory
 
 Result = TypeVar("Result")
 # Buckets have at least so many bytes for each of the ranks that reduce them, as in Megatron-Core (a million elements
 # in fp32; `DistributedDataParallelConfig.bucket_size`): the more ranks, the longer a collective takes to start. The
 # runtime's do not grow, so a plan of many data ranks pays more.
 BYTES_OF_A_RANK = 4_000_000
-# The number of pieces of a collective that overlaps the product next to it: one of them is exposed.
-# Chosen: Transformer Engine's default num_splits where it overlaps by pieces; not fitted.
-PIECES = 4
-
-# Fields on which no section's seconds depend: they say how layers are put on ranks, or what is kept apart.
-_OF_RANKS = ("pipeline", "interleave", "schedule", "cuts", "embedding_as_layers", "head_as_layers", "recompute")
-_FIELDS = tuple(name for name in Layout.__dataclass_fields__ if name not in (*_OF_RANKS, "given"))
 # What of a section does not depend on recomputation and microbatches either.
 _OF_STORED = frozenset(("update", "all_gather", "all_reduce", "reduce_scatter"))
 
@@ -45,17 +37,25 @@ def _identity(*_: object) -> object:
     return object()
 
 
-class SectionTimes:
-    """Seconds of sections under a layout; ``microbatches``: how many a data rank computes in a step; ``exchanged``:
-    elements of all unsharded gradients."""
+@lru_cache
+def _names(kind: Hashable) -> tuple[str, ...]:
+    """The fields of layouts of a kind but those on which no section's seconds depend: how layers are put on ranks, and
+    what is kept apart."""
+    of_ranks = "pipeline", "interleave", "schedule", "recompute"
+    return tuple(field.name for field in own_fields(kind) if field.name not in of_ranks)
 
-    def __init__(self, layout: Layout, microbatches: int, cluster: Cluster, exchanged: int) -> None:
-        self.layout, self.microbatches, self.cluster, self.exchanged = layout, microbatches, cluster, exchanged
-        self.taken = taken_by_messages(cluster)
+
+class SectionTimes:
+    """Seconds of sections under a layout, whose bytes are ``memory``'s; ``microbatches``: how many a data rank computes
+    in a step; ``exchanged``: elements of all unsharded gradients."""
+
+    def __init__(self, memory: LayoutMemory, microbatches: int, cluster: Cluster, exchanged: int) -> None:
+        self.memory, self.microbatches, self.cluster, self.exchanged = memory, microbatches, cluster, exchanged
+        self.layout, self.taken = memory.layout, taken_by_messages(cluster)
         # What sections take is computed once for all layouts that are alike in these.
-        every = {name: getattr(layout, name) for name in _FIELDS}
-        self._stored = _identity(*every.values(), cluster, exchanged)
-        self._key = _identity(self._stored, layout.recompute, microbatches)
+        every = (getattr(self.layout, name) for name in _names(cast(Hashable, type(self.layout))))
+        self._stored = _identity(*every, cluster, exchanged)
+        self._key = _identity(self._stored, self.layout.recompute, microbatches)
         self._sharding: dict[tuple[int, ...], tuple[float, float]] = {}
         self._shares: dict[tuple[int, ...], HiddenShares] = {}
 
@@ -69,9 +69,9 @@ class SectionTimes:
         sizes = Counter[int]()
         for weight in weights:
             sizes[weight.experts] += nbytes(weight)  # type: ignore[assignment]
-        return sum(self.over_group(kind, experts, size) for experts, size in sizes.items() if size)
+        return sum(self._over_group(kind, experts, size) for experts, size in sizes.items() if size)
 
-    def over_group(self, kind: str, experts: int, nbytes: float) -> float:
+    def _over_group(self, kind: str, experts: int, nbytes: float) -> float:
         return collective_seconds(self.cluster, self._mesh(experts), kind, (0,), nbytes)
 
     def _mesh(self, experts: int) -> tuple[int, ...]:
@@ -100,104 +100,82 @@ class SectionTimes:
 
     def exchange(self, section: Section) -> float:
         """Seconds of sending the rows of a section to their experts and back."""
-        return sum(2 * exchange_seconds(self.cluster, self.layout, block) for block in section.blocks)
+        return sum(2 * exchange_seconds(self.cluster, self.layout, block, block.rows) for block in section.blocks)
 
     def again(self, section: Section) -> Seconds:
-        return self._once("again", section, lambda each: recompute_seconds(each, self.layout))
+        """The cost of recomputing a section in backward."""
+        return self._once("again", section, self.recomputing) if section.runs_backward else Seconds()
+
+    def recomputing(self, section: Section) -> Seconds:
+        """:meth:`again` of a section that runs backward."""
+        return recompute_seconds(section, self.layout)
 
     def exchanges(self, section: Section) -> float:
         """Seconds of the exchanges of forward, of backward and of recomputation."""
-        passes = 3 if section.is_layer and self.layout.recompute in ("full", "operations") else 2
+        passes = 3 if section.is_layer and self.layout.repeats_layers else 2
         return passes * self.exchange(section)
-
-    def reduced_bytes(self, weight: Weight) -> float:
-        """Bytes of a gradient in the dtype in which it is sent."""
-        if self.layout.reduction != "all-fp32":
-            return gradient_bytes(weight, self.layout)
-        return weight.trained * weight.elements * MASTER_BYTES
 
     def updated_bytes(self, weight: Weight) -> float:
         """Bytes of an updated weight in the dtype in which it is sent."""
-        return weight.trained * self._sharded_bytes(weight)
+        return weight.trained * self.memory.gathered_bytes(weight)
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, exchanges of rows included, without ZeRO-3's collectives."""
         return self._once("times", section, self._times_of)
 
     def updating(self, section: Section) -> float:
-        """Seconds of the optimizer for one section."""
-        return self._once("update", section, lambda each: updating_seconds(each, self.layout, self.cluster))
+        """Seconds in which the optimizer updates the weights of a section, one after the other."""
+        return self._once("update", section, lambda each: sum(map(self._updating, each.trained)))
+
+    def _updating(self, weight: Weight) -> float:
+        """Seconds of one weight. If a weight is a copy of a master weight, it is written apart."""
+        if weight.owner is not None:
+            return 0.0
+        memory, device = self.memory, self.cluster.device
+        shards = memory.data_ranks(weight) if self.layout.zero else 1
+        elements, value = weight.elements / shards, memory.stored_bytes(weight) / shards
+        moments = elements * self.layout.moment_itemsize
+        seconds = update_seconds(device, memory.gradient_bytes(weight) / shards, value, moments)
+        return seconds + (casting_seconds(device, value, elements * weight.itemsize) if memory.has_copies else 0.0)
 
     def _times_of(self, section: Section) -> tuple[float, float]:
-        exchange = self.exchange(section)
-        forward = self.exchanging(self.total(section.forward), exchange)
-        back = self.exchanges(section) - exchange
-        backward = self.exchanging(self.total(section.backward + self.again(section)), back)
-        return forward, backward + self.adding_up(section)
+        exchange, (forward, backward) = self.exchange(section), self.alone(section)
+        back = self.exchanging(backward, self.exchanges(section) - exchange)
+        return self.exchanging(forward, exchange), back + self.adding_up(section)
+
+    def alone(self, section: Section) -> tuple[float, float]:
+        """Seconds of forward and of backward without exchanges of rows: computing and communicating in turn."""
+        return section.forward.total, (section.backward + self.again(section)).total
 
     def sharded(self, section: Section) -> tuple[float, float]:
         """Seconds of the collectives of ZeRO-3 in forward and in backward: gathers of weights, and scatters of their
         gradients."""
-        return self._once("weights", section, self._sharded) if self.layout.zero >= 3 else (0.0, 0.0)
+        return self._once("weights", section, self.sharding) if self.layout.zero >= 3 else (0.0, 0.0)
 
-    def _sharded(self, section: Section) -> tuple[float, float]:
-        gather = self.gather(section)
-        again = gather if section.runs_backward else 0.0
-        if self.layout.gathers == "tensor":
-            again += self.gather_again(section)
-        scatter = self.over_data("reduce_scatter", section.weights, lambda weight: gradient_bytes(weight, self.layout))
-        return gather, again + scatter
+    def sharding(self, section: Section) -> tuple[float, float]:
+        """:meth:`sharded` of a section whose weights ZeRO-3 divides."""
+        gather = self.gather((*section.weights, *section.lent))
+        scatter = self.over_data("reduce_scatter", section.weights, self.memory.gradient_bytes)
+        return gather, (gather if section.runs_backward else 0.0) + scatter
 
-    def gather_again(self, section: Section) -> float:
-        """Seconds of gathering weights one by one for recomputation: all weights of layers that are recomputed in full,
-        otherwise those that recomputed operations read."""
-        if not self.again(section).compute:
-            return 0.0
-        if section.is_layer and self.layout.recompute in ("full", "operations"):
-            return self.gather(section)
-        ways = {"recomputed", self.layout.recompute if section.is_layer else "none"}
-        taken = tuple(weight for weight in (*section.weights, *section.lent) if weight.again & ways)
-        return self.gather(replace(section, weights=taken, lent=()))
-
-    def gather(self, section: Section) -> float:
-        """Seconds of gathering the weights that a section reads, together or one by one."""
-        every = (*section.weights, *section.lent)
-        groups = [[weight] for weight in every] if self.layout.gathers == "tensor" else [every]
-        return sum(self.over_data("all_gather", group, self._sharded_bytes) for group in groups)
-
-    def _sharded_bytes(self, weight: Weight) -> float:
-        return gathered_bytes(weight, self.layout)
+    def gather(self, weights: Iterable[Weight]) -> float:
+        """Seconds of gathering weights together."""
+        return self.over_data("all_gather", weights, self.memory.gathered_bytes)
 
     def adding_up(self, section: Section) -> float:
         """Seconds in which the gradients of a microbatch are added to those of earlier ones, on average over all."""
-        seconds = section.accumulating
-        if not self.layout.gradient_accumulation_fusion:
-            experts = [weight for weight in section.trained if weight.experts]
-            moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in experts)
-            seconds += moved / self.cluster.device.memory_bandwidth
-        return seconds * (self.microbatches - 1) / self.microbatches
+        return self.accumulating(section) * (self.microbatches - 1) / self.microbatches
+
+    def accumulating(self, section: Section) -> float:
+        """Seconds in which the gradients of one microbatch are added to those of an earlier one."""
+        return section.accumulating
 
     def exchanging(self, seconds: float, exchange: float) -> float:
-        """Seconds with exchanges of rows, which follow the rest of the section, or overlap that of another microbatch
-        and occupy some of its processors."""
-        if "expert" not in self.layout.overlap:
-            return seconds + exchange
-        return at_once(seconds, exchange, self.taken)
-
-    def total(self, seconds: Seconds) -> float:
-        """Seconds of computation and communication in turn, or overlapped piece by piece."""
-        if "tensor" not in self.layout.overlap:
-            return seconds.total
-        both = (seconds.compute, seconds.communicate)
-        return at_once(*both, self.taken) + min(both) / PIECES + seconds.host
+        """Seconds with exchanges of rows, which follow the rest of the section."""
+        return seconds + exchange
 
     def chunk_times(self, chunk: Chunk) -> tuple[float, float]:
         """Seconds of forward and backward of a chunk, without blocking for messages."""
-        forward, backward = self._alone(chunk)
-        forward_waits, backward_waits = self.fetching(chunk)
-        return forward + forward_waits, backward + backward_waits
-
-    def _alone(self, chunk: Chunk) -> tuple[float, float]:
         forward, backward = (
             sum(count * self.times(section)[phase] for section, count in chunk.counted) for phase in (0, 1)
         )
@@ -210,9 +188,8 @@ class SectionTimes:
             return 0.0, 0.0
         key = chunk.key
         if key not in self._sharding:
-            sides = self.sides(chunk)
-            shares = self.hidden_shares(chunk) if "weight" in self.layout.overlap else HiddenShares()
-            forward, backward = (side.gathers - shares.of_gathers(side) for side in sides)
+            shares = self.hidden_shares(chunk, "weight")
+            forward, backward = (side.gathers - shares.of_gathers(side) for side in self.sides(chunk))
             self._sharding[key] = forward, backward
         return self._sharding[key]
 
@@ -220,31 +197,22 @@ class SectionTimes:
         """Forward and backward of a chunk: the computing that may overlap messages, and ZeRO-3's collectives."""
         forward = backward = SectionSeconds()
         for section, count in chunk.counted:
-            back = section.backward + self.again(section)
-            first, second = section.forward.compute + section.forward.host, back.compute + back.host
+            back = (section.backward + self.again(section)).compute + self.adding_up(section)
             gather, scatter = self.sharded(section)
-            forward += SectionSeconds(count * first, count * gather)
-            backward += SectionSeconds(count * (second + self.adding_up(section)), count * scatter)
-        return forward, backward
-
-    def fetching(self, chunk: Chunk) -> tuple[float, float]:
-        """Seconds for which forward and backward of a chunk wait for saved activations in host memory."""
-        offloaded, _ = offloaded_bytes(chunk, self.layout)
-        if not offloaded:
-            return 0.0, 0.0
-        transfer = offloaded / self.cluster.device.host_bandwidth
-        forward, backward = (max(0.0, transfer - alone) for alone in self._alone(chunk))
+            forward += SectionSeconds(count * section.forward.compute, count * gather)
+            backward += SectionSeconds(count * back, count * scatter)
         return forward, backward
 
     def reduction(self, chunk: Chunk) -> float:
-        """Seconds of reducing a chunk's gradients, of a step or of one microbatch."""
+        """Seconds of reducing a chunk's gradients."""
         if self.layout.zero >= 3:
             return 0.0
-        divided = self.layout.zero and self.layout.reduction == "scatter"
-        return self.in_buckets("reduce_scatter" if divided else "all_reduce", chunk.counted, self.reduced_bytes)
+        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
+        return self.in_buckets(kind, chunk.counted, self.memory.gradient_bytes)
 
-    def hidden_shares(self, chunk: Chunk) -> HiddenShares:
-        """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan."""
+    def hidden_shares(self, chunk: Chunk, sent: Literal["weight", "gradient"]) -> HiddenShares:
+        """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan; ``sent``: what the
+        messages are of."""
         key = chunk.key
         if key not in self._shares:
             distinct = ((weight, count) for section, count in chunk.counted for weight in section.trained)
@@ -252,3 +220,12 @@ class SectionTimes:
             sizes = chain.from_iterable(section.whole_sizes for section in chunk)
             self._shares[key] = shares_of_sizes(sizes, exchanged, self.cluster)
         return self._shares[key]
+
+
+def recompute_seconds(section: Section, layout: Layout) -> Seconds:
+    """The cost of recomputing a section that runs backward."""
+    if not section.is_layer or layout.recompute == "none":
+        return Seconds()
+    if layout.recompute == "full":
+        return section.forward
+    return section.inside + section.rematerialised if layout.recompute == "elementwise" else section.inside

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.cluster.description import Cluster
 from autopar.cost import simulate
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
-from autopar.layout import Layout
 from autopar.layouts.sections.section import Chunk, Section, counted
-from autopar.placement.overlap_windows import HiddenShares, SectionSeconds
+from autopar.placement.overlap_windows import SectionSeconds
 from autopar.schedule.named import SCHEDULES, make_schedule
 
-from .optimizer_update import offloading_seconds
 from .pipeline_ranks import borrowing_seconds, chunks_of
 from .section_seconds import SectionTimes
 
@@ -28,68 +25,61 @@ LATE_ROUNDS = 4
 
 
 class LayoutStep:
-    """The prices of one step."""
+    """The prices of one step, whose sections take ``times``."""
 
-    def __init__(self, chunks: Sequence[Chunk], layout: Layout, microbatches: int, cluster: Cluster) -> None:
-        self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
-        exchanged = sum(count * section.exchanged_elements for section, count in counted(chunks))
-        self.sections = SectionTimes(layout, microbatches, cluster, exchanged)
-        self.ranks = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
+    def __init__(self, chunks: Sequence[Chunk], times: SectionTimes) -> None:
+        self.chunks, self.times, self.layout = chunks, times, times.layout
+        self.microbatches, self.cluster = times.microbatches, times.cluster
+        self.ranks = SCHEDULES[self.layout.schedule_name].placement(self.layout.pipeline, self.layout.interleave)
         # A bound needs few of these.
         self._prices: dict[object, ChunkPrice] = {}
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
     def price(self, c: int) -> ChunkPrice:
-        """The price of a chunk. Chunks of the same sections between the same links share one."""
-        chunk, idle_seconds = self.chunks[c], self.idle_seconds(c)
-        key = chunk.key, idle_seconds
+        """The price of a chunk. Chunks of the same sections share one."""
+        key = self.chunks[c].key
         if key not in self._prices:
-            self._prices[key] = self.chunk_price(chunk, *idle_seconds)
+            self._prices[key] = self.chunk_price(self.chunks[c])
         return self._prices[key]
 
-    def chunk_price(self, chunk: Chunk, before: float, after: float) -> ChunkPrice:
-        """The price of one chunk; ``before``, ``after``: seconds of blocking for the messages at its two ends."""
-        forward, backward = self.sections.chunk_times(chunk)
-        reduction, (_, computing) = self.sections.reduction(chunk), self.sections.sides(chunk)
-        shares = self.sections.hidden_shares(chunk) if "gradient" in self.layout.overlap else HiddenShares()
-        hidden = shares.of_reductions(computing, reduction)
-        each = reduction - hidden if self.layout.reducing == "microbatch" else 0.0
-        half = (backward + each) / 2
-        second = SectionSeconds(min(half, computing.computing / 2))
-        once = {
-            "reduce": reduction,
-            "overlap_weight_gradient": shares.of_reductions(second, reduction),
-            "overlap_backward": hidden,
-        }
+    def chunk_price(self, chunk: Chunk) -> ChunkPrice:
+        """The price of one chunk, whose messages overlap computing."""
+        forward, backward = self.times.chunk_times(chunk)
+        reduction, (_, computing) = self.times.reduction(chunk), self.times.sides(chunk)
+        shares = self.times.hidden_shares(chunk, "gradient")
+        second = SectionSeconds(min(backward / 2, computing.computing / 2))
         return ChunkPrice(
-            forward + before + after,
-            half + before + after,
-            half,
-            backward=2 * half + before + after,
-            receive_forward=before,
-            receive_backward=after,
-            **(once if self.layout.reducing == "step" else {}),
+            forward,
+            backward / 2,
+            backward / 2,
+            reduce=reduction,
+            overlap_weight_gradient=shares.of_reductions(second, reduction),
+            overlap_backward=shares.of_reductions(computing, reduction),
         )
 
     def update(self, rank: int) -> float:
         """Seconds of borrowing weights that ranks share, of the optimizer, of gathering the updated weights, and of
         transferring states in host memory."""
         sections = self.sections_of(rank)
-        seconds = self.updating(sections)
-        seconds += borrowing_seconds(rank, sections, self.layout, self.cluster)
-        return seconds + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
+        borrowing = borrowing_seconds(rank, sections, self.times.memory, self.cluster)
+        return self.updating(sections) + borrowing + self.gathering(rank) + self.offloading(sections)
 
     def updating(self, sections: Sequence[tuple[Section, int]]) -> float:
         """Seconds of the optimizer for sections, each with its number."""
-        return sum(count * self.sections.updating(section) for section, count in sections)
+        return sum(count * self.times.updating(section) for section, count in sections)
+
+    def offloading(self, sections: Sequence[tuple[Section, int]]) -> float:
+        """Seconds of fetching states from the host and returning them, one weight after the other, overlapped by
+        nothing."""
+        if not self.layout.offload:
+            return 0.0
+        states, device = self.times.memory.resting_states, self.cluster.device
+        sizes = ((states(weight), count) for section, count in sections for weight in section.trained)
+        return sum(2 * count * device.host_transfer(nbytes) for nbytes, count in sizes)
 
     def reducing(self, rank: int) -> float:
         """Exposed seconds of reducing a rank's gradients."""
-        held = chunks_of(rank, self.layout)
-        if self.layout.reducing == "step":
-            return sum(self.price(c).reduce - self.price(c).overlap_backward for c in held)
-        alone = (self.sections.chunk_times(self.chunks[c])[1] + sum(self.idle_seconds(c)) for c in held)
-        return self.microbatches * (sum(self.price(c).whole_backward for c in held) - sum(alone))
+        return sum(self.price(c).reduce - self.price(c).overlap_backward for c in chunks_of(rank, self.layout))
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
         """The sections of a rank, with the number of each."""
@@ -99,40 +89,26 @@ class LayoutStep:
         """Seconds of gathering weights that were updated in shards."""
         if self.layout.zero not in (1, 2):
             return 0.0
-        return self.sections.in_buckets("all_gather", self.sections_of(rank), self.sections.updated_bytes)
-
-    def idle_seconds(self, c: int) -> tuple[float, float]:
-        """Seconds for which a rank blocks in forward, and again in backward, for messages between a chunk and the ones
-        before and after it; 0 if messages overlap computation."""
-        if "message" in self.layout.overlap:
-            return 0.0, 0.0
-        before, after = self.edge(c), self.edge(c + 1)
-        return before.latency + before.nbytes / before.bandwidth, after.latency + after.nbytes / after.bandwidth
-
-    def fetching(self, rank: int) -> float:
-        """Seconds for which each microbatch waits for saved activations in host memory."""
-        return sum(sum(self.sections.fetching(self.chunks[c])) for c in chunks_of(rank, self.layout))
+        return self.times.in_buckets("all_gather", self.sections_of(rank), self.times.updated_bytes)
 
     def sharding(self, rank: int) -> float:
         """Exposed seconds of ZeRO-3's collectives for each microbatch."""
-        return sum(sum(self.sections.exposed_sharding(self.chunks[c])) for c in chunks_of(rank, self.layout))
-
-    def idle(self, rank: int) -> float:
-        """Seconds for which a rank blocks for each microbatch."""
-        return 2 * sum(sum(self.idle_seconds(c)) for c in chunks_of(rank, self.layout))
+        return sum(sum(self.times.exposed_sharding(self.chunks[c])) for c in chunks_of(rank, self.layout))
 
     def edge(self, c: int) -> EdgePrice:
         """The messages between chunk ``c`` and the one before it; nothing where there is none, or both are on a
         rank."""
         if not 0 < c < len(self.chunks) or self.ranks[c - 1] == self.ranks[c]:
             return EdgePrice()
-        size, ends = self.chunks[c][0].entry, (self.ranks[c - 1], self.ranks[c])
-        if self.layout.scatter and not self.layout.sequence_parallel:
-            size //= self.layout.tensor
+        ends = self.ranks[c - 1], self.ranks[c]
         if ends not in self._rates:
             self._rates[ends] = message_rate(self.cluster, *ends, self.layout.stage_devices)
         latency, bandwidth = self._rates[ends]
-        return EdgePrice(float(size), bandwidth, latency)
+        return EdgePrice(float(self.sent_bytes(self.chunks[c])), bandwidth, latency)
+
+    def sent_bytes(self, chunk: Chunk) -> int:
+        """Bytes of a chunk's inputs, as they are sent: in shards if every tensor rank has all of them."""
+        return chunk[0].entry // (1 if self.layout.sequence_parallel else self.layout.tensor)
 
     def seconds(self) -> float:
         """Seconds of the simulated step. Many microbatches are extrapolated from the last round of few."""
@@ -152,8 +128,7 @@ class LayoutStep:
         busiest = max(sum(self.of_rank(rank)) for rank in ranks)
         middle = self.price(len(self.chunks) // 2)
         received = middle.receive_forward + middle.receive_backward
-        filling = (self.layout.pipeline - 1) * (middle.forward + middle.whole_backward - received)
-        return busiest + filling
+        return busiest + (self.layout.pipeline - 1) * (middle.forward + middle.whole_backward - received)
 
     def simulated(self, microbatches: int) -> float:
         update = max(map(self.update, range(self.layout.pipeline)))
@@ -162,37 +137,40 @@ class LayoutStep:
             exposed = price.reduce - price.overlap_backward
             return microbatches * (price.forward + price.whole_backward) + exposed + update
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
-        # If ranks block for messages, the prices of chunks include them.
+        return simulate(schedule, self.pipeline_prices(update)).seconds
+
+    def pipeline_prices(self, update: float) -> PipelinePrices:
+        """What the simulator takes; ``update``: seconds after the last backward."""
         cuts = (c for c in range(1, len(self.chunks)) if self.ranks[c - 1] != self.ranks[c])
-        edges = {(c - 1, c): self.edge(c) for c in cuts} if "message" in self.layout.overlap else {}
-        hides, hides_reductions = self.cluster.overlaps, "gradient" in self.layout.overlap
         chunks = tuple(map(self.price, range(len(self.chunks))))
-        prices = PipelinePrices(chunks, edges, update, hides=hides, hides_reductions=hides_reductions)
-        return simulate(schedule, prices).seconds
+        return PipelinePrices(chunks, {(c - 1, c): self.edge(c) for c in cuts}, update, hides=self.cluster.overlaps)
 
     def busiest(self) -> tuple[float, float]:
-        """Seconds of computation, including waiting for the host, and of communication of the rank that is busy
-        longest."""
+        """Seconds of computation and of communication of the rank that is busy longest."""
         return max(map(self.of_rank, range(self.layout.pipeline)), key=sum)
 
     def of_rank(self, rank: int) -> tuple[float, float]:
         sections = self.sections_of(rank)
         compute = total = 0.0
         for section, count in sections:
-            seconds = section.forward + section.backward + self.sections.again(section)
-            compute += count * (seconds.compute + seconds.host + self.sections.adding_up(section))
-            total += count * sum(self.sections.times(section))
-        total += self.sharding(rank)
+            seconds = section.forward + section.backward + self.times.again(section)
+            compute += count * (seconds.compute + self.times.adding_up(section))
+            total += count * sum(self.times.times(section))
         updating = self.updating(sections)
-        computed = self.microbatches * compute + updating
-        moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
+        moved = self.update(rank) - updating + self.reducing(rank)
         # Rounding may leave less than nothing.
-        return computed, max(0.0, self.microbatches * (total + self.idle(rank) - compute)) + moved
+        waited = max(0.0, self.microbatches * (total + self.sharding(rank) - compute))
+        return self.microbatches * compute + updating, waited + moved
 
     def parts(self) -> dict[str, float]:
+        """The parts of a step, in seconds of the busiest rank."""
         rank = max(range(self.layout.pipeline), key=lambda r: sum(self.of_rank(r)))
+        return self.parts_of(rank)
+
+    def parts_of(self, rank: int) -> dict[str, float]:
+        """The parts of a step on a rank, in seconds."""
         sections = self.sections_of(rank)
-        offloading = offloading_seconds(sections, self.layout, self.cluster)
+        offloading = self.offloading(sections)
 
         def summed(seconds: Callable[[Section], float]) -> float:
             return self.microbatches * sum(count * seconds(section) for section, count in sections)
@@ -200,14 +178,12 @@ class LayoutStep:
         return {
             "forward": summed(lambda s: s.forward.compute),
             "backward": summed(lambda s: s.backward.compute),
-            "again": summed(lambda s: self.sections.again(s).compute),
-            "tensor": summed(lambda s: (s.forward + s.backward + self.sections.again(s)).communicate),
-            "adding up": summed(self.sections.adding_up),
-            "exchange": summed(self.sections.exchanges),
-            "host": summed(lambda s: (s.forward + s.backward + self.sections.again(s)).host),
+            "again": summed(lambda s: self.times.again(s).compute),
+            "tensor": summed(lambda s: (s.forward + s.backward + self.times.again(s)).communicate),
+            "adding up": summed(self.times.adding_up),
+            "exchange": summed(self.times.exchanges),
             "weights": self.microbatches * self.sharding(rank),
-            "messages": self.microbatches * self.idle(rank),
             "reduce": self.reducing(rank),
             "update": self.update(rank) - offloading,
-            "offload": offloading + self.microbatches * self.fetching(rank),
+            "offload": offloading,
         }

@@ -18,6 +18,8 @@ from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
+from benchmarks.recipes import Recipe
+from tests.helpers.recipes import layout_of
 
 H100 = Cluster.get("dgx-h100")
 SHAPE = Shape(2, 256, 4, 4, 64, 512, gated=True, vocab=1024, seq=128, flash=True)
@@ -34,7 +36,7 @@ def model(shape: Shape = SHAPE) -> LayoutModel:
 
 
 def price(shape: Shape = SHAPE, **named: Any) -> Priced:
-    return model(shape).price(Layout(**named), H100)
+    return model(shape).price(layout_of(**named), H100)
 
 
 def test_weights_of_products_in_fp8_have_copies_or_rest_in_fp8() -> None:
@@ -74,7 +76,7 @@ def test_matrices_of_experts_are_cast_too() -> None:
 def test_rows_of_experts_are_kept_in_fp8() -> None:
     """Rows that came are taken again by a product alone; what the activation takes stays in bf16."""
     kept = {
-        precision: model(MIXTURE).sections(Layout(precision=precision), H100).layers[0].saved
+        precision: model(MIXTURE).sections(layout_of(precision=precision), H100).layers[0].saved
         for precision in ("bf16", "fp8")
     }
     without = {
@@ -118,7 +120,7 @@ def test_expandable_segments_lose_nothing() -> None:
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"weights": "fp8"}, r'Layout\(weights="fp8", precision=\'bf16\'\).*take precision="fp8"'),
+        ({"weights": "fp8"}, r'Recipe\(weights="fp8", precision=\'bf16\'\).*take precision="fp8"'),
         (
             {"masters": "remainder", "precision": "fp16"},
             r"precision='fp16'\): a remainder is what weights in bf16 lack",
@@ -130,12 +132,12 @@ def test_expandable_segments_lose_nothing() -> None:
 )
 def test_what_cannot_rest_so_is_refused(named: dict[str, object], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
-        Layout(**named)  # type: ignore[arg-type]
+        Recipe(**named)  # type: ignore[arg-type]
 
 
 def test_layouts_are_read_as_they_are_written() -> None:
-    layout = Layout(precision="fp8", weights="fp8", states="bf16", allocation="expandable")
-    assert Layout.parse(str(layout)) == layout
+    layout = Recipe(precision="fp8", weights="fp8", states="bf16", allocation="expandable")
+    assert Recipe.parse(str(layout)) == layout
 
 
 @pytest.mark.slow
@@ -147,11 +149,11 @@ def test_what_layers_keep_rests_on_the_host() -> None:
     assert there.predicted.activation_bytes - away.predicted.activation_bytes == (5 - 2) * layer
     assert away.held[0].offloaded == 5 * layer
     slow = replace(H100, device=replace(H100.device, host_bandwidth=1e6))
-    waited = model(deep).price(Layout(microbatch=16, offload_layers=5), slow)
+    waited = model(deep).price(Recipe(microbatch=16, offload_layers=5), slow)
     assert waited.predicted.step_seconds == pytest.approx(2 * 5 * layer / 1e6, rel=0.01)
     assert waited.parts["offload"] == pytest.approx(waited.predicted.step_seconds, rel=0.01)
     quick = replace(H100, device=replace(H100.device, host_bandwidth=1e15))
-    hidden = model(deep).price(Layout(microbatch=16, offload_layers=5), quick)
+    hidden = model(deep).price(Recipe(microbatch=16, offload_layers=5), quick)
     assert hidden.predicted.step_seconds == there.predicted.step_seconds
     assert hidden.parts["offload"] == 0.0
 
@@ -160,15 +162,15 @@ def test_layers_that_cannot_rest_on_the_host_are_refused() -> None:
     with pytest.raises(OptionsError, match=r"offload_layers=3\): the model has 2 layers; take 2"):
         price(offload_layers=3)
     with pytest.raises(OptionsError, match=r"offload_layers=1, pipeline=2, .*take offload_layers=0, or pipeline=1"):
-        Layout(offload_layers=1, pipeline=2)
+        Recipe(offload_layers=1, pipeline=2)
     with pytest.raises(
         OptionsError, match=r"schedule='gpipe'\).*GPipe retains those of several; .*, or another schedule"
     ):
-        Layout(offload_layers=1, schedule="gpipe")
+        Recipe(offload_layers=1, schedule="gpipe")
     for memory, said in (
         (0, "or leave offload_layers out"),
-        (1000, "saved activations of 2 layers of .* take fewer of them"),
+        (1000, "what rests on the host, .* bytes, does not fit .* or offload less"),
     ):
         device = replace(H100.device, host_bandwidth=1e9 * bool(memory), host_memory_bytes=memory)
         with pytest.raises(OptionsError, match=said):
-            model().price(Layout(offload_layers=2), replace(H100, device=device))
+            model().price(Recipe(offload_layers=2), replace(H100, device=device))
