@@ -192,7 +192,8 @@ def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
     tried = _of_arrangements(arrangements(request), pinned, Timings(counted=True))
     if not tried.candidates:
         raise InfeasibleError("nothing fits")
-    return min(tried.candidates, key=lambda candidate: candidate.seconds).figures()[1]
+    # Made, since only then it has been rehearsed: figures are counted, of fewer bytes.
+    return min(tried.candidates, key=lambda candidate: candidate.seconds).make().predicted
 
 
 def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float) -> Tried:

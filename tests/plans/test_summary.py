@@ -308,3 +308,14 @@ def test_layer_numbers() -> None:
     assert numbers(["3"]) == "3"
     assert numbers(["0", "1"]) == "{0,1}"
     assert numbers([str(n) for n in (0, 1, 2, 7, 9, 10)]) == "{0..2,7,9,10}"
+
+
+def test_what_backward_computes_again_is_said() -> None:
+    sketch = Sketch()
+    sketch.module("layers.0", 2.0, WHOLE, WHOLE)
+    again = replace(sketch.lines[0], name="n0_recomputed", phase="backward", seconds=0.5)
+    sketch.lines.append(again)
+    sketch.nodes["n0_recomputed"] = sketch.nodes["n0"]
+    said = "of that, forward again in backward 500 ms (20%)"
+    assert said in " ".join(str(sketch.plan(recomputed=("n0",))).split())
+    assert "again" not in str(sketch.plan())

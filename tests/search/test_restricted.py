@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError, OptionsError, PlanMismatchError
 from autopar.layout import Layout
 from autopar.planner.options_of_plan import options_under
 from autopar.planner.timings import Timings
+from autopar.plans.views.quantities import size
 from autopar.search.best_plan import best_plan
 from benchmarks.layout_grid import batch, checked, collectives, model_of, rows, wrong
 from benchmarks.recipes import Recipe
@@ -149,7 +150,10 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
         ("llama", 4, {"data": 4, "microbatch": 4}, "each of 4 data ranks has 2 of 8 samples"),
         ("llama", 3, {"context": 3}, "a sequence of 16 (dim 1), which does not divide among 3 context ranks"),
         ("llama", 2, {"expert": 2}, "the model has no block of experts that can be divided"),
-        ("mixture", 3, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 and expert=4"),
+        ("llama", 6, {"tensor": 3}, "has 4 heads, which do not divide among 3 tensor ranks; tensor=2 does"),
+        ("llama", 8, {"tensor": 3, "data": 4}, "which do not divide among 3 tensor ranks; tensor=2 does"),
+        ("mixture", 8, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 and expert=4"),
+        ("mixture", 6, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 does"),
         ("llama", 4, {"pipeline": 4, "interleave": 99}, "not 4 x 99; with 4 stages interleave="),
     ],
     ids=str,
@@ -194,6 +198,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_does() -> None:
     assert "A single change that fits: zero=3 (" in str(caught.value)
     changed = planned(features, (2,), layout=Layout(data=2, zero=3), memory_limit=limit, offload=False)
     assert changed.predicted.peak_bytes <= limit
+    assert f"zero=3 ({size(changed.predicted.peak_bytes)}, " in str(caught.value), "as rehearsed, not as counted"
 
 
 class Scaled(nn.Module):

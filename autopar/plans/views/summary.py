@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.ir.node import RECOMPUTED
 from autopar.ir.placements import shard_before
 from autopar.ir.plan_record import PlanRecord, Predicted
 from autopar.ir.planned_sync import PlannedSync
@@ -334,6 +335,7 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
     plan = _of_busiest(plan)
     parts = {
         "compute": plan.seconds_of("compute"),
+        "of that, forward again in backward": _recomputing(plan),
         "optimizer": plan.seconds_of("optimizer"),
         "state to the device and back": plan.seconds_of("offload"),
         "activations and weights to the host and back": plan.seconds_of("swap"),
@@ -350,6 +352,12 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
         label, [f"{name} {duration(s)}" + (f" ({share(s, total)})" if s > 0 else "") for name, s in parts.items() if s]
     )
     yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in _held(p).items() if count])
+
+
+def _recomputing(plan: PlanRecord) -> float:
+    """Seconds of computing in which backward repeats forward."""
+    again = {name + RECOMPUTED for name in plan.recomputed}
+    return math.fsum(line.seconds for line in plan.lines if line.kind == "compute" and line.name in again)
 
 
 def _held(p: Predicted) -> dict[str, int]:

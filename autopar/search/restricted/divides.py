@@ -19,9 +19,12 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     graph = bare_step_graph(request.graph, request.loss, request.batch)
     tensor, context = restriction.tensor or 1, restriction.context or 1
     words = words_of(request.options.layout)
-    check_division(graph, Layout(tensor=tensor, context=context), words)
+    devices = math.prod(request.mesh)
+    others = math.prod(n or 1 for n in (restriction.pipeline, restriction.data, restriction.context))
+    check_division(graph, Layout(tensor=tensor, context=context), words, ranks=_left(devices, others))
     if (restriction.expert or 1) > 1:
-        _check_experts(graph, restriction.expert or 1, tensor)
+        among = _left(devices, tensor * (restriction.pipeline or 1))
+        _check_experts(graph, restriction.expert or 1, tensor, among)
     needs_sequence = {"context": context > 1, "sequence_parallel": bool(restriction.sequence_parallel)}
     for name, needed in needs_sequence.items():
         if needed and not any(node.type.rank > 1 for node in graph.placeholders("input")):
@@ -32,7 +35,13 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
             )
 
 
-def _check_experts(graph: Graph, expert: int, tensor: int) -> None:
+def _left(devices: int, others: int) -> int:
+    """The devices that other degrees leave for one; all of them, if these do not divide them."""
+    return devices // others if devices % others == 0 else devices
+
+
+def _check_experts(graph: Graph, expert: int, tensor: int, ranks: int) -> None:
+    """``ranks``: those of data and context, of which experts take some."""
     blocks = expert_blocks(graph)
     if not blocks:
         raise OptionsError(
@@ -42,7 +51,7 @@ def _check_experts(graph: Graph, expert: int, tensor: int) -> None:
     for node, count in blocks.items():
         if count % (expert * tensor):
             among = f"{expert} expert ranks" + (f" x {tensor} tensor ranks" if tensor > 1 else "")
-            works = count // math.gcd(count, tensor)
+            works = math.gcd(count // math.gcd(count, tensor), ranks)
             raise OptionsError(
                 f"Layout(expert={expert}): {node.module or node.name} has {count} experts, which do not divide among "
                 f"{among}; {degrees('expert', works, expert)}"
