@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import grouped_experts
 from .activation import Activation
-from .grouped_experts import Groups, can_group
+from .grouped_experts import Groups, can_group, laid_out
 
 # An expert (counted from ``first``), the choices [n] that went to it, and their tokens [n].
 Group = tuple[int, Tensor, Tensor]
@@ -59,7 +59,8 @@ def _sorted(local: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Chosen:
     """The ``choices`` [n] of experts held here, by expert, with their ``factors`` [n] and ``groups``. ``inside``: which
-    of them choose an expert at all, if some might not; those have a factor of 0."""
+    of them choose an expert at all, if some might not; the last expert computes those too (which must be finite), with
+    a factor of 0."""
 
     choices: Tensor
     factors: Tensor
@@ -82,9 +83,9 @@ class Chosen:
 
     def spread(self, factors: Tensor, like: Tensor) -> Tensor:
         """Numbers of choices [n] at their places in ``like`` [T, k], zero elsewhere."""
-        spread = torch.zeros_like(like).reshape(-1)
+        spread = like.new_zeros(like.numel())
         spread[self.choices] = factors if self.inside is None else factors.masked_fill(~self.inside, 0.0)
-        return spread.view_as(like)
+        return laid_out(spread.view(like.shape), like)
 
 
 def summed(rows: Tensor, choices: Tensor, chosen: int, like: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def experts(
         here = Chosen.of(ids, weights, first, up.shape[0], count)
         rows = x[here.choices // chosen]
         results = grouped_experts.forward(function, here.groups, rows, here.factors, up, down, up_bias, down_bias)
-        return summed(results, here.choices, chosen, x)
+        return laid_out(summed(results, here.choices, chosen, x), x)
     out, flat = torch.zeros_like(x), weights.reshape(-1)
     for expert, choices, tokens in _groups(ids, first, up.shape[0]):
         rows = forward_rows(function, x[tokens], up, down, up_bias, down_bias, expert) * flat[choices, None]
@@ -153,7 +154,7 @@ def _grouped_backward(
     found = grouped_experts.backward(
         Activation.parse(act), here.groups, x[tokens], grad[tokens], here.factors, up, down, up_bias, down_bias
     )
-    grad_x = summed(found.rows, here.choices, chosen, x)
+    grad_x = laid_out(summed(found.rows, here.choices, chosen, x), x)
     return grad_x, here.spread(found.factors, weights), found.up, found.down, found.up_bias, found.down_bias
 
 

@@ -32,6 +32,12 @@ def can_group(rows: Tensor, up: Tensor, down: Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(rows.device) >= _CAPABILITY
 
 
+def laid_out(result: Tensor, like: Tensor) -> Tensor:
+    """``result`` with the strides that ``empty_like(like)`` has: compiled code that takes it relies on these."""
+    empty = torch.empty_like(like, device="meta")
+    return result if result.stride() == empty.stride() else torch.empty_like(like).copy_(result)
+
+
 @dataclass(frozen=True)
 class Groups:
     """Consecutive groups of ``count`` rows, one for each expert: ``ends`` [E], int32, where each ends."""
@@ -124,8 +130,8 @@ def backward(
     return Backward(
         rows=groups.times(grad_before, up),
         factors=grad_factors.to(factors.dtype),
-        up=groups.inner(grad_before, rows),
-        down=groups.inner(grad_out, _scaled(hidden, factors)),
+        up=laid_out(groups.inner(grad_before, rows), up),
+        down=laid_out(groups.inner(grad_out, _scaled(hidden, factors)), down),
         up_bias=rows.new_zeros(0) if up_bias is None else groups.sums(grad_before),
         down_bias=rows.new_zeros(0) if down_bias is None else groups.sums(_scaled(grad_out, factors)),
     )

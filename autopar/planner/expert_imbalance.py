@@ -33,15 +33,15 @@ def expert_imbalance(model: nn.Module, batch: Any, devices: int) -> float:
         OptionsError: no block of experts ran, or ``devices`` does not divide the experts of one.
     """
     args, kwargs = split_batch(batch)
-    with recorded_choices(model) as chosen, torch.no_grad():
+    with recorded_choices() as chosen, torch.no_grad():
         model(*args, **kwargs)
     if not chosen:
         raise OptionsError(
             f"{type(model).__name__} ran no block of experts whose choices can be read: those of mixtures "
             "of experts of transformers can"
         )
-    blocks = dict(model.named_modules())
-    found = [busiest(ids, _count(blocks[path], path, devices), devices) for path, ids in chosen.items()]
+    paths = {module: path for path, module in model.named_modules()}
+    found = [busiest(ids, _count(block, paths.get(block, ""), devices), devices) for block, ids in chosen.items()]
     return sum(found) / len(found)
 
 
@@ -58,7 +58,7 @@ def _count(block: nn.Module, path: str, devices: int) -> int:
     count = int(block.num_experts)  # type: ignore[arg-type]
     if type(devices) is not int or devices < 1 or count % devices:
         raise OptionsError(
-            f"devices={devices!r}: {path} has {count} experts, which do not divide among them; "
-            f"{degrees('devices', count, max(1, int(devices)))}"
+            f"devices={devices!r}: {path or type(block).__name__} has {count} experts, which do not divide among them; "
+            f"{degrees('devices', count, devices if type(devices) is int and devices > 0 else 1)}"
         )
     return count

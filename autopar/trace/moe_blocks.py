@@ -61,20 +61,19 @@ def experts_as_operations(model: nn.Module, autocast: torch.dtype | None = None)
 
 
 @contextmanager
-def recorded_choices(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """The experts that tokens choose while the model runs: for each block, by its path, the ids [T, k] of each call."""
-    moe, found = sys.modules.get(_MODULE), dict[str, list[Tensor]]()
+def recorded_choices() -> Iterator[dict[nn.Module, list[Tensor]]]:
+    """The experts that tokens choose while a model runs: for each block the ids [T, k] of each call."""
+    moe, found = sys.modules.get(_MODULE), dict[nn.Module, list[Tensor]]()
     if moe is None:
         yield found
         return
-    paths = {id(module): path for path, module in model.named_modules()}
     original = moe.ExpertsInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         run = original(interface, name, default)
 
         def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-            found.setdefault(paths.get(id(module), ""), []).append(ids.detach())
+            found.setdefault(module, []).append(ids.detach())
             return run(module, x, ids, weights)
 
         return forward

@@ -67,6 +67,18 @@ def test_experts_that_exchange(router: str, grouped: list[int]) -> None:
     assert len(grouped) == 6, "each device and the whole, forward and backward"
 
 
+def test_gradients_lie_in_memory_as_their_matrices_do(grouped: list[int]) -> None:
+    """Compiled code around the operation relies on the strides of its fake results: some models store matrices
+    transposed, and a token or a weight may be a view."""
+    x, ids, weights, up, down, *rest = operands("each to the next", biases=False)
+    x, weights, up, down = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (x, weights, up, down))
+    given = (x, ids, weights, up, down, *rest, 0)
+    found = experts.experts(*given), *experts.experts_backward(x.cos(), *given)
+    for result, like in zip(found, (x, x, weights, up, down), strict=False):
+        assert result.stride() == torch.empty_like(like).stride()
+    assert len(grouped) == 2
+
+
 def test_processors_and_other_dtypes_go_expert_by_expert() -> None:
     x, _, _, up, down, *_ = operands("each to the next", biases=False)
     assert not grouped_experts.can_group(x, up, down)

@@ -41,6 +41,9 @@ def test_what_cannot_be_measured_says_so() -> None:
     model, batch = make("mixtral")
     with pytest.raises(autopar.OptionsError, match=r"has 4 experts, .* devices=2 and devices=4 do"):
         autopar.expert_imbalance(model, batch, 3)
+    for wrong in ("2", None, 0, -1):
+        with pytest.raises(autopar.OptionsError, match=r"do not divide among them; devices="):
+            autopar.expert_imbalance(model, batch, wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [0.5, float("nan"), float("inf"), "2", True])
