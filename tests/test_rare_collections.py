@@ -20,6 +20,17 @@ def test_collections_are_rare_inside_alone() -> None:
     assert gc.get_freeze_count() == frozen
 
 
+def test_threads_that_overlap_leave_things_as_they_were() -> None:
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    one, other = collecting_rarely(), collecting_rarely()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == max(ALLOCATIONS, thresholds[0])
+    other.__exit__(None, None, None)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (thresholds, frozen)
+
+
 YOUNG = """
 import gc
 from autopar.rare_collections import collecting_rarely

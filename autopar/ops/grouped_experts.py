@@ -29,6 +29,7 @@ def can_group(rows: Tensor, up: Tensor, down: Tensor) -> bool:
         return False
     dims = (up.shape[1], up.shape[2], down.shape[2])
     aligned = all(dim * rows.element_size() % _ALIGNMENT == 0 for dim in dims)
+    aligned &= all(1 in each.stride()[1:] and each.data_ptr() % _ALIGNMENT == 0 for each in (up, down))
     return aligned and torch.cuda.get_device_capability(rows.device) >= _CAPABILITY
 
 
