@@ -59,8 +59,7 @@ def _sorted(local: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Chosen:
     """The ``choices`` [n] of experts held here, by expert, with their ``factors`` [n] and ``groups``. ``inside``: which
-    of them choose an expert at all, if some might not; the last expert computes those too (which must be finite), with
-    a factor of 0."""
+    of them choose an expert at all, if some might not; those have a row of zeros and a factor of 0."""
 
     choices: Tensor
     factors: Tensor
@@ -80,6 +79,11 @@ class Chosen:
         inside = (flat == local)[choices]
         factors = weights.reshape(-1)[choices].masked_fill(~inside, 0.0)
         return Chosen(choices, factors, Groups(ends, len(choices)), inside)
+
+    def rows(self, x: Tensor, chosen: int) -> Tensor:
+        """The rows [n, H] of the choices' tokens, of which each has ``chosen``."""
+        rows = x[self.choices // chosen]
+        return rows if self.inside is None else rows.masked_fill_(~self.inside[:, None], 0.0)
 
     def spread(self, factors: Tensor, like: Tensor) -> Tensor:
         """Numbers of choices [n] at their places in ``like`` [T, k], zero elsewhere."""
@@ -112,7 +116,7 @@ def experts(
     function, chosen = Activation.parse(act), ids.shape[-1]
     if can_group(x, up, down):
         here = Chosen.of(ids, weights, first, up.shape[0], count)
-        rows = x[here.choices // chosen]
+        rows = here.rows(x, chosen)
         results = grouped_experts.forward(function, here.groups, rows, here.factors, up, down, up_bias, down_bias)
         return laid_out(summed(results, here.choices, chosen, x), x)
     out, flat = torch.zeros_like(x), weights.reshape(-1)
@@ -150,9 +154,9 @@ def _grouped_backward(
     down_bias: Tensor | None, act: str, count: int, first: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     here, chosen = Chosen.of(ids, weights, first, up.shape[0], count), ids.shape[-1]
-    tokens = here.choices // chosen
+    rows, grad_rows = here.rows(x, chosen), here.rows(grad, chosen)
     found = grouped_experts.backward(
-        Activation.parse(act), here.groups, x[tokens], grad[tokens], here.factors, up, down, up_bias, down_bias
+        Activation.parse(act), here.groups, rows, grad_rows, here.factors, up, down, up_bias, down_bias
     )
     grad_x = laid_out(summed(found.rows, here.choices, chosen, x), x)
     return grad_x, here.spread(found.factors, weights), found.up, found.down, found.up_bias, found.down_bias

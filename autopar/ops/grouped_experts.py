@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .activation import Activation
 
-# Bytes of which rows of operands must be multiples, and the least compute capability: torch's kernel needs both.
-_ALIGNMENT, _CAPABILITY = 16, (8, 0)
+# Bytes of which rows of operands must be multiples, and generations of GPUs (Hopper, Blackwell) that torch has a kernel
+# for; on others it waits for the host, and multiplies group by group.
+_ALIGNMENT, _GENERATIONS = 16, (9, 10)
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
 
 
@@ -30,7 +31,7 @@ def can_group(rows: Tensor, up: Tensor, down: Tensor) -> bool:
     dims = (up.shape[1], up.shape[2], down.shape[2])
     aligned = all(dim * rows.element_size() % _ALIGNMENT == 0 for dim in dims)
     aligned &= all(1 in each.stride()[1:] and each.data_ptr() % _ALIGNMENT == 0 for each in (up, down))
-    return aligned and torch.cuda.get_device_capability(rows.device) >= _CAPABILITY
+    return aligned and torch.cuda.get_device_capability(rows.device)[0] in _GENERATIONS
 
 
 def laid_out(result: Tensor, like: Tensor) -> Tensor:
