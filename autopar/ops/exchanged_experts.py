@@ -121,17 +121,17 @@ def exchanged_experts_backward(
     received, grad_out = both.split(width, 1)
     factors = yield route.there(weights.reshape(-1)[route.order])
     operands = Activation.parse(act), up, down, up_bias, down_bias
-    grad_rows, grad_factors, sums = _of_rows(route, received, grad_out, factors, *operands)
+    grad_rows, grad_factors, of_experts = _of_rows(route, received, grad_out, factors, *operands)
     grad_x = summed((yield route.back(grad_rows)), route.order, ids.shape[-1], x)
     grad_weights = torch.zeros_like(weights).reshape(-1)
     grad_weights[route.order] = yield route.back(grad_factors)
-    return grad_x, grad_weights.view_as(weights), *sums.tensors
+    return grad_x, grad_weights.view_as(weights), *of_experts
 
 
 def _of_rows(
     route: Route, rows: Tensor, grad_out: Tensor, factors: Tensor, function: Activation, up: Tensor, down: Tensor,
     up_bias: Tensor | None, down_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Gradients]:  # fmt: skip
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Gradients of the received ``rows`` [n, H], of the ``factors`` [n] of their results, and of the experts here."""
     grad_rows, grad_factors = torch.empty_like(rows), torch.empty_like(factors)
     matrices = up, down, up_bias, down_bias
@@ -139,13 +139,13 @@ def _of_rows(
         order, groups = route.arrived, route.grouped
         found = grouped_experts.backward(function, groups, rows[order], grad_out[order], factors[order], *matrices)
         grad_rows[order], grad_factors[order] = found.rows, found.factors
-        return grad_rows, grad_factors, Gradients(found.up, found.down, found.up_bias, found.down_bias)
+        return grad_rows, grad_factors, found.of_experts
     sums = Gradients.zeros(*matrices)
     for expert, chosen in route.groups():
         grad_rows[chosen], grad_factors[chosen] = sums.add(
             function, *matrices, rows[chosen], grad_out[chosen], factors[chosen], expert
         )
-    return grad_rows, grad_factors, sums
+    return grad_rows, grad_factors, sums.tensors
 
 
 EXCHANGES: dict[str, Callable[..., Exchanging]] = {

@@ -159,7 +159,7 @@ def _grouped_backward(
         Activation.parse(act), here.groups, rows, grad_rows, here.factors, up, down, up_bias, down_bias
     )
     grad_x = laid_out(summed(found.rows, here.choices, chosen, x), x)
-    return grad_x, here.spread(found.factors, weights), found.up, found.down, found.up_bias, found.down_bias
+    return grad_x, here.spread(found.factors, weights), *found.of_experts
 
 
 def forward_rows(

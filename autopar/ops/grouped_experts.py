@@ -114,6 +114,11 @@ class Backward:
     up_bias: Tensor
     down_bias: Tensor
 
+    @property
+    def of_experts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Those of the matrices and biases."""
+        return self.up, self.down, self.up_bias, self.down_bias
+
 
 def backward(
     function: Activation, groups: Groups, rows: Tensor, grad_out: Tensor, factors: Tensor, up: Tensor, down: Tensor,

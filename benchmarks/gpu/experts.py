@@ -24,11 +24,14 @@ from autopar.ops import experts as operation
 from autopar.trace.moe_blocks import activation_text
 
 from .setting import Row, Setting
+from .small_model import compared
 
 # How far a result may be from that expert by expert, relative to the largest element: both round to bf16 (3.9e-3), at
 # other places. Chosen: ten units.
 TOLERANCE = 4e-2
 REPEATS = 5
+# What is compared: the result, and gradients.
+RESULTS = ("result", "x", "weights", "up", "down", "up_bias", "down_bias")
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ def run(case: str, setting: Setting) -> list[Row]:
                 setting.seconds(lambda: operation.experts_backward(grad, *operands), REPEATS),
             ]
         rows.append({"case": f"{case} {way}", "seconds": seconds, **predicted(operands, grad, setting)})
-    error = max(map(_apart, results["grouped"], results["one by one"]))
-    rows[0] |= {"error_found": error, "allowed": TOLERANCE, "equal": error <= TOLERANCE}
+    named = {way: dict(zip(RESULTS, each, strict=True)) for way, each in results.items()}
+    expected = {name: value for name, value in named["one by one"].items() if value.numel()}
+    rows[0] |= compared(named["grouped"], expected, TOLERANCE)
     return rows
 
 
@@ -133,12 +137,3 @@ def predicted(operands: tuple[Any, ...], grad: Tensor, setting: Setting) -> Row:
 
 def _types(values: tuple[Any, ...]) -> tuple[TensorType, ...]:
     return tuple(TensorType(tuple(v.shape), v.dtype) for v in values if isinstance(v, Tensor))
-
-
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """max|a - b|, relative to the largest element."""
-    if not found.numel():
-        return 0.0
-    size = float(expected.double().abs().max()) or 1.0
-    error = float((found.double() - expected.double()).abs().max()) / size
-    return error if error == error else float("inf")
