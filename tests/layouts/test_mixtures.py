@@ -176,6 +176,7 @@ def test_the_first_forward_and_the_last_backward_have_no_other_microbatch_beside
     assert hidden(1) == pytest.approx((7 / 8) / (1 / 2) * hidden(4), rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_a_pipeline_leaves_exposed_is_not_that_of_one_stage() -> None:
     """Whatever was priced before: a section's seconds are kept for layouts that are alike."""
     one = Recipe(data=8, expert=8, overlap=("expert",))

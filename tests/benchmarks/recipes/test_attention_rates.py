@@ -32,6 +32,7 @@ def layers(*rates: str) -> list[Section]:
     return list(model().sections(Recipe(microbatch=4, attention=rates), H100).layers[:2])
 
 
+@pytest.mark.slow
 def test_each_kind_and_phase_has_its_rate() -> None:
     usual = layers()
     masked, plain = (layers(rates) for rates in ("masked:0.1:0.05", "plain:1.0:0.5"))
@@ -43,10 +44,13 @@ def test_each_kind_and_phase_has_its_rate() -> None:
 
 
 def test_rates_are_relative_to_the_device_without_a_mask() -> None:
-    """So those of the device's own kernel change nothing."""
+    """So those of the device's own kernel change nothing, and half of them takes longer."""
     own = H100.device.masked_attention
     for same, usual in zip(layers(f"masked:{own}:{own}"), layers(), strict=True):
         assert same.forward.compute == pytest.approx(usual.forward.compute)
+    halved = layers(f"masked:{own / 2}:{own}")[0]
+    assert halved.forward.compute > 1.01 * layers()[0].forward.compute
+    assert halved.backward.compute == pytest.approx(layers()[0].backward.compute)
 
 
 def test_rates_are_words() -> None:
