@@ -80,8 +80,9 @@ def stalled_seconds(row: Mapping[str, Any], layout: Layout, batch: int) -> float
     return microbatches * sent * stall_of_a_byte()
 
 
-# Megatron-Bridge's recipes of GPT-OSS without that kernel, and those that recompute the activation.
-IN_OPERATIONS, RECOMPUTED = r"megatron-bridge.*gpt oss.* bf16", r"gpt oss.* (g?b200|h100) "
+# Megatron-Bridge's recipes of GPT-OSS without that kernel (in MXFP8 the one on B300, which is that of bf16 but for its
+# products), and those that recompute the activation.
+IN_OPERATIONS, RECOMPUTED = r"megatron-bridge.*gpt oss.*( bf16| b300 x\d+ mxfp8)", r"gpt oss.* (g?b200|h100) "
 # Bytes of an element that the activation gives: two halves clamped, and joined, in 16 bits; backward each clamp reads
 # its operand too, and the gradients of both halves are joined.
 CLAMPED, CLAMPED_BACKWARD = 2 * (2 + 2) + 2 * (2 + 2), 2 * (2 + 2 + 2) + 2 * (2 + 2)

@@ -19,10 +19,34 @@ GRAPHS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"qwen3", ("*router*",)),
 )
 # Exchanges beside another microbatch without graphs of whole iterations: DeepSeek-V3 on B200 in two chunks a stage,
-# Qwen3 235B on H100.
-BESIDE = WHOLE + r"|deepseekv3.* b200 .* v2 |qwen3_235b.* h100"
-# Whose rows are sent as rows: GPT-OSS by all-to-all where nothing else is said.
-BY_ROWS = r"gpt oss.* (bf16|h100)"
+# Qwen3 235B on H100, GPT-OSS on GB200 in bf16 since release 26.04 (``moe_a2a_overlap``).
+BESIDE = WHOLE + r"|deepseekv3.* b200 .* v2 |qwen3_235b.* h100|\(26\.04.*gpt oss.* gb200.* bf16"
+# Whose rows are sent as rows: GPT-OSS in bf16 by all-to-all where nothing else is said. Release 26.04 took HybridEP on
+# GB200, B200 and B300 (pull requests 2906 and 2915), 26.04.01 the all-to-all again on the first two (3561 and 3614).
+BY_ROWS = r"gpt oss.* (h100|gb300.* bf16)|\(26\.04\.01.*gpt oss.* g?b200.* bf16|^(?!.*\(26\.04).*gpt oss.* bf16"
+
+# GPT-OSS in MXFP8 on racks: attention (``fp8_dot_product_attention``) and the head (``fp8_output_proj``) too. On B300
+# it is the recipe of bf16 with products in MXFP8 (``perf_recipes/gpt_oss``).
+OSS = r"gpt oss.* "
+IN_MXFP8 = OSS + r"gb[23]00 x\d+ mxfp8"
+# Rates of cuDNN's attention of GPT-OSS (heads of 64; "masked": a window of 128 of 4096 tokens), relative to what
+# presets have without a mask. NVIDIA measured (cudnn-frontend, ``benchmark/*/results/gpt_oss``: gb200/20260424,
+# gb300/20260613, h200/20260818; two samples of 128 heads; milliseconds forward and backward) in bf16 0.210 and 0.465 on
+# GB200, 0.193 and 0.439 on GB300, 0.264 and 0.917 on H200; in MXFP8 0.210 and 2.080, 0.174 and 1.872. Models here
+# compute 6.87e10 and 1.718e11 FLOPs of it, a block of keys and the one before. Presets have 1021 and 458 TFLOP/s on
+# Blackwell's racks and Hopper with heads of 64. MXFP8's backward computes all keys, not only the window's (its
+# time is quadratic in the tokens), which gives it its rate without a window, too: 1.374e12 FLOPs in that time.
+ATTENTION: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (IN_MXFP8.replace("[23]", "2"), ("plain:1.0:0.65", "masked:0.32:0.081")),
+    (IN_MXFP8.replace("[23]", "3"), ("plain:1.0:0.72", "masked:0.39:0.090")),
+    (OSS + r"g?b200 ", ("masked:0.32:0.36",)),
+    (OSS + r"g?b300 ", ("masked:0.35:0.38",)),
+    (OSS + r"h100 ", ("masked:0.57:0.41",)),
+)
+# Release 26.06.01 had a kernel of cuDNN for the gradients of the activation and the first bias that had become slow
+# (notes of Megatron-Bridge 0.5.1; cudnn-frontend issue 256: 1362.768 us, 155.632 us once mended in pull request 322).
+SLOWED = r"\(26\.06\.01 .*" + IN_MXFP8
+SLOWNESS = 1362.768 / 155.632
 
 
 # What recipes compute again of mixtures (``recompute_modules``): the projections of latent attention (``mla_up_proj``),
@@ -52,6 +76,9 @@ def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
         "dispatch": "rows" if re.search(BY_ROWS, words) else "tokens",
         "cuda_graphs": next((modules for pattern, modules in GRAPHS if re.search(pattern, words)), ()),
         "recomputed": recomputed(words, row),
+        "attention": next((rates for pattern, rates in ATTENTION if re.search(pattern, words)), ()),
+        "fp8_head": bool(re.search(IN_MXFP8, words)),
+        "activation_gradient": SLOWNESS if re.search(SLOWED, words) else 1.0,
     }
     return found
 

@@ -124,6 +124,7 @@ tile_border = 25
 attention_efficiency = 0.6
 sustained = 0.75
 attention_width = 30
+grouped_products = 0.81          # TransformerEngine beside cuBLAS, 64 experts, on a GB200 (docs/cost-model.md)
 reserve_bytes = 2147483648
 reserve_fraction = 0.05
 host_bandwidth = 24e9    # two devices share PCIe 5.0 x16

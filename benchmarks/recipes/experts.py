@@ -27,7 +27,7 @@ class RecipeBlocks(BlockPrices):
     layout: Recipe
     reads: ClassVar[tuple[str, ...]] = (
         *BlockPrices.reads,
-        *("capacity", "dispatch", "gradient_accumulation_fusion"),
+        *("capacity", "dispatch", "gradient_accumulation_fusion", "activation_gradient"),
     )
 
     def __init__(self, layout: Recipe, cluster: Cluster, accumulates: bool) -> None:
@@ -43,17 +43,31 @@ class RecipeBlocks(BlockPrices):
     def operand_dtype(self, block: Block) -> torch.dtype:
         return FP8 if self._is_fp8(block) else super().operand_dtype(block)
 
+    def grouped_rate(self, block: Block) -> float:
+        """In fp8 products of experts are as fast as plain ones: TransformerEngine's in MXFP8 on a GB200 have 1950 to
+        2085 TFLOP/s, plain ones there 1.33 times 1471 (the source of B200's ``grouped_products``)."""
+        return 1.0 if self._is_fp8(block) else super().grouped_rate(block)
+
     def orders(self, block: Block) -> int:
         return super().orders(block) if self.layout.dispatch == "rows" else 2
 
     def cost(self, block: Block) -> BlockCost:
         cost, (wide, up, down) = super().cost(block), (block.width, block.up, block.down)
+        cost = replace(cost, backward=cost.backward + self._slowness(block))
         if not self._is_fp8(block):
             return cost
         forward = cost.forward + self._casting(block, wide) + self._casting(block, down)
         return replace(
             cost, forward=forward, backward=cost.backward + self._casting(block, wide) + self._casting(block, up)
         )
+
+    def _slowness(self, block: Block) -> float:
+        """Seconds by which the kernel of the activation's gradient is slower (``activation_gradient``)."""
+        if self.layout.activation_gradient == 1.0:
+            return 0.0
+        multiplying = self.product(block, (self.each(block), block.down, block.width))
+        kernel = multiplying + self.passing(block, 2 * block.up + block.down)
+        return (self.layout.activation_gradient - 1.0) * kernel
 
     def _is_fp8(self, block: Block) -> bool:
         return self.layout.precision == "fp8" and are_cast(block.width, block.up, block.down)

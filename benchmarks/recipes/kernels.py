@@ -10,6 +10,7 @@ import torch
 
 from autopar.cost import compute_seconds, family_of, node_seconds
 from autopar.cost.compute.op_families import DRAW
+from autopar.cost.compute.roofline import is_masked
 from autopar.cost.kernels.kernel import Kernels, is_alias, origin, readers
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.placements import Strategy
@@ -58,6 +59,19 @@ class RecipeKernels(KernelPrices):
         return super().kept(value)
 
     def running(self, node: Node) -> float:
+        return self._running(node) * self._attention_factor(node)
+
+    def _attention_factor(self, node: Node) -> float:
+        """How many times as long fused attention takes as the device's, by the recipe's rates."""
+        if not self.layout.attention or not family_of(node.op).is_attention:
+            return 1.0
+        rates = self.layout.attention_rates(is_masked(node))
+        if rates is None:
+            return 1.0
+        device = self.prices.cluster.device
+        return (device.masked_attention if is_masked(node) else 1.0) / rates[node.phase == "backward"]
+
+    def _running(self, node: Node) -> float:
         if self.is_fp8(node):
             return self._casting_seconds(node) + self._fp8_seconds(node) * self.misalignment_factor(node)
         if not self.is_eager(node):
@@ -95,11 +109,12 @@ class RecipeKernels(KernelPrices):
 
     def _is_fp8(self, node: Node) -> bool:
         """Whether the recipe computes a node in fp8: products with weights, or for their gradients, in layers. Products
-        outside of layers (such as the head) and routers keep their dtype. So do products that libraries do not multiply
-        in fp8: dims of weights, and for their gradients the number of tokens that they sum over, must be multiples of
-        16 (``torch._scaled_mm``; in other products tokens are the rows of the first operand, of which there may be any
-        number)."""
-        if self.layout.precision != "fp8" or self.section_of_node[node.name] in (BEFORE, AFTER):
+        outside of layers (the head, but for ``fp8_head``) and routers keep their dtype. So do products that libraries
+        do not multiply in fp8: dims of weights, and for their gradients the number of tokens that they sum over, must
+        be multiples of 16 (``torch._scaled_mm``; in other products tokens are the rows of the first operand, of which
+        there may be any number)."""
+        outside = (BEFORE,) if self.layout.fp8_head else (BEFORE, AFTER)
+        if self.layout.precision != "fp8" or self.section_of_node[node.name] in outside:
             return False
         if node.op not in PRODUCTS or node.module in self.routing:
             return False

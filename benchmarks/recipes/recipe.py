@@ -36,7 +36,7 @@ class Recipe(Layout):
             gathers under the layer before, ``"message"`` s between stages (otherwise both ends block),
             ``"input_gradient"`` collectives of the tensor ranks under the product that computes a weight's gradient,
             ``"tensor"`` (and context) collectives under the products next to them, ``"expert"`` exchanges of rows under
-            the computation of another microbatch.
+            the computation of another microbatch, which those of the first and the last do not have.
         eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory.
             Elsewhere a run of them is one kernel, and values that backward can cheaply recompute are not retained.
         replicated: modules (globs of paths) that every tensor rank computes in full, on operands gathered first: a loss
@@ -93,6 +93,11 @@ class Recipe(Layout):
         offload_layers: of how many layers the saved activations rest in host memory until backward. They are sent
             under the computation of all layers, both ways; not with pipeline stages or GPipe (Megatron-Core's
             ``cpu_offloading_num_layers``).
+        attention: rates of fused attention, relative to the device's without a mask, where another system's kernel has
+            others: ``"plain:FORWARD:BACKWARD"`` or ``"masked:FORWARD:BACKWARD"``.
+        activation_gradient: how many times as long the kernel takes that multiplies for the gradient of experts'
+            activation and computes that.
+        fp8_head: whether the head, too, is multiplied in fp8 (Megatron-Core's ``fp8_output_proj``).
     """
 
     recompute: Literal["none", "selective", "elementwise", "operations", "full"] = "none"  # type: ignore[assignment]
@@ -123,6 +128,9 @@ class Recipe(Layout):
     masters: Literal["fp32", "remainder"] = "fp32"
     recomputed: tuple[str, ...] = ()
     offload_layers: int = 0
+    attention: tuple[str, ...] = ()
+    activation_gradient: float = 1.0
+    fp8_head: bool = False
 
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **Layout.choices,
@@ -141,7 +149,7 @@ class Recipe(Layout):
         "reducing": ("step", "microbatch"),
     }
     flags: ClassVar[tuple[str, ...]] = (
-        *(*Layout.flags, "gradient_accumulation_fusion", "scatter", "context_load_balancing"),
+        *(*Layout.flags, "gradient_accumulation_fusion", "scatter", "context_load_balancing", "fp8_head"),
     )
 
     @staticmethod
@@ -157,15 +165,18 @@ class Recipe(Layout):
             if type(value) is not int or value < 0:
                 unit = "moments" if name == "moments" else "layers"
                 raise OptionsError(f"Recipe({name}={value!r}): not a whole number of {unit}")
-        if type(self.capacity) not in (int, float) or not 0 < self.capacity < math.inf:
-            raise OptionsError(f"Recipe(capacity={self.capacity!r}): not a positive number")
-        for name in ("overlap", *PATTERNS):
+        for name in ("capacity", "activation_gradient"):
+            if not _is_positive(getattr(self, name)):
+                raise OptionsError(f"Recipe({name}={getattr(self, name)!r}): not a positive number")
+        for name in ("overlap", "attention", *PATTERNS):
             words = getattr(self, name)
             if not (isinstance(words, tuple) and all(isinstance(word, str) for word in words)):
                 raise OptionsError(f"Recipe({name}={words!r}): not a tuple of words, such as ('weight',)")
         unknown = [word for word in self.overlap if word not in OVERLAPS]
         if unknown:
             raise OptionsError(f"Recipe(overlap=...): {unknown[0]!r} is not one of {', '.join(OVERLAPS)}")
+        for word in self.attention:
+            _rates(word)
         self._check_resting()
         self._check_offloaded()
 
@@ -203,6 +214,11 @@ class Recipe(Layout):
                 f"and {retains} those of several; take offload_layers=0, or {instead}"
             )
 
+    def attention_rates(self, is_masked: bool) -> tuple[float, float] | None:
+        """The rates of ``attention`` forward and backward, if it has any of a kind."""
+        kind = "masked" if is_masked else "plain"
+        return next((rates for name, rates in map(_rates, self.attention) if name == kind), None)
+
     @property
     def repeats_layers(self) -> bool:
         return self.recompute in ("full", "operations")
@@ -223,3 +239,22 @@ class Recipe(Layout):
 
     def gradient_itemsize(self, itemsize: int) -> int:
         return MASTER_BYTES if self.gradients == "fp32" else itemsize
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def _rates(word: str) -> tuple[str, tuple[float, float]]:
+    """The kind of attention, and its rates forward and backward. Raises :class:`OptionsError`."""
+    try:
+        kind, forward, backward = word.split(":")
+        rates = float(forward), float(backward)
+    except ValueError:
+        kind, rates = "", (0.0, 0.0)
+    if kind not in ("plain", "masked") or not all(map(_is_positive, rates)):
+        raise OptionsError(
+            f"Recipe(attention=...): {word!r} has no rates of plain or masked attention; write them as "
+            "'masked:0.3:0.4', forward and backward"
+        )
+    return kind, rates

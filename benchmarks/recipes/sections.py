@@ -33,7 +33,7 @@ class RecipeSections(SectionPricer):
     reads: ClassVar[tuple[str, ...]] = (
         *SectionPricer.reads,
         *("eager", "cuda_graphs", "context_load_balancing", "retained_inputs", "recomputed"),
-        *("gradients", "gradient_accumulation_fusion"),
+        *("gradients", "gradient_accumulation_fusion", "attention", "fp8_head"),
     )
     kernel_prices: ClassVar[type[RecipeKernels]] = RecipeKernels
     saved_activations: ClassVar[type[RecipeSaved]] = RecipeSaved

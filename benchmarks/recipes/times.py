@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from autopar.cluster.description import Cluster
 from autopar.cost.overlap import at_once
 from autopar.layout import MASTER_BYTES
 from autopar.layouts.sections.section import Chunk, Seconds, Section, Weight
@@ -26,6 +27,12 @@ class RecipeTimes(SectionTimes):
 
     memory: RecipeMemory
     layout: Recipe
+
+    def __init__(self, memory: RecipeMemory, microbatches: int, cluster: Cluster, exchanged: int) -> None:
+        super().__init__(memory, microbatches, cluster, exchanged)
+        if "expert" in self.layout.overlap:
+            # What of an exchange is exposed depends on stages too.
+            self._key = self._key, self.layout.pipeline
 
     def recomputing(self, section: Section) -> Seconds:
         return recomputed(section, self.layout)
@@ -58,9 +65,15 @@ class RecipeTimes(SectionTimes):
         return at_once(*both, self.taken) + min(both) / PIECES + host
 
     def exchanging(self, seconds: float, exchange: float) -> float:
-        """With ``"expert"`` exchanges overlap another microbatch, and occupy some of its processors."""
-        is_hidden = "expert" in self.layout.overlap
-        return at_once(seconds, exchange, self.taken) if is_hidden else super().exchanging(seconds, exchange)
+        """With ``"expert"`` exchanges overlap another microbatch, and occupy some of its processors. The first forward
+        and the last backward of a step have no other microbatch beside them, of a pipeline those of every stage's
+        filling and draining (Megatron-Core, ``pipeline_parallel/combined_1f1b.py``: "all-to-all comm is exposed" in
+        them)."""
+        one_by_one = super().exchanging(seconds, exchange)
+        if "expert" not in self.layout.overlap:
+            return one_by_one
+        alone = min(1.0, self.layout.pipeline / self.microbatches)
+        return alone * one_by_one + (1.0 - alone) * at_once(seconds, exchange, self.taken)
 
     def hidden_shares(self, chunk: Chunk, sent: Literal["weight", "gradient"]) -> HiddenShares:
         return super().hidden_shares(chunk, sent) if sent in self.layout.overlap else HiddenShares()

@@ -50,6 +50,7 @@ def test_experts_of_gpt_oss_clamp_and_add_biases_by_operations_of_their_own() ->
     assert seconds("GPT OSS 120B GB300 x64 BF16 GBS1280") == pytest.approx((36 + 4 + 68) * of_a_byte)
     for device in ("H100", "B200", "GB200"):
         assert seconds(f"GPT OSS 120B {device} x64 BF16") == pytest.approx((52 + 4 + 68) * of_a_byte)
+    assert seconds("GPT OSS 120B B300 x64 MXFP8") == pytest.approx((36 + 4 + 68) * of_a_byte)
     assert seconds("GPT OSS 120B GB300 x64 MXFP8") == seconds("Qwen3_30B_a3B B200 x8 BF16") == 0.0
     assert seconds("GPT OSS 120B GB300 x64 BF16", None) == 0.0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.published_recipes import recomputed
 from benchmarks.published_rows import case_of
 from benchmarks.published_systems import system
@@ -34,8 +36,43 @@ def test_recipes_say_more_of_mixtures_than_rows() -> None:
     assert (new.shape.beyond, new.layout.embedding_as_layers, new.layout.head_as_layers) == (1, 0, 3)
     pairs = case_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
     assert (pairs.shape.beyond, pairs.layout.embedding_as_layers, pairs.layout.head_as_layers) == (0, 1, 2)
-    by_rows = case_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
-    assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("device", "release", "dispatch", "beside"),
+    [
+        ("GB200", "26.02", "rows", False),
+        ("GB200", "26.04", "tokens", True),
+        ("GB200", "26.04.01", "rows", True),
+        ("B200", "26.04", "tokens", False),
+        ("B200", "26.04.01", "rows", False),
+        ("B300", "26.04.01", "tokens", False),
+        ("GB300", "26.04", "rows", False),
+        ("H100", "26.04", "rows", False),
+    ],
+)
+def test_releases_sent_rows_of_gpt_oss_one_way_or_the_other(
+    device: str, release: str, dispatch: str, beside: bool
+) -> None:
+    layout = case_of(mixture(f"GPT OSS 120B {device} x64 BF16 GBS1280", release, precision="bf16")).layout
+    assert (layout.dispatch, "expert" in layout.overlap) == (dispatch, beside)
+
+
+def test_kernels_of_gpt_oss_have_rates_of_their_own() -> None:
+    def layout(row: str, release: str = "26.06", **parallel: str) -> Any:
+        return case_of(mixture(row, release, **parallel)).layout
+
+    racks = [layout(f"GPT OSS 120B {device} x64 MXFP8 GBS1280") for device in ("GB200", "GB300")]
+    assert all(one.fp8_head and one.attention_rates(False)[1] < 1 for one in racks)
+    board = layout("GPT OSS 120B B300 x64 MXFP8 GBS1280")
+    bf16 = layout("GPT OSS 120B GB300 x64 BF16 GBS1280", "26.04", precision="bf16")
+    assert board.attention == bf16.attention and not board.fp8_head and bf16.attention_rates(False) is None
+    # Its backward computes all keys in MXFP8, but only those of the window in bf16.
+    assert racks[1].attention_rates(True)[1] < bf16.attention_rates(True)[1] / 4
+    slow = layout("GPT OSS 120B GB200 x64 MXFP8 GBS1280", "26.06.01")
+    assert slow.activation_gradient > 8 and racks[0].activation_gradient == 1.0
+    others = [layout(f"{name} GB200 x64 MXFP8 GBS1280", "26.06.01") for name in ("Qwen3_30B_a3B", "DeepSeekV3")]
+    assert [(one.attention, one.fp8_head, one.activation_gradient) for one in others] == [((), False, 1.0)] * 2
 
 
 def test_recipes_say_how_states_rest() -> None:

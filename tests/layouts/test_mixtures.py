@@ -28,8 +28,12 @@ H100 = Cluster.get("dgx-h100")
 SHAPE = Shape(3, 512, 8, 8, 64, 2048, gated=True, vocab=1024, seq=256, flash=True, experts=Experts(16, 2, 512))
 
 
+def with_device(**named: float) -> Cluster:
+    return dataclasses.replace(H100, device=dataclasses.replace(H100.device, **named))
+
+
 def with_host(seconds: float) -> Cluster:
-    return dataclasses.replace(H100, device=dataclasses.replace(H100.device, host_seconds=seconds))
+    return with_device(host_seconds=seconds)
 
 
 @cache
@@ -96,9 +100,29 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
     """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
     nothing here."""
     wide = block(rows=1e6, up=16, down=16)
-    plain, cast = (block_cost(wide, layout_of(precision=p), H100) for p in ("bf16", "fp8"))
+    plain, cast = (block_cost(wide, layout_of(precision=p), with_device(grouped_products=1.0)) for p in ("bf16", "fp8"))
     passed = 1e6 * 1024 * (2 + 2 - 1) / H100.device.memory_bandwidth
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
+
+
+def test_products_of_experts_have_their_rate_in_layouts_as_in_plans() -> None:
+    """Large ones take what the device's ``grouped_products`` says; in fp8 they are as fast as plain ones."""
+    large = block(rows=1e6, width=8192, up=8192, down=8192)
+    for precision, times in (("bf16", 2.0), ("fp8", 1.0)):
+        quick, slow = (
+            block_cost(large, layout_of(precision=precision), with_device(grouped_products=share))
+            for share in (1.0, 0.5)
+        )
+        assert slow.forward == pytest.approx(times * quick.forward, rel=0.05)
+        assert slow.backward == pytest.approx(times * quick.backward, rel=0.05)
+
+
+def test_the_kernel_of_the_activations_gradient_may_be_slow() -> None:
+    """One product of four in backward, and what the activation passes on."""
+    large = block(rows=1e6, width=8192, up=8192, down=8192)
+    usual, slow = (block_cost(large, Recipe(activation_gradient=times), H100) for times in (1.0, 5.0))
+    assert slow.forward == usual.forward
+    assert slow.backward == pytest.approx((1 + 4 / 4) * usual.backward, rel=0.05)
 
 
 @pytest.mark.parametrize(("ranks", "times"), [(1, 0), (4, 2), (16, 0)])
@@ -137,6 +161,35 @@ def test_what_is_hidden_takes_processors() -> None:
     lower = apart.predicted.step_seconds - apart.parts["exchange"]
     assert lower < hidden.predicted.step_seconds < apart.predicted.step_seconds
     assert hidden.predicted.step_seconds >= lower + TAKEN * 0.5 * apart.parts["exchange"]
+
+
+def test_the_first_forward_and_the_last_backward_have_no_other_microbatch_beside_them() -> None:
+    """A single microbatch has none at all; of two every second exchange is not hidden, of eight one in eight."""
+
+    def hidden(microbatch: int) -> float:
+        layout = Recipe(data=8, expert=8, microbatch=microbatch)
+        beside = dataclasses.replace(layout, overlap=(*layout.overlap, "expert"))
+        first, second = (model().price(each, H100) for each in (layout, beside))
+        return (first.predicted.step_seconds - second.predicted.step_seconds) / first.parts["exchange"]
+
+    assert hidden(8) == pytest.approx(0.0, abs=1e-12)
+    assert hidden(1) == pytest.approx((7 / 8) / (1 / 2) * hidden(4), rel=0.1)
+
+
+@pytest.mark.slow
+def test_what_a_pipeline_leaves_exposed_is_not_that_of_one_stage() -> None:
+    """Whatever was priced before: a section's seconds are kept for layouts that are alike."""
+    one = Recipe(data=8, expert=8, overlap=("expert",))
+    three = dataclasses.replace(one, pipeline=3)
+    alone = model.__wrapped__(SHAPE).price(three, H100).predicted.step_seconds
+    assert model().price(one, H100).predicted.step_seconds > 0
+    assert model().price(three, H100).predicted.step_seconds == alone
+
+
+def test_the_head_may_be_in_fp8() -> None:
+    plain, cast = (model().sections(Recipe(precision="fp8", fp8_head=said), H100) for said in (False, True))
+    assert cast.after.forward.compute < plain.after.forward.compute
+    assert cast.layers[0].forward == plain.layers[0].forward
 
 
 def test_head_and_routers_stay_in_bf16() -> None:

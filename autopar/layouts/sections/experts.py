@@ -155,15 +155,33 @@ class BlockPrices:
         """Seconds of a kernel that reads or writes ``width`` elements of every row."""
         return compute_seconds(self.cluster, 0.0, self.rows(block) * width * block.itemsize, torch.float32)
 
+    def each(self, block: Block) -> float:
+        """Rows that each expert of a device gets."""
+        return max(1.0, self.rows(block) / self.held(block))
+
+    def held(self, block: Block) -> int:
+        """Experts of a device."""
+        return block.held // self.layout.expert
+
+    def grouped_rate(self, block: Block) -> float:
+        """The rate of the products of all experts of a device relative to that of plain ones."""
+        return self.cluster.device.grouped_products
+
+    def product(self, block: Block, sizes: tuple[float, float, float], result_bytes: int | None = None) -> float:
+        """Seconds of a product of ``sizes`` (m, n, k) for every expert of a device; ``result_bytes``: what it writes of
+        each element, by default one value."""
+        held, (m, n, k), dtype = self.held(block), sizes, self.operand_dtype(block)
+        written = block.itemsize if result_bytes is None else result_bytes
+        moved = held * (written * m * n + dtype.itemsize * (n * k + m * k))
+        return compute_seconds(self.cluster, 2.0 * held * m * n * k / self.grouped_rate(block), moved, dtype, sizes)
+
     def cost(self, block: Block) -> BlockCost:
         """The costs of a block on a device."""
-        held, rows, dtype = block.held // self.layout.expert, self.rows(block), self.operand_dtype(block)
-        each, operand_bytes = max(1.0, rows / held), dtype.itemsize
+        rows, each, operand_bytes = self.rows(block), self.each(block), self.operand_dtype(block).itemsize
         added = 2 * self.layout.gradient_itemsize(block.itemsize) if self.accumulates else block.itemsize
 
-        def product(m: float, n: float, k: float, result_bytes: int = block.itemsize) -> float:
-            moved = held * (result_bytes * m * n + operand_bytes * (n * k + m * k))
-            return compute_seconds(self.cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
+        def product(m: float, n: float, k: float, result_bytes: int | None = None) -> float:
+            return self.product(block, (m, n, k), result_bytes)
 
         wide, up, down = block.width, block.up, block.down
         ordering = self.orders(block) * self.passing(block, 2 * wide)
