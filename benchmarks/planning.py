@@ -43,8 +43,8 @@ MESH = (8, 8)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what planning it may cost; ``peer`` has what is known of another planner of placements. ``layout``: the
-    only one that is planned, by its price."""
+    """A model and what planning it may cost; ``peer`` has what is known of another planner of placements. ``layout``:
+    the only one that is planned, by its price."""
 
     build: Callable[[], tuple[nn.Module, Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]]]
     description: str

@@ -22,7 +22,7 @@ from autopar.planner.shared_work import SharedWork
 from autopar.plans.plan import Plan
 from autopar.restriction import SHARED, check_layout
 
-from .figures import device_flops
+from .figures import device_flops, notes_on
 from .precision import is_single, own_precision
 from .priced import Priced
 
@@ -97,8 +97,8 @@ def price_with(
         plan = planned(replace(restricted, memory_limit=UNLIMITED), _with_memory(hardware))
         usable = usable_bytes(hardware.among(full.devices))
         limit = min(options.memory_limit or usable, usable) if hardware.groups else options.memory_limit or usable
-    rate = device_flops(plan, hardware.among(full.devices))
-    return Priced(plan, full, int(limit), plan.predicted.mfu * rate)
+    rate, notes = device_flops(plan, hardware.among(full.devices)), notes_on(plan, hardware)
+    return Priced(plan, full, int(limit), plan.predicted.mfu * rate, notes)
 
 
 def _with_memory(cluster: Cluster) -> Cluster:

@@ -9,6 +9,8 @@ from autopar.layout import Layout
 from autopar.plans.plan import Plan
 from autopar.plans.views.quantities import duration, size
 
+from .figures import bubble_of
+
 
 @dataclass(frozen=True)
 class Priced:
@@ -19,12 +21,14 @@ class Priced:
         layout: with every field given.
         memory_limit: bytes that a device may use.
         flops_per_second: FLOP/s of the model per device.
+        notes: what was assumed because the cluster's description omits it, and the plan's warnings.
     """
 
     plan: Plan
     layout: Layout
     memory_limit: int
     flops_per_second: float
+    notes: tuple[str, ...] = ()
 
     @property
     def predicted(self) -> Predicted:
@@ -40,11 +44,6 @@ class Priced:
     def cluster(self) -> str:
         """The name of the hardware."""
         return self.plan.cluster
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The warnings of the plan."""
-        return self.plan.warnings
 
     @property
     def excess_bytes(self) -> int:
@@ -64,9 +63,9 @@ class Priced:
                 f"{self.layout}",
                 f"on {self.layout.devices} devices of {self.cluster}, batch {self.batch}",
                 f"step {duration(predicted.step_seconds)}   {tera:.3g} TFLOP/s per device, MFU {predicted.mfu:.1%}   "
-                f"communication {duration(predicted.comm_seconds)}, bubble {duration(predicted.bubble_seconds)}",
+                f"communication {duration(predicted.comm_seconds)}, bubble {duration(bubble_of(predicted))}",
                 f"peak {size(predicted.peak_bytes)} of {size(self.memory_limit)} per device: {fits}",
-                *(f"warning {' '.join(note.split())}" for note in self.notes),
+                *(f"! {' '.join(note.split())}" for note in self.notes),
                 "print(priced.plan) shows the plan",
             )
         )

@@ -15,6 +15,7 @@ from autopar.plans.views.quantities import duration, size
 from autopar.plans.views.stages import mesh_text
 from autopar.search.candidate import RULE
 
+from .figures import bubble_of
 from .priced import Priced
 
 # How many other plans of the search a report shows.
@@ -33,12 +34,12 @@ class HasPredicted(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A plan in the table: what it is, and its figures. ``warnings``: of the plans of layouts."""
+    """A plan in the table: what it is, and its figures."""
 
     described: str
     predicted: Predicted
     memory_limit: int
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -59,6 +60,7 @@ class LayoutReport:
         checkpoint_bytes: bytes of the weights, and of the ``optimizer``'s state of trained ones.
         tokens, sample_tokens: those of the whole training, and of a sample.
         device_flops: FLOP/s of a device at an MFU of 1.
+        notes: what was assumed of the hardware, and the plan's warnings.
         seconds, cpu_seconds: what the plan took, tracing included.
     """
 
@@ -72,6 +74,7 @@ class LayoutReport:
     tokens: float | None
     named: Mapping[str, Priced]
     device_flops: float
+    notes: tuple[str, ...]
     seconds: float
     cpu_seconds: float
 
@@ -85,7 +88,7 @@ class LayoutReport:
             if priced is not None and not name.startswith(RULE)
         ]
         others.sort(key=lambda row: row.predicted.step_seconds)
-        return Row(described(plan), plan.predicted, plan.memory_limit, plan.warnings), *others
+        return Row(described(plan), plan.predicted, plan.memory_limit, self.notes), *others
 
     @property
     def compared(self) -> dict[str, Row]:
@@ -138,7 +141,7 @@ class LayoutReport:
             "days": self.days(row),
             "memory_limit": row.memory_limit,
             "fits": row.fits,
-            "notes": list(row.warnings),
+            "notes": list(row.notes),
         }
 
     def __str__(self) -> str:
@@ -161,7 +164,7 @@ class LayoutReport:
         yield f"memory of the fullest device: {_memory(plan)}"
         yield f"checkpoint: {size(self.checkpoint_bytes)} (weights and the state of {self.optimizer})"
         yield f"prices: {plan.cluster_source}"
-        yield "the first is the plan: print(report.plan); --show, --output and --html of the command line"
+        yield "print(report.plan) shows the first, which is the plan"
 
     def _table(self, rows: Mapping[str, Row]) -> Iterator[str]:
         table = columns(_HEAD, [self._row(name, row) for name, row in rows.items()], right=range(1, len(_HEAD)))
@@ -173,8 +176,8 @@ class LayoutReport:
             yield f"! does not fit: {', '.join(too_big)}"
         if len(self.found) > SHOWN + 1:
             yield f"{len(self.found) - SHOWN - 1} more in report.found"
-        warnings = dict.fromkeys(warning for row in rows.values() for warning in row.warnings)
-        yield from (f"warning {' '.join(warning.split())}" for warning in warnings)
+        notes = dict.fromkeys(note for row in rows.values() for note in row.notes)
+        yield from (f"! {' '.join(note.split())}" for note in notes)
 
     def _row(self, name: str, row: Row) -> list[str]:
         predicted, days = row.predicted, self.days(row)
@@ -185,7 +188,7 @@ class LayoutReport:
             f"{predicted.mfu:.1%}",
             "-" if days is None else _short(days),
             duration(predicted.comm_seconds),
-            duration(predicted.bubble_seconds),
+            duration(bubble_of(predicted)),
             size(predicted.peak_bytes) + (" " if row.fits else "!"),
         ]
 

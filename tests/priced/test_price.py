@@ -103,11 +103,13 @@ def test_a_layout_that_does_not_fit_says_by_how_many_bytes(layout: Layout, monke
 
 @pytest.mark.slow
 def test_unequal_devices_have_limits_of_their_own() -> None:
-    """Those of the smaller kind count, whatever options allow."""
-    smaller = dataclasses.replace(A100.device, memory_bytes=A100.device.reserve_bytes + (2 << 20))
+    """Options that allow more leave them as they are, so that what does not fit is planned for larger devices."""
+    smaller = dataclasses.replace(A100.device, memory_bytes=A100.device.memory_bytes // 2)
     cluster = A100.with_groups(Group(1, A100.device), Group(1, smaller))
-    found = autopar.price(model(), batch(), cluster, layout=Layout(data=2, microbatch=8))
-    assert not found.fits and 0 < found.memory_limit <= 2 << 20 and found.excess_bytes > 0
+    layout, limit = Layout(data=2, microbatch=8), 1 << 20
+    found = autopar.price(model(), batch(), cluster, layout=layout, options=autopar.Options(memory_limit=limit))
+    assert not found.fits and found.memory_limit == limit
+    assert found.excess_bytes == found.predicted.peak_bytes - limit > 0
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,17 @@ def test_targets_and_a_loss_function() -> None:
         targets=torch.zeros(8, 16),
     )
     assert found.fits and other.fits
+
+
+def test_products_without_a_rate_are_said_to_be_priced_as_the_slowest() -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)))
+    v100, rows = autopar.Cluster.get("p3.16xlarge"), (torch.zeros(8, 16),)
+    note = "a V100-SXM2-16GB has no rate of products in bf16: they are priced as f64, its slowest"
+    found = autopar.price(layers, rows, v100, layout=Layout(data=2), loss_fn=summed)
+    assert note in found.notes[0] and f"! {note}" in str(found)
+    report = autopar.plan_layouts(layers, rows, v100, devices=2, loss_fn=summed)
+    assert note in report.notes[0] and f"! {note}" in str(report)
+    assert not autopar.price(layers, rows, v100, layout=Layout(data=2, precision="fp16"), loss_fn=summed).notes
 
 
 @pytest.mark.parametrize(
