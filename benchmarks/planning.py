@@ -181,10 +181,12 @@ def measure(name: str) -> dict[str, Any]:
     before = {"cpu_seconds": cpu_seconds(), "peak_gib": peak_gib()}
     start = time.perf_counter()
     if case.layout is not None:
-        plan = autopar.price(model, batch, case.cluster, layout=case.layout).plan
+        priced = autopar.price(model, batch, case.cluster, layout=case.layout)
+        plan, excess = priced.plan, priced.excess_bytes
     else:
         options = autopar.Options(precision=case.precision)
         plan = autopar.plan(model, case.mesh, batch, cluster=case.cluster, options=options)
+        excess = plan.predicted.peak_bytes - plan.memory_limit
     wall, busy, peak = time.perf_counter() - start, cpu_seconds() - before["cpu_seconds"], peak_gib()
     return {
         "model": case.description,
@@ -200,6 +202,7 @@ def measure(name: str) -> dict[str, Any]:
         "limit_cpu_seconds": case.limit_seconds,
         "status": plan.status,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "excess_bytes": excess,
         "predicted_step_seconds": plan.predicted.step_seconds,
         "search": search_figures(plan),
         "peer": dict(case.peer),
@@ -270,6 +273,7 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
     rows += [(f"  {phase}", f"{value:.1f}", "", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
     step = f"{figures['predicted_step_seconds']:.4g} s a step, {figures['status']}, gap {figures['gap'] or 0:.2%}"
+    step += f", {figures['excess_bytes'] / 2**30:.3g} GiB too many" if figures["excess_bytes"] > 0 else ""
     rows.append((f"  {figures['search']['plan']}: {step}", "", "", "", "", ""))
     rows += list(_searched_rows(figures["search"]))
     peer = figures["peer"]

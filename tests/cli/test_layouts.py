@@ -13,6 +13,7 @@ from autopar.command_line import main, make_parser
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.options import CHOICES as OPTION_CHOICES
+from autopar.plans.views.quantities import size
 from benchmarks.recipes import Recipe
 
 MODEL = """
@@ -104,7 +105,10 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
         main(["plan", str(path), "--devices", "2", "--cluster", "dgx-a100-80gb", "--batch", "8", "--sequence", "64"])
         == 0
     )
-    assert "MixtralForCausalLM" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "MixtralForCausalLM" in said
+    elements = sum(parameter.numel() for parameter in hf.MixtralForCausalLM(config).parameters())
+    assert f"checkpoint: {size(12 * elements)} (weights and the state of adamw)" in said, "masters in fp32"
     assert main(["plan", str(path), *WORDS]) == 2
     assert "give --batch" in capsys.readouterr().err
 
