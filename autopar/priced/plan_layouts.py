@@ -25,7 +25,7 @@ from autopar.plans.question import resized
 
 from .figures import device_flops, notes_on
 from .precision import policy_for
-from .price import price_with
+from .price import check_kind, price_with
 from .report import LayoutReport
 
 # Up to so many devices a mesh is one axis, which the search divides in every way.
@@ -146,6 +146,7 @@ def _check(devices: object, tokens: object, compare: Mapping[str, Layout], sampl
         if layout.devices != devices:
             raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}")
         layout.microbatches(samples)
+        check_kind(layout)
 
 
 def _check_numbers(**named: object) -> None:

@@ -80,7 +80,7 @@ def price_with(
 ) -> Priced:
     """:func:`price`. ``work``: what it has in common with plans of the same model for other arguments."""
     check_model(model)
-    _check_kind(layout)
+    check_kind(layout)
     check_beside_layout(options)
     full = full_layout(layout, model)
     hardware = _with_devices(Cluster.get(cluster), full)
@@ -131,7 +131,8 @@ def _restriction(full: Layout, layout: Layout, model: nn.Module) -> Layout:
     return full
 
 
-def _check_kind(layout: object) -> None:
+def check_kind(layout: object) -> None:
+    """Raises :class:`OptionsError` for what is no layout, and for one of a kind that no plan can have."""
     if isinstance(layout, Layout) and type(layout) is not Layout:
         raise OptionsError(
             f"layout is a {type(layout).__name__}: prices are those of plans, and no plan does what its fields add; "
