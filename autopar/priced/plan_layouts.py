@@ -24,7 +24,7 @@ from autopar.planner.shared_work import SharedWork
 from autopar.plans.question import resized
 
 from .figures import device_flops, notes_on
-from .precision import policy_for
+from .precision import planned_precision
 from .price import check_kind, price_with
 from .report import LayoutReport
 
@@ -69,7 +69,7 @@ def plan_layouts(
     hardware, own = Cluster.get(cluster), _checked_options(options)
     inputs, samples, sample_tokens = _of_samples(batch, global_batch)
     _check(devices, tokens, compare or {}, samples, hardware)
-    own = replace(own, precision=policy_for(model, own.precision))
+    own = replace(own, precision=planned_precision(model, own.precision)[1])
     work = SharedWork()
     given: dict[str, Any] = {"loss_fn": loss_fn, "targets": resized(targets, batch_size(*split_batch(batch)), samples)}
     plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, work=work, **given)

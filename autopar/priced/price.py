@@ -23,7 +23,7 @@ from autopar.plans.plan import Plan
 from autopar.restriction import SHARED, check_layout
 
 from .figures import device_flops, notes_on
-from .precision import is_single, own_precision
+from .precision import planned_precision
 from .priced import Priced
 
 # More bytes than any device has.
@@ -82,9 +82,9 @@ def price_with(
     check_model(model)
     check_kind(layout)
     check_beside_layout(options)
-    full = full_layout(layout, model)
+    full, restriction = _completed(layout, model)
     hardware = _with_devices(Cluster.get(cluster), full)
-    restricted = replace(options, layout=_restriction(full, layout, model))
+    restricted = replace(options, layout=restriction)
 
     def planned(options: Options, cluster: Cluster) -> Plan:
         arguments: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": work, "advises": False}
@@ -113,22 +113,16 @@ def mesh_of(layout: Layout) -> tuple[int, ...]:
     return tuple(degree for degree in degrees if degree > 1) or (1,)
 
 
-def full_layout(layout: Layout, model: nn.Module) -> Layout:
-    """The layout with every field given. Raises :class:`OptionsError` if the fields contradict each other."""
-    values = {each.name: getattr(layout, each.name) for each in own_fields(layout)}
+def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
+    """The layout with every field given, and what of it restricts the plan: all but the precision of a model that is
+    planned as it is. Raises :class:`OptionsError` if the fields contradict each other."""
+    values: dict[str, Any] = {each.name: getattr(layout, each.name) for each in own_fields(layout)}
     if layout.pipeline > 1:
         values["schedule"] = layout.schedule_name
-    if "precision" not in layout.given and not is_single(model):
-        values["precision"] = own_precision(model)
-    return Layout(**values)
-
-
-def _restriction(full: Layout, layout: Layout, model: nn.Module) -> Layout:
-    """What of a full layout restricts the plan: all but the precision of a model that is planned as it is."""
-    is_own = full.precision != "fp32" and full.precision == own_precision(model)
-    if is_own or ("precision" not in layout.given and not is_single(model)):
-        return Layout(**{name: getattr(full, name) for name in full.given if name != "precision"})
-    return full
+    wanted = values.pop("precision")
+    shown, option = planned_precision(model, wanted if "precision" in layout.given else None)
+    full = Layout(**values, precision=shown)
+    return full, Layout(**values) if option is None else full
 
 
 def check_kind(layout: object) -> None:
