@@ -20,6 +20,7 @@ from autopar.layout import Layout
 from autopar.options import Options
 from autopar.planner.shared_work import SharedWork
 from autopar.plans.plan import Plan
+from autopar.plans.question import question_of, remember
 from autopar.restriction import SHARED, check_layout
 
 from .figures import device_flops, notes_on
@@ -94,11 +95,19 @@ def price_with(
         plan = planned(restricted, hardware)
         limit = plan.memory_limit
     except InfeasibleError:
-        plan = planned(replace(restricted, memory_limit=UNLIMITED), _with_memory(hardware))
         usable = usable_bytes(hardware.among(full.devices))
-        limit = min(options.memory_limit or usable, usable) if hardware.groups else options.memory_limit or usable
+        limit = int(min(options.memory_limit or usable, usable) if hardware.groups else options.memory_limit or usable)
+        plan = planned(replace(restricted, memory_limit=UNLIMITED), _with_memory(hardware))
+        plan = _within(plan, limit, options=restricted, cluster=hardware)
     rate, notes = device_flops(plan, hardware.among(full.devices)), notes_on(plan, hardware)
-    return Priced(plan, full, int(limit), plan.predicted.mfu * rate, notes)
+    return Priced(plan, full, limit, plan.predicted.mfu * rate, notes)
+
+
+def _within(plan: Plan, limit: int, **asked: Any) -> Plan:
+    """A plan that was made without a limit, as the plan that was ``asked`` for: with what devices may hold."""
+    question = question_of(plan)
+    question = replace(question, arguments={**question.arguments, **asked})
+    return remember(replace(plan, memory_limit=limit, device_peaks=(), device_limits=()), question)
 
 
 def _with_memory(cluster: Cluster) -> Cluster:

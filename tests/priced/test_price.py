@@ -97,7 +97,7 @@ def test_a_layout_that_does_not_fit_says_by_how_many_bytes(layout: Layout, monke
     free = priced("gpt", layout)
     assert not found.fits and found.memory_limit == limit
     assert found.excess_bytes == found.predicted.peak_bytes - limit == free.predicted.peak_bytes - limit
-    assert found.predicted == free.predicted
+    assert found.predicted == free.predicted and found.plan.memory_limit == limit
     assert f"does not fit: {found.excess_bytes} bytes" in str(found)
 
 
