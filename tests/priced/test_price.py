@@ -210,3 +210,29 @@ def test_what_no_memory_helps_is_an_error() -> None:
     cluster = dataclasses.replace(A100, device=device)
     with pytest.raises(InfeasibleError, match="host"):
         autopar.price(model(), batch(), cluster, layout=Layout(microbatch=BATCH, offload=True))
+
+
+class Residual(torch.nn.Module):
+    """Small enough to be run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_price_is_any_plan() -> None:
+    """It is verified, read from its text, and asked what it would be for another batch; also one that does not fit."""
+    module, rows = Residual(), (torch.randn(8, 16),)
+    layout = Layout(pipeline=2, data=2, microbatch=2, precision="fp32")
+    found = autopar.price(module, rows, A100, layout=layout)
+    assert autopar.verify(module, (4,), rows, plan=found.plan).ok
+    too_big = autopar.price(module, rows, A100, layout=layout, options=autopar.Options(memory_limit=1000))
+    assert autopar.Plan.from_json(too_big.plan.to_json()) == too_big.plan and not too_big.fits
+    more = found.plan.whatif(batch=16).answers[-1].plan
+    assert more is not None and (more.batch, more.microbatches) == (16, 2 * found.plan.microbatches)
