@@ -4,7 +4,8 @@
 >>> model = autopar.parallelize(model, mesh)  # doctest: +SKIP
 
 :func:`parallelize` trains a model on a mesh, :func:`plan` plans without running, and :func:`verify` compares a plan
-with one process. :func:`price` and :func:`plan_layouts` price and search layouts of large models.
+with one process. :func:`price` plans a layout chosen by hand, and :func:`plan_layouts` compares plans for so many
+devices.
 """
 
 # ruff: noqa: E402 - the imports below may fail on a torch that is not supported: warn first.
@@ -45,10 +46,11 @@ from .options import Options
 from .sync import DiLoCo, Gossip, LocalSGD, PowerSGD, TopK
 
 if TYPE_CHECKING:
-    from autopar.layouts.model import price
-    from autopar.layouts.price import Priced
-    from autopar.layouts.report import LayoutReport, plan_layouts
     from autopar.planner.expert_imbalance import expert_imbalance
+    from autopar.priced.plan_layouts import plan_layouts
+    from autopar.priced.price import price
+    from autopar.priced.priced import Priced
+    from autopar.priced.report import LayoutReport
     from autopar.search.reprice import reprice
     from autopar.verification.report import Report
     from autopar.verification.verify import verify
@@ -98,12 +100,12 @@ __all__ = [
 # Where the names are that a training does not need: loaded when one is first asked for, since solvers and the libraries
 # that they bring take more than a second of a processor to import on each rank.
 _LATER = {
-    "LayoutReport": "autopar.layouts.report",
-    "Priced": "autopar.layouts.price",
+    "LayoutReport": "autopar.priced.report",
+    "Priced": "autopar.priced.priced",
     "Report": "autopar.verification.report",
     "expert_imbalance": "autopar.planner.expert_imbalance",
-    "plan_layouts": "autopar.layouts.report",
-    "price": "autopar.layouts.model",
+    "plan_layouts": "autopar.priced.plan_layouts",
+    "price": "autopar.priced.price",
     "reprice": "autopar.search.reprice",
     "verify": "autopar.verification.verify",
 }

@@ -135,26 +135,28 @@ def plan(
         OptionsError: an option or pin that cannot be honoured.
     """
     arguments = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
-    return _plan(model, mesh, batch, options=_options(options), **arguments)
+    return make_plan(model, mesh, batch, options=_options(options), **arguments)
 
 
 @collecting_rarely()
-def _plan(
+def make_plan(
     model: nn.Module,
     mesh: Mesh,
     batch: Batch,
     *,
     options: Options,
     cluster: str | Cluster | None,
-    loss_fn: LossFunction | None,
-    targets: Any,
-    device: torch.device | str | None,
-    mode: Mode | None,
+    loss_fn: LossFunction | None = None,
+    targets: Any = None,
+    device: torch.device | str | None = None,
+    mode: Mode | None = None,
     work: SharedWork | None = None,
+    advises: bool = True,
 ) -> Plan:
-    """:func:`plan`. ``work``: what it has in common with plans of the same model for other arguments."""
+    """:func:`plan`. ``work``: what it has in common with plans of the same model for other arguments; ``advises``:
+    whether the error for what does not fit says what would, which takes a search."""
     check_model(model)
-    timings, work = Timings(), SharedWork() if work is None else work
+    timings, work = Timings(advises=advises), SharedWork() if work is None else work
     args, kwargs = split_batch(batch, targets)
     where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
     settings = in_mode(options, mode)
@@ -179,7 +181,7 @@ def _plan(
     request = replace(request, shared=work)
     asked = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
     asked |= {"options": options}
-    question = Question(_plan, model, mesh, mesh_shape(mesh), batch, rows, asked, SharedWork)
+    question = Question(make_plan, model, mesh, mesh_shape(mesh), batch, rows, asked, SharedWork)
     # A copy, since the cache keeps its own plan, and the question would keep the model with it.
     return remember(replace(finish(cached_plan(request, timings))), question)
 

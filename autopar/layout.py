@@ -38,8 +38,9 @@ class Layout:
         microbatch: samples that one data rank computes at a time.
         interleave: chunks of layers on each pipeline stage.
         recompute: what backward recomputes. ``"none"``; ``"selective"``: the insides of attention (everything between a
-            product of two activations and the next); ``"elementwise"``: also the operands of products that elementwise
-            operations and normalisations compute; ``"full"``: whole layers from their inputs.
+            product of two activations and the next); ``"full"``: whole layers from their inputs. (``"elementwise"``,
+            which no plan does, is for the simulator of published rows: also the operands of products that elementwise
+            operations and normalisations compute.)
         sequence_parallel: whether values between tensor-parallel regions are divided along the sequence.
         zero: 1 shards the optimizer state over data ranks, 2 also gradients, 3 also weights.
         schedule: by name (:mod:`autopar.schedule.named`); default ``"1f1b"``, or ``"interleaved"`` with several chunks.

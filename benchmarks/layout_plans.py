@@ -2,10 +2,11 @@
 
     python -m benchmarks.layout_plans [--models gpt llama mixture] [--layouts TEXT ...] [--json] [--output FILE]
 
-Both describe one step of one model under one layout: ``autopar.price`` in closed form, ``autopar.plan`` by a plan that
-runs, compiled. They should agree; where they do not, one of them counts something that the other does not. In fp32, so
-that neither keeps master weights or casts, with every field given that both know, layers pinned to the stages on which
-the layout has them, and of the fields that only prices know those that say what a plan does (:data:`RUNTIME`).
+Both describe one step of one model under one layout: ``LayoutModel.price`` (:mod:`autopar.layouts`) in closed form, as
+published rows are priced, ``autopar.plan`` by a plan that runs, compiled. They should agree; where they do not, one of
+them counts something that the other does not. In fp32, so that neither keeps master weights or casts, with every field
+given that both know, layers pinned to the stages on which the layout has them, and of the fields that only recipes know
+those that say what a plan does (:data:`RUNTIME`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 
 import autopar
+from autopar.cluster.description import Cluster
 from autopar.ir.node import RECOMPUTED
 from autopar.ir.plan_record import PlanLine
 from autopar.layout import Layout
+from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
 from autopar.placement.overlap_windows import REDUCTIONS
 from autopar.plans.plan import Plan
@@ -95,9 +98,12 @@ def batch_of(layout: Layout) -> int:
 def priced(shape: Shape, layout: Layout) -> Priced:
     """The price of a layout that does what a plan does."""
     fields = {**RUNTIME, **({"reduction": "scatter"} if layout.zero > 1 else {})}
-    return autopar.price(
-        build(shape, torch.float32), _ids(shape.seq, batch_of(layout)), CLUSTER, layout=Recipe.like(layout, **fields)
-    )
+    return _traced(shape, batch_of(layout)).price(Recipe.like(layout, **fields), Cluster.get(CLUSTER))
+
+
+@cache
+def _traced(shape: Shape, batch: int) -> LayoutModel:
+    return LayoutModel.of(build(shape, torch.float32), _ids(shape.seq, batch))
 
 
 def planned(shape: Shape, layout: Layout) -> Plan:

@@ -6,7 +6,8 @@ Models and batches are on the meta device and no devices are needed. Each case r
 so that peak memory is its own; imports and building the model are measured apart from planning. The same model at
 several depths, and on several numbers of devices, shows what planning costs by either. A case that has not ended after
 ``--stop`` seconds of the processor, imports included, is stopped, and its row says so. ``--plans``: of the largest
-models alone, with nothing given: seconds, gap, status, step and degrees of each.
+models alone, with nothing given: seconds, gap, status, step and degrees of each; ``--layouts``: the same in the layouts
+that were published with them, by ``autopar.price``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,11 +30,12 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.layout import Layout
 from autopar.precision import Precision
 
+from .largest_models import CASES as PUBLISHED
 from .published_models import build
 from .report import describe_machine, emit, make_table
-from .scale import CASES as SCALE
 
 CLUSTER = "dgx-a100-80gb"
 MESH = (8, 8)
@@ -41,7 +43,8 @@ MESH = (8, 8)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what planning it may cost; ``peer`` has what is known of another planner of placements."""
+    """A model and what planning it may cost; ``peer`` has what is known of another planner of placements. ``layout``:
+    the only one that is planned, by its price."""
 
     build: Callable[[], tuple[nn.Module, Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]]]
     description: str
@@ -50,6 +53,7 @@ class Case:
     mesh: tuple[int, ...] = MESH
     cluster: str = CLUSTER
     precision: Precision | None = None
+    layout: Layout | None = None
 
 
 def token_batch(size: int, sequence: int) -> dict[str, torch.Tensor]:
@@ -87,32 +91,40 @@ def build_llama3_8b(layers: int = 32, batch: int = 16) -> tuple[nn.Module, dict[
 
 
 def build_published(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A model of :mod:`benchmarks.scale`, and its published batch."""
-    case = SCALE[name]
+    """A model of :mod:`benchmarks.largest_models`, and its published batch."""
+    case = PUBLISHED[name]
     ids = torch.empty((case.batch, case.shape.seq), dtype=torch.int64, device="meta")
     return build(case.shape, torch.float32), (ids, ids)
 
 
 def published(name: str, nodes: int) -> Case:
-    """The case of a model of :mod:`benchmarks.scale` on so many nodes of eight devices."""
+    """The case of a model of :mod:`benchmarks.largest_models` on so many nodes of eight devices."""
     return Case(
         partial(build_published, name),
-        f"{name} on {8 * nodes} devices, batch {SCALE[name].batch} x {SCALE[name].shape.seq}, bf16",
+        f"{name} on {8 * nodes} devices, batch {PUBLISHED[name].batch} x {PUBLISHED[name].shape.seq}, bf16",
         limit_seconds=40.0,
         peer={},
         mesh=(nodes, 8),
-        cluster=SCALE[name].cluster,
+        cluster=PUBLISHED[name].cluster,
         precision="bf16",
     )
 
 
-# The largest, with nothing given: the whole search (benchmarks.scale compares layouts that are given in full).
+# The largest, with nothing given: the whole search.
 LARGEST: Mapping[str, Case] = {
     "gpt3-175b": published("GPT-3 175B", 128),
     "mt-nlg-530b": published("MT-NLG 530B", 280),
     "gpt-1t": published("GPT 1T", 384),
     "llama3-405b": published("Llama 3 405B", 2048),
     "switch-1.6t": published("Switch 1.6T", 256),
+}
+
+# The same in the layouts that were published, given in full.
+LAYOUTS: Mapping[str, Case] = {
+    f"{name}-layout": replace(
+        case, description=f"{case.description}, its published layout", layout=PUBLISHED[of].published
+    )
+    for (name, case), of in zip(LARGEST.items(), PUBLISHED, strict=True)
 }
 
 CASES: Mapping[str, Case] = {
@@ -147,6 +159,7 @@ CASES: Mapping[str, Case] = {
         for nodes in (2, 8, 32)
     },
     **LARGEST,
+    **LAYOUTS,
 }
 
 
@@ -167,8 +180,13 @@ def measure(name: str) -> dict[str, Any]:
     model, batch = case.build()
     before = {"cpu_seconds": cpu_seconds(), "peak_gib": peak_gib()}
     start = time.perf_counter()
-    options = autopar.Options(precision=case.precision)
-    plan = autopar.plan(model, case.mesh, batch, cluster=case.cluster, options=options)
+    if case.layout is not None:
+        priced = autopar.price(model, batch, case.cluster, layout=case.layout)
+        plan, excess = priced.plan, priced.excess_bytes
+    else:
+        options = autopar.Options(precision=case.precision)
+        plan = autopar.plan(model, case.mesh, batch, cluster=case.cluster, options=options)
+        excess = plan.predicted.peak_bytes - plan.memory_limit
     wall, busy, peak = time.perf_counter() - start, cpu_seconds() - before["cpu_seconds"], peak_gib()
     return {
         "model": case.description,
@@ -184,6 +202,7 @@ def measure(name: str) -> dict[str, Any]:
         "limit_cpu_seconds": case.limit_seconds,
         "status": plan.status,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "excess_bytes": excess,
         "predicted_step_seconds": plan.predicted.step_seconds,
         "search": search_figures(plan),
         "peer": dict(case.peer),
@@ -254,6 +273,7 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
     rows += [(f"  {phase}", f"{value:.1f}", "", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
     step = f"{figures['predicted_step_seconds']:.4g} s a step, {figures['status']}, gap {figures['gap'] or 0:.2%}"
+    step += f", {figures['excess_bytes'] / 2**30:.3g} GiB too many" if figures["excess_bytes"] > 0 else ""
     rows.append((f"  {figures['search']['plan']}: {step}", "", "", "", "", ""))
     rows += list(_searched_rows(figures["search"]))
     peer = figures["peer"]
@@ -281,6 +301,9 @@ def main(words: Sequence[str]) -> int:
     which.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     which.add_argument(
         "--plans", dest="cases", action="store_const", const=list(LARGEST), help="the largest models alone"
+    )
+    which.add_argument(
+        "--layouts", dest="cases", action="store_const", const=list(LAYOUTS), help="those in their published layouts"
     )
     parser.add_argument(
         "--stop", type=float, default=600.0, metavar="SECONDS", help="of the processor, after which a case is stopped"

@@ -34,11 +34,11 @@ import autopar
 from autopar.plans.plan import Plan
 from autopar.verification.unfolding import unfold
 
+from .largest_models import CASES as LARGEST
 from .planning import CASES as PLANNED
 from .published_models import build
 from .published_shape import Experts, Shape
 from .report import describe_machine, emit, make_table
-from .scale import CASES as SCALE
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 # Of twins. The vocabulary is odd, so that it divides among no ranks.
@@ -91,8 +91,8 @@ def small_llama() -> nn.Module:
 
 
 def small(name: str) -> nn.Module:
-    """A small model of the shape of one of ``benchmarks.scale``, on the meta device."""
-    shape = SCALE[name].shape
+    """A small model of the shape of one of ``benchmarks.largest_models``, on the meta device."""
+    shape = LARGEST[name].shape
     shared = shape.heads // shape.kv_heads
     few: Shape = replace(
         shape, layers=LAYERS, hidden=64, heads=4, kv_heads=4 if shared == 1 else 2, head_dim=16, ffn=128,

@@ -210,12 +210,12 @@ def add_mesh(parser: Any, required: bool) -> None:
     parser.add_argument("--mesh", type=checked(parse_mesh), required=required, help=text)
 
 
-def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[object, ...]]) -> None:
+def add_planning(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every command that plans; what the user leaves out is searched, or has the default of
-    :class:`Options`. ``wider``: choices in addition to those of :class:`Options`."""
+    :class:`Options`."""
 
     def add_choice(name: str, text: str) -> None:
-        allowed = tuple(dict.fromkeys(value for choices in (CHOICES, *wider) for value in choices[name]))
+        allowed = CHOICES[name]
         group.add_argument(f"--{name}", type=type(allowed[0]), choices=allowed, help=text)
 
     group = parser.add_argument_group("planning")
@@ -234,7 +234,6 @@ def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[obj
     add_choice("precision", "what products are computed in")
     add_choice("zero", "fix the ZeRO stage instead of searching")
     recompute = "compute saved values again instead of keeping them; by default whatever makes the step fit"
-    recompute += "; elementwise of layouts only" if wider else ""
     offload = "keep optimizer state in host memory; by default where that makes the step fit"
     group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
     add_choice("recompute", recompute)

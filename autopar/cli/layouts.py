@@ -1,4 +1,4 @@
-"""``autopar plan --devices N``: the best layouts of a large model, compared with those that the user names."""
+"""``autopar plan --devices N``: the plan for so many devices, beside others and layouts that the user names."""
 
 from __future__ import annotations
 
@@ -11,25 +11,13 @@ from torch import nn
 
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.report import plan_layouts
+from autopar.priced.plan_layouts import plan_layouts
 
-from .arguments import Batch, load_target
+from .arguments import Batch, load_target, options_from
 from .model_config import load_config, model_of
 from .output import Output
+from .plans import describe, view, write_files
 
-# The options that do not apply to plans by layouts.
-_OF_MESHES = (
-    "microbatches",
-    "stages",
-    "schedule",
-    "time_limit",
-    "gap",
-    "seed",
-    "optimizer",
-    "layout",
-    "pin",
-)
-_FILES = ("output", "html")
 # The options that do not apply to plans with --mesh.
 OF_LAYOUTS = ("batch", "sequence", "tokens", "compare")
 # Chosen: the length that GPT-3 was trained with (arXiv 2005.14165, section 2.3).
@@ -37,17 +25,14 @@ DEFAULT_SEQUENCE = 2048
 
 
 def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
-    """Prints a :class:`autopar.layouts.report.LayoutReport`; returns the exit status."""
-    inapplicable = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name) not in (None, [], "")]
-    inapplicable += ["show"] * (arguments.show != "plan") + ["no-mesh-search"] * (not arguments.mesh_search)
-    if inapplicable:
-        word = inapplicable[0].replace("_", "-")
-        raise OptionsError(
-            f"--{word} is for plans with --mesh; with --devices layouts are searched (--compare names one)"
-        )
+    """Prints a :class:`autopar.LayoutReport`, or its plan as ``--show`` asks, and writes the plan's files; returns the
+    exit status."""
+    if not arguments.mesh_search:
+        raise OptionsError("--no-mesh-search is for plans with --mesh, whose axes it keeps; --devices has none")
     compare = [Layout.parse(text) for text in arguments.compare]
+    options = options_from(arguments)
     model, batch = _load(arguments)
-    with output.progress(f"planning {type(model).__name__} on {arguments.devices} devices"):
+    with output.progress(f"planning {describe(model)} on {arguments.devices} devices"):
         report = plan_layouts(
             model,
             batch,
@@ -56,13 +41,13 @@ def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
             global_batch=arguments.batch,
             tokens=arguments.tokens,
             compare={f"given {i}" if len(compare) > 1 else "given": layout for i, layout in enumerate(compare, 1)},
-            precision=arguments.precision or "bf16",
-            memory_limit=arguments.memory_limit,
-            zero=arguments.zero,
-            recompute=arguments.recompute,
-            offload=bool(arguments.offload),
+            options=options,
         )
-    output.result(report, report.data())
+    write_files(report.plan, arguments)
+    if arguments.show == "plan":
+        output.result(report, report.data())
+    else:
+        output.result(view(report.plan, arguments.show), report.plan)
     return 0
 
 

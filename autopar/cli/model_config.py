@@ -84,14 +84,14 @@ def load_config(path: Path) -> Any:
 
 
 def model_of(config: Any, path: Path) -> nn.Module:
-    """The language model of a configuration, on the meta device in bf16: one that predicts the next token, or one with
+    """The language model of a configuration, on the meta device in fp32: one that predicts the next token, or one with
     an encoder and a decoder. Raises :class:`OptionsError`."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
     try:
         with torch.device("meta"), _closed(path), _few_modules(path):
-            model: nn.Module = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+            model: nn.Module = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except OptionsError:
         raise
     except Exception as error:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.arguments import Batch, check_model, split_batch
+from autopar.arguments import Batch, split_batch
 from autopar.cluster.description import Cluster
 from autopar.cluster.device import Device
-from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.keywords import suggests
 from autopar.layout import Layout
 from autopar.layouts.sections.experts import expert_counts
 from autopar.layouts.sections.placement import Placed
@@ -23,12 +21,11 @@ from autopar.layouts.sections.section import Sections
 from autopar.layouts.sections.section_of_node import multiplicities
 from autopar.layouts.sections.shortened_model import Depth, order_in, traced_short
 from autopar.layouts.sections.stand_in import read_by_others
-from autopar.options import Options
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.prepare import Prepared, batch_size, prepare
 from autopar.planner.step_graphs import step_graph
 
-from .precision import Conversion, computed_in
+from .precision import Conversion
 from .price import Priced, price_sections
 from .pricing import pricing_of
 
@@ -138,50 +135,3 @@ def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:
     """The lists of layers that must be traced in full."""
     graph, loss = prepared.traced.graph, prepared.loss
     return [path for path, kinds in depth.kinds.items() if read_by_others(graph, loss, path, kinds)]
-
-
-@suggests
-def price(
-    model: nn.Module,
-    batch: Batch,
-    cluster: str | Cluster,
-    *,
-    layout: Layout,
-    options: Options | None = None,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-) -> Priced:
-    """Prices a step of ``model`` on global batches like ``batch`` under a layout chosen by hand, and says whether it
-    fits. Prices, placements and schedules are those that planning uses. A model in another dtype than the layout's
-    precision is priced as if converted to it.
-
-    Args:
-        cluster: the hardware: a name, a file or a :class:`Cluster`.
-        options: ``memory_limit``, the bytes that tensors may take, and nothing else; default the device's memory less
-            its ``reserve_bytes`` and what fragmentation loses of it.
-        loss_fn: as for :func:`autopar.plan`.
-
-    Raises:
-        TraceError: the model cannot be captured.
-        OptionsError: layers, batch, sequence, heads or devices cannot be divided so, there is no such module, or
-            options set a field of the layout.
-    """
-    check_model(model)
-    if not isinstance(layout, Layout):
-        raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
-    hardware = Cluster.get(cluster)
-    limit = _limit_of(options or Options())
-    converted, inputs = computed_in(model, batch, pricing_of(layout).dtype(layout))
-    return LayoutModel.of(converted, inputs, loss_fn).price(layout, hardware, limit=limit)
-
-
-def _limit_of(options: Options) -> int | None:
-    """The memory limit. Raises :class:`OptionsError` for options that would be ignored."""
-    defaults, names = Options(), {option.name for option in fields(Layout)}
-    for name in (option.name for option in fields(Options)):
-        value = getattr(options, name)
-        if name != "memory_limit" and value != getattr(defaults, name):
-            works = f"write layout=Layout({name}={value!r})" if name in names else "leave it out"
-            raise OptionsError(
-                f"price(options=Options({name}={value!r})): of the options only memory_limit is used; {works}"
-            )
-    return options.memory_limit

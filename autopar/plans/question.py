@@ -49,8 +49,8 @@ class Question:
         size; ``work``: of :attr:`begin`. Raises what :func:`autopar.plan` raises."""
         arguments, batch = {**self.arguments, **changed}, self.batch
         if samples is not None:
-            batch = _resized(batch, self.samples, samples)
-            arguments["targets"] = _resized(arguments["targets"], self.samples, samples)
+            batch = resized(batch, self.samples, samples)
+            arguments["targets"] = resized(arguments["targets"], self.samples, samples)
         return self.ask(self.model, self.mesh if mesh is None else mesh, batch, work=work, **arguments)
 
     def mesh_of(self, devices: int) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class Question:
         )
 
 
-def _resized(tree: Any, samples: int, wanted: int) -> Any:
+def resized(tree: Any, samples: int, wanted: int) -> Any:
     """The tensors of ``tree`` that have ``samples`` rows, with as many rows as ``wanted``: repeated or cut off, so that
     all values are valid ones."""
 

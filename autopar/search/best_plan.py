@@ -78,8 +78,10 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
     try:
         tried = _tried(unstaged, pinned, timings)
         if not tried.candidates:
-            raise _main(tried.failures)
+            raise _main(tried.failures, timings.advises)
     except InfeasibleError as error:
+        if not timings.advises:
+            raise
         advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
         explained = layout_infeasible(unstaged, error, partial(_predicted, pinned), advice)
         if explained is error:  # Not raised from itself: who follows causes would never come to an end.
@@ -175,13 +177,16 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
     return tried
 
 
-def _main(failures: Sequence[Failure]) -> Exception:
+def _main(failures: Sequence[Failure], advises: bool) -> Exception:
     """The error to show: of what does not fit, that which needs fewest bytes; where this is not known yet, that of the
-    first pipeline."""
+    first pipeline. ``advises``: whether it says what would fit."""
+    infeasible = [failure.error for failure in failures if isinstance(failure.error, InfeasibleError)]
+    if infeasible and not advises:
+        return infeasible[0]
     known = [failure.error for failure in failures if failure.explain is None]
-    infeasible = [error for error in known if isinstance(error, InfeasibleError)]
-    if infeasible:
-        return min(infeasible, key=needed).explained
+    alone = [error for error in known if isinstance(error, InfeasibleError)]
+    if alone:
+        return min(alone, key=needed).explained
     makers = [failure.explain for failure in failures if failure.explain is not None]
     return makers[0]() if makers else known[0]
 

@@ -1,20 +1,19 @@
-"""``autopar plan --devices``: the best layouts of a model, beside the ones somebody names, with what training takes."""
+"""``autopar plan --devices``: the plan of a model, beside others and named layouts, and what training takes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import transformers as hf
 
 import autopar
 from autopar.command_line import main, make_parser
-from autopar.errors import AutoparError, OptionsError
+from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.options import CHOICES as OPTION_CHOICES
+from autopar.plans.views.quantities import size
 from benchmarks.recipes import Recipe
 
 MODEL = """
@@ -60,11 +59,10 @@ def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", target, *WORDS, *words]) == 0
     said = capsys.readouterr().out
     assert "on 4 devices of dgx-a100-80gb, batches of 32" in said and "checkpoint:" in said
-    assert "tensor=2 data=2 microbatch=1 recompute=full zero=1" in said
-    assert said.splitlines()[-1].startswith("prices: NVIDIA A100 data sheet")
-    _, _, _, flops, _, days, *_ = said.splitlines()[4].split()
+    assert "tensor=2 data=2 microbatch=1 recompute=full zero=1" in said and "prices: NVIDIA A100 data sheet" in said
+    (first,) = (line for line in said.splitlines() if line.startswith("1 "))
+    _, _, _, flops, _, days, *_ = first.split()
     assert float(flops) > 0 and float(days) > 0, "small figures have digits"
-    assert any(line.startswith("rule") for line in said.splitlines())
 
 
 @pytest.mark.slow
@@ -77,12 +75,22 @@ def test_layouts_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", target, *WORDS, "--tokens", "1e9", "--compare", "data=4", "--meta", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best, given = found["layouts"][0], found["given"]
-    assert best["step_seconds"] <= min(given["step_seconds"], found["rule"]["step_seconds"])
+    assert best["step_seconds"] <= given["step_seconds"] * (1 + found["placement_gap"])
     assert best["days"] == pytest.approx(1e9 / (16 * 32) * best["step_seconds"] / 86400)
-    assert found["checkpoint_bytes"] == 14 * found["parameters"]
-    assert found["placement_gap"] <= 0.005 and found["planning_cpu_seconds"] > 0
-    parts = ("weight", "gradient", "optimizer", "activation", "temporary")
+    assert found["checkpoint_bytes"] == 12 * found["parameters"]
+    assert found["placement_gap"] <= 0.01 and found["planning_cpu_seconds"] > 0 and found["searched"] is None
+    parts = ("weight", "gradient", "optimizer", "activation", "temporary", "input")
     assert sum(best[f"{part}_bytes"] for part in parts) == best["peak_bytes"]
+
+
+def test_the_plan_of_a_table_is_a_plan(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is restricted by the options of plans, shown and written as any."""
+    path, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    words = ("--layout", "data=4", "--zero", "1", "--output", str(path), "--html", str(page), "--show", "kind")
+    assert main(["plan", target, *WORDS, *words]) == 0
+    plan = autopar.Plan.load(path)
+    assert (plan.layout, plan.precision, plan.stages) == ("data=4", "bf16", 1) and page.is_file()
+    assert str(plan.table(by="kind")) in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -97,7 +105,10 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
         main(["plan", str(path), "--devices", "2", "--cluster", "dgx-a100-80gb", "--batch", "8", "--sequence", "64"])
         == 0
     )
-    assert "MixtralForCausalLM" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "MixtralForCausalLM" in said
+    elements = sum(parameter.numel() for parameter in hf.MixtralForCausalLM(config).parameters())
+    assert f"checkpoint: {size(12 * elements)} (weights and the state of adamw)" in said, "masters in fp32"
     assert main(["plan", str(path), *WORDS]) == 2
     assert "give --batch" in capsys.readouterr().err
 
@@ -138,48 +149,13 @@ def test_an_encoder_and_decoder_by_configuration(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
-    [
-        ({"devices": 0}, "devices=0: not a positive whole number"),
-        ({"devices": 4.0}, "devices=4.0: not a positive whole number"),
-        ({"global_batch": -8}, "global_batch=-8: not a positive"),
-        ({"tokens": float("nan")}, "tokens=nan: not a positive number"),
-        ({"tokens": "1e9"}, "tokens='1e9'"),
-        ({"memory_limit": 0}, "memory_limit"),
-        ({"compare": {"ours": "data=4"}}, "give names and an autopar.Layout of each"),
-        ({"compare": {"ours": Layout(data=4, microbatch=3)}}, "a microbatch of [24] does"),
-        ({"precision": "fp8"}, r"Recipe\(precision='fp8'\)"),
-        ({"devices": 7}, "a batch of 16 does not divide .* of 7 devices .* a batch of 21 does"),
-    ],
-)
-def test_arguments_that_are_none(named: dict[str, object], said: str) -> None:
-    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
-    arguments: dict[str, Any] = {"devices": 4, "loss_fn": lambda out: out.sum(), **named}
-    with pytest.raises(AutoparError, match=said):
-        autopar.plan_layouts(layers, (torch.zeros(16, 16),), "dgx-a100-80gb", **arguments)
-
-
-def test_what_is_compared_has_its_own_precision() -> None:
-    """No layout in fp32 is priced at the rate of bf16."""
-    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
-    wide = {"wide": Layout(microbatch=1024, precision="fp32"), "half": Layout(microbatch=1024)}
-    found = autopar.plan_layouts(
-        layers, (torch.zeros(1024, 512),), "dgx-a100-80gb", devices=1, compare=wide, loss_fn=lambda out: out.sum()
-    ).named
-    assert found["wide"].predicted.weight_bytes == 2 * found["half"].predicted.weight_bytes
-    assert found["wide"].predicted.mfu < 1
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--stages", "2"), "--stages is for plans with --mesh"),
         (("--no-mesh-search",), "--no-mesh-search is for plans with --mesh"),
-        (("--output", "x.json"), "--output is for plans with --mesh"),
         (("--compare", "data=8"), "takes 8 devices, not 4"),
         (("--tokens", "-5"), "tokens=-5.0: not a positive number"),
         (("--compare", "colour=8"), "'colour=8' in a layout"),
-        pytest.param(("--memory-limit", "1KiB"), "no layout fits", marks=pytest.mark.slow),
+        pytest.param(("--memory-limit", "1KiB"), "fits into 1 KiB per device", marks=pytest.mark.slow),
     ],
 )
 def test_what_makes_no_sense_is_said(
@@ -218,25 +194,12 @@ def test_layouts_that_are_none(text: str) -> None:
         Layout.parse(text)
 
 
-def test_the_model_stays_as_it_is() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
-    found = autopar.plan_layouts(
-        model, (torch.zeros(8, 16),), "dgx-a100-80gb", devices=2, loss_fn=lambda out: out.float().sum()
-    )
-    assert found.best.fits and all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert found.days(found.best) is None
-
-
-def test_the_command_line_chooses_among_what_layouts_and_options_take(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every value of the API can be said, and what only layouts have is refused with --mesh, in a line that says so."""
+def test_the_command_line_chooses_among_what_options_take(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every value of the API can be said; what no plan recomputes is refused before anything is planned."""
     for name in ("precision", "recompute", "zero"):
-        for value in Layout.choices[name]:
-            words = ["plan", target, *WORDS, f"--{name}", str(value)]
-            assert getattr(make_parser().parse_args(words), name) == value
         for value in OPTION_CHOICES[name]:
-            words = ["verify", target, "--mesh", "2", f"--{name}", str(value)]
-            assert getattr(make_parser().parse_args(words), name) == value
-    assert main(["plan", target, "--mesh", "2", "--recompute", "elementwise"]) == 2
-    assert "--recompute elementwise is for layouts, with --devices" in capsys.readouterr().err
+            for words in (["plan", target, *WORDS], ["verify", target, "--mesh", "2"]):
+                assert getattr(make_parser().parse_args([*words, f"--{name}", str(value)]), name) == value
+    with pytest.raises(SystemExit):
+        main(["plan", target, *WORDS, "--recompute", "elementwise"])
+    assert "invalid choice: 'elementwise'" in capsys.readouterr().err

@@ -13,9 +13,8 @@ from torch import nn
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout, degrees
-from autopar.layouts.model import LayoutModel, price
-from autopar.layouts.report import plan_layouts
-from autopar.options import Options
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.precision import computed_in
 from benchmarks.recipes import Recipe
 
 H100 = Cluster.get("dgx-h100")
@@ -134,35 +133,26 @@ def test_a_masked_mean_sums_over_a_sequence() -> None:
     assert model.price(Layout(context=2), H100).predicted.step_seconds > 0
 
 
-def test_options_that_a_price_does_not_read_are_refused() -> None:
-    model = Steps(32)
-    for options, works in ((Options(zero=3), "layout=Layout.zero=3"), (Options(optimizer="sgd"), "leave it out")):
-        with pytest.raises(OptionsError, match=f"of the options only memory_limit is used; .*{works}"):
-            price(model, (torch.empty(8, 16, 32),), H100, layout=Layout(), options=options)
-
-
 def test_a_model_that_cannot_be_copied_is_priced_as_it_is_or_refused() -> None:
-    model = Steps(32)
+    model, inputs = Steps(32), (torch.empty(8, 16, 32),)
     model.lock = threading.Lock()  # type: ignore[assignment]
-    inputs = (torch.empty(8, 16, 32),)
     with pytest.raises(OptionsError, match=r"Steps must be priced in torch.bfloat16.*lock.*model.to\(torch.bfloat16\)"):
-        price(model, inputs, H100, layout=Layout())
-    assert price(model, inputs, H100, layout=Layout(precision="fp32")).fits
+        computed_in(model, inputs, torch.bfloat16)
+    assert LayoutModel.of(*computed_in(model, inputs, torch.float32)).price(Layout(precision="fp32"), H100).fits
 
 
 def test_a_model_without_layers_has_no_stages() -> None:
-    model, inputs = Steps(32), (torch.empty(8, 16, 32),)
+    model = LayoutModel.of(Steps(32).bfloat16(), (torch.empty(8, 16, 32, dtype=torch.bfloat16),))
     with pytest.raises(OptionsError, match=r"the model has no layers to cut between.*take pipeline=1"):
-        price(model, inputs, H100, layout=Layout(pipeline=2))
-    assert price(model, inputs, H100, layout=Recipe(pipeline=2, cuts="operations")).fits
+        model.price(Layout(pipeline=2), H100)
+    assert model.price(Recipe(pipeline=2, cuts="operations"), H100).fits
 
 
 def test_products_without_a_rate_are_said_to_be_priced_as_the_slowest() -> None:
-    model, inputs = Steps(32), (torch.empty(8, 16, 32),)
-    found = plan_layouts(model, inputs, "p3.16xlarge", devices=8)
+    model, v100 = LayoutModel.of(Steps(32), (torch.empty(8, 16, 32),)), Cluster.get("p3.16xlarge")
     note = "a V100-SXM2-16GB has no rate of products in bf16: they are priced as f64, its slowest"
-    assert note in found.best.notes[0] and f"! {note}" in str(found)
-    assert not price(model, inputs, "p3.16xlarge", layout=Layout(precision="fp16")).notes
+    assert note in model.price(Layout(), v100).notes[0]
+    assert not model.price(Layout(precision="fp16"), v100).notes
 
 
 def test_fields_left_out_are_defaults_of_prices() -> None:

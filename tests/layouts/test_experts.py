@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers as hf
 
-import autopar
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.cost.collective.collective import copying_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import Priced
 from autopar.layouts.search import best_layout
 from autopar.layouts.sections.experts import BACKWARD, routers
 from autopar.layouts.space import candidates, expert_degrees
@@ -42,7 +42,7 @@ def model() -> LayoutModel:
     return LayoutModel.of(build(SHAPE), batch())
 
 
-def price(**named: object) -> autopar.Priced:
+def price(**named: object) -> Priced:
     return model().price(layout_of(**named), A100)  # type: ignore[arg-type]
 
 

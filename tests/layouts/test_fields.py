@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import autopar
+from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.precision import DTYPES, computed_in
 from tests.helpers.recipes import layout_of
 
 
@@ -27,13 +29,14 @@ class Regression(torch.nn.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_model_is_priced_in_the_precision_of_the_layout(precision: str) -> None:
     """Whatever dtype it is in: a float32 model under bf16 runs at the rate of bf16, and holds two bytes of a weight."""
+    cluster = Cluster.get("dgx-a100-80gb")
     rows = torch.empty(4096, 512, device="meta")
     layout = layout_of(microbatch=4096, precision=precision)  # type: ignore[arg-type]
-    found = {
-        dtype: autopar.price(Regression().to(dtype), (rows.to(dtype), rows.to(dtype)), "dgx-a100-80gb", layout=layout)
+    converted = (
+        computed_in(Regression().to(dtype), (rows.to(dtype), rows.to(dtype)), DTYPES[precision])
         for dtype in (torch.float32, torch.bfloat16)
-    }
-    single, half = (priced.predicted for priced in found.values())
+    )
+    single, half = (LayoutModel.of(*each).price(layout, cluster).predicted for each in converted)
     assert single == half
     assert single.weight_bytes == 4 * 512 * 512 * (4 if precision == "fp32" else 2)
     assert 0 < single.mfu < 1

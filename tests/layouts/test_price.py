@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import autopar
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds, total_flops
 from autopar.cost.collective.collective import copying_seconds
@@ -18,6 +17,7 @@ from autopar.errors import OptionsError
 from autopar.ir.assignment import uses
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import Priced
 from autopar.layouts.step.memory import FRAGMENTED
 from autopar.planner.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
@@ -39,7 +39,7 @@ def model() -> LayoutModel:
     return LayoutModel.of(build(SHAPE), batch())
 
 
-def price(**named: object) -> autopar.Priced:
+def price(**named: object) -> Priced:
     return model().price(layout_of(**named), A100)  # type: ignore[arg-type]
 
 
@@ -277,13 +277,12 @@ def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypa
 @pytest.mark.slow
 def test_grouped_and_gated_models_are_priced() -> None:
     shape = dataclasses.replace(SHAPE, kv_heads=2, gated=True, flash=True)
-    found = autopar.price(build(shape), batch(), A100, layout=Layout(tensor=2, data=2, pipeline=2, zero=1))
+    found = LayoutModel.of(build(shape), batch()).price(Layout(tensor=2, data=2, pipeline=2, zero=1), A100)
     assert found.fits and found.predicted.comm_seconds > 0
 
 
 def test_a_limit_too_small_says_by_how_much() -> None:
-    options = autopar.Options(memory_limit=1 << 20)
-    found = autopar.price(build(SHAPE), batch(), A100, layout=Layout(), options=options)
+    found = model().price(Layout(), A100, limit=1 << 20)
     assert not found.fits
     assert found.excess_bytes == found.predicted.peak_bytes - (1 << 20)
 
@@ -324,8 +323,6 @@ def test_what_does_not_divide_is_refused() -> None:
         price(context=3)
     with pytest.raises(OptionsError, match=r"A100.* has no fp8 products: its peak_flops are of bf16"):
         price(precision="fp8")
-    with pytest.raises(OptionsError, match=r"give an autopar.Layout"):
-        autopar.price(build(SHAPE), batch(), A100, layout={"tensor": 2})  # type: ignore[arg-type]
 
 
 def test_heads_divide_among_tensor_ranks() -> None:
@@ -348,7 +345,7 @@ def test_two_layers_are_stages_too() -> None:
         short.price(Layout(pipeline=5), A100)
 
 
-def price_at(size: int, **named: object) -> autopar.Priced:
+def price_at(size: int, **named: object) -> Priced:
     return model().price(layout_of(**named), A100, size)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ from autopar.planner import solve_mesh
 from autopar.plans.page.frontier_picture import HEIGHT, frontier_picture
 from autopar.plans.page.page import render
 from autopar.plans.plan import Plan
-from autopar.plans.question import _questions, _resized
+from autopar.plans.question import _questions, resized
 from autopar.plans.views.quantities import duration
 from autopar.plans.views.what_if import Answer, WhatIf
 from tests.helpers.marks import slow_rows_but
@@ -302,7 +302,7 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_rows_of_every_tensor_are_repeated_or_cut() -> None:
     rows = torch.arange(6).reshape(3, 2)
     tree = {"x": rows, "scale": torch.ones(2), "list": [rows], "n": 3, "other": SimpleNamespace()}
-    longer = _resized(tree, 3, 5)
+    longer = resized(tree, 3, 5)
     assert longer["x"].tolist() == rows[[0, 1, 2, 0, 1]].tolist() == longer["list"][0].tolist()
     assert longer["scale"] is tree["scale"] and longer["n"] == 3
-    assert _resized(tree, 3, 2)["x"].tolist() == rows[:2].tolist()
+    assert resized(tree, 3, 2)["x"].tolist() == rows[:2].tolist()

@@ -27,8 +27,8 @@ from autopar.runtime.launch import run_local
 from autopar.runtime.pipeline.point_to_point import Messenger
 from autopar.runtime.rehearse.transcript import Event, Received, Sent, Started, transcript
 from autopar.verification.unfolding import Unfolded, disagreeing, spread_ranks, unfold, unmatched
+from benchmarks.largest_models import CASES as LARGEST
 from benchmarks.published_models import build
-from benchmarks.scale import CASES as SCALE
 from benchmarks.twins import CASES, small_gpt2, unfolded, verified
 
 CLUSTER, MESH = "dgx-a100-80gb", (16, 8)
@@ -40,7 +40,7 @@ FLAT = Layout(data=32, tensor=4, zero=3)
 @cache
 def wide(layers: int = 4) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     """As wide as GPT-3, of few layers."""
-    shape = replace(SCALE["GPT-3 175B"].shape, layers=layers)
+    shape = replace(LARGEST["GPT-3 175B"].shape, layers=layers)
     ids = torch.empty((64, shape.seq), dtype=torch.int64, device="meta")
     return build(shape, torch.float32), (ids, ids)
 

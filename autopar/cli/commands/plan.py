@@ -10,8 +10,6 @@ from autopar.cli.output import Output
 from autopar.cli.plans import TABLES, make_plan, view, write_files
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
-from autopar.layout import Layout
-from autopar.options import CHOICES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page, to a path or URL")
     where = parser.add_mutually_exclusive_group(required=True)
     add_mesh(where, required=False)
-    where.add_argument("--devices", type=checked(positive), metavar="N", help="search layouts of so many instead")
-    add_planning(parser, Layout.choices)
+    where.add_argument(
+        "--devices",
+        type=checked(positive),
+        metavar="N",
+        help="the mesh of so many devices instead, and a table of plans",
+    )
+    add_planning(parser)
     _add_layouts(parser)
 
 
@@ -46,12 +49,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     for name in OF_LAYOUTS:
         if getattr(arguments, name) not in (None, []):
             raise OptionsError(f"--{name} is for plans with --devices; with --mesh the batch is the model's own")
-    for name in ("precision", "recompute"):
-        if getattr(arguments, name) not in (None, *CHOICES[name]):
-            raise OptionsError(
-                f"--{name} {getattr(arguments, name)} is for layouts, with --devices; with --mesh one of "
-                f"{', '.join(map(str, CHOICES[name]))}"
-            )
     plan = make_plan(arguments, output)
     write_files(plan, arguments)
     output.result(view(plan, arguments.show), plan)
@@ -59,9 +56,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of planning by layouts (``--devices``)."""
-    text = "with --devices instead of --mesh: the best of all layouts of a large model, equal layers traced once"
-    group = parser.add_argument_group("layouts", text)
+    """Adds the options of plans for a number of devices (``--devices``)."""
+    text = "with --devices instead of --mesh: a table of the plan, of others that the search priced, and of layouts"
+    group = parser.add_argument_group("devices", text)
     group.add_argument(
         "--batch", type=checked(positive), metavar="SAMPLES", help="of a step; default: the model's batch"
     )

@@ -1,0 +1,161 @@
+"""The plan for so many devices, beside the others that its search priced and layouts that the user names."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import make_plan
+from autopar.arguments import Batch, check_model, split_batch
+from autopar.cluster.description import Cluster
+from autopar.errors import OptionsError
+from autopar.keywords import suggests
+from autopar.layout import Layout
+from autopar.optimizers import OPTIMIZERS
+from autopar.options import Options
+from autopar.planner.prepare import batch_size
+from autopar.planner.shared_work import SharedWork
+from autopar.plans.question import resized
+
+from .figures import device_flops, notes_on
+from .precision import planned_precision
+from .price import check_kind, price_with
+from .report import LayoutReport
+
+# Up to so many devices a mesh is one axis, which the search divides in every way.
+# Chosen: Llama 3 8B on 64 A100 took 39 s of computing on one axis and 14 s on (8, 8), for steps that are equally quick.
+ONE_AXIS = 32
+
+
+@suggests
+def plan_layouts(
+    model: nn.Module,
+    batch: Batch,
+    cluster: str | Cluster,
+    *,
+    devices: int,
+    global_batch: int | None = None,
+    tokens: float | None = None,
+    compare: Mapping[str, Layout] | None = None,
+    options: Options | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Any = None,
+) -> LayoutReport:
+    """The plan of ``model`` for so many ``devices``, as :func:`autopar.plan` makes it, beside the others that its
+    search priced and the layouts to compare it with. The model may be on the meta device.
+
+    Args:
+        batch: sample inputs, as for :func:`autopar.plan`.
+        global_batch: samples of a step; default: those of ``batch``, which is repeated or cut.
+        tokens: how many tokens the whole training reads, to say how many days it takes; a sample has as many tokens as
+            its first input has elements.
+        compare: layouts for comparison, by name; each is priced as by :func:`autopar.price`, and restricts nothing.
+        options: of the plan. Without a ``precision``, a model in fp32 is planned in ``"bf16"``, as layouts are.
+        loss_fn, targets: as for :func:`autopar.plan`.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        InfeasibleError: nothing fits; says what would, in bytes.
+        OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
+    """
+    check_model(model)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    hardware, own = Cluster.get(cluster), _checked_options(options)
+    inputs, samples, sample_tokens = _of_samples(batch, global_batch)
+    _check(devices, tokens, compare or {}, samples, hardware)
+    own = replace(own, precision=planned_precision(model, own.precision)[1])
+    work = SharedWork()
+    given: dict[str, Any] = {"loss_fn": loss_fn, "targets": resized(targets, batch_size(*split_batch(batch)), samples)}
+    plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, work=work, **given)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    beside = _beside_layouts(own)
+    named = {
+        name: price_with(model, inputs, hardware, layout, beside, work=work, **given)
+        for name, layout in (compare or {}).items()
+    }
+    return LayoutReport(
+        plan=plan,
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        checkpoint_bytes=sum(_checkpointed(parameter, own.optimizer) for parameter in model.parameters()),
+        optimizer=own.optimizer,
+        devices=devices,
+        sample_tokens=sample_tokens,
+        tokens=tokens,
+        named=named,
+        device_flops=device_flops(plan, hardware.among(devices)),
+        notes=notes_on(plan, hardware),
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+    )
+
+
+def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
+    """The mesh of so many devices: nodes outermost, if there are several and all are full."""
+    node = cluster.links[0].size or devices
+    is_one_axis = devices <= ONE_AXIS or node == 1 or devices % node != 0 or devices == node
+    return (devices,) if is_one_axis else (devices // node, node)
+
+
+def _beside_layouts(options: Options) -> Options:
+    """The options of layouts for comparison: without those that a layout says, or that refer to placements."""
+    said: dict[str, Any] = dict.fromkeys(("stages", "schedule", "microbatches", "zero", "recompute", "offload"))
+    return replace(options, layout=None, precision=None, pins={}, **said)
+
+
+def _checked_options(options: Options | None) -> Options:
+    if options is not None and not isinstance(options, Options):
+        raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
+    options = options or Options()
+    if options.mode == "inference":
+        raise OptionsError('Options(mode="inference"): days and checkpoints are of training; ask autopar.plan')
+    if options.sync != Options().sync:
+        raise OptionsError(f"Options(sync={options.sync!r}): plans of replicas need a mesh of them; ask autopar.plan")
+    return options
+
+
+def _of_samples(batch: Batch, samples: int | None) -> tuple[Batch, int, int | None]:
+    """The batch with so many ``samples`` (None: its own), their number, and how many elements the first input has of
+    each; None if there is no tensor."""
+    args, kwargs = split_batch(batch)
+    own = batch_size(args, kwargs)
+    if samples is not None:
+        _check_numbers(global_batch=samples)
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    each = None if first is None else first.numel() // max(1, own)
+    return batch if samples in (None, own) else resized(batch, own, samples), samples or own, each
+
+
+def _check(devices: object, tokens: object, compare: Mapping[str, Layout], samples: int, cluster: Cluster) -> None:
+    """Raises :class:`OptionsError` for invalid arguments, before anything takes time."""
+    _check_numbers(devices=devices)
+    if tokens is not None and not (isinstance(tokens, (int, float)) and 0 < tokens < math.inf):
+        raise OptionsError(f"tokens={tokens!r}: not a positive number")
+    if cluster.size is not None and isinstance(devices, int) and devices > cluster.size:
+        raise OptionsError(f"devices={devices}: {cluster.name} has {cluster.size}")
+    unchecked: object = compare
+    if not isinstance(unchecked, Mapping) or not all(isinstance(layout, Layout) for layout in unchecked.values()):
+        raise OptionsError(f"compare={compare!r}: give names and an autopar.Layout of each, {{'ours': Layout(data=8)}}")
+    for name, layout in compare.items():
+        if layout.devices != devices:
+            raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}")
+        layout.microbatches(samples)
+        check_kind(layout)
+
+
+def _check_numbers(**named: object) -> None:
+    for name, value in named.items():
+        if type(value) is not int or value < 1:
+            raise OptionsError(f"{name}={value!r}: not a positive whole number")
+
+
+def _checkpointed(parameter: nn.Parameter, optimizer: str) -> int:
+    """Bytes of a parameter and of its optimizer's state, if it is trained."""
+    state = int(OPTIMIZERS[optimizer](tuple(parameter.shape))) if parameter.requires_grad else 0
+    return (parameter.numel() + state) * parameter.element_size()

@@ -1,0 +1,174 @@
+"""Prices a layout chosen by hand: by the plan to which it restricts the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import make_plan
+from autopar.arguments import Batch, check_model
+from autopar.cluster.description import Cluster
+from autopar.cost import usable_bytes
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.given_fields import own_fields
+from autopar.keywords import suggests
+from autopar.layout import Layout
+from autopar.options import Options
+from autopar.planner.shared_work import SharedWork
+from autopar.plans.plan import Plan
+from autopar.plans.question import question_of, remember
+from autopar.restriction import SHARED, check_layout
+
+from .figures import device_flops, notes_on
+from .precision import planned_precision
+from .priced import Priced
+
+# More bytes than any device has.
+UNLIMITED = 1 << 50
+# What options must not say beside a layout: it says so by a field, or its devices and its batch would be others.
+_OF_LAYOUTS = {option: name for name, option in SHARED.items()} | {"microbatches": "microbatch"}
+
+
+@suggests
+def price(
+    model: nn.Module,
+    batch: Batch,
+    cluster: str | Cluster,
+    *,
+    layout: Layout,
+    options: Options | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Any = None,
+) -> Priced:
+    """Prices a step of ``model`` on global batches like ``batch`` under a layout chosen by hand, and says whether it
+    fits: by the plan of ``Options(layout=layout)``, with every field of the layout given. What it leaves out has its
+    default: degrees are 1, the schedule is ``"1f1b"`` (with several chunks ``"interleaved"``). No devices are needed.
+
+    A layout that does not fit is planned once more without a limit of memory: ``fits`` is then False, and
+    ``excess_bytes`` says by how much.
+
+    Args:
+        cluster: the hardware: a name, a file or a :class:`Cluster`.
+        layout: a model in fp32 is planned in the layout's precision, ``"bf16"`` by default, as by
+            ``Options(precision=...)``: products in 16 bits, parameters and optimizer state in fp32. A model that is in
+            this precision, or in 16 bits where the layout gives none, is planned as it is.
+        options: of the plan, except for fields of the layout: ``memory_limit``, ``optimizer``, ``compile``, pins of
+            stages, ...
+        loss_fn, targets: as for :func:`autopar.plan`.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        OptionsError: layers, batch, sequence, heads, experts or devices cannot be divided so, or options say what
+            the layout does.
+        InfeasibleError: there is no such plan, however much memory devices have.
+    """
+    return price_with(model, batch, cluster, layout, options or Options(), loss_fn, targets, SharedWork())
+
+
+def price_with(
+    model: nn.Module,
+    batch: Batch,
+    cluster: str | Cluster,
+    layout: Layout,
+    options: Options,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    targets: Any,
+    work: SharedWork,
+) -> Priced:
+    """:func:`price`. ``work``: what it has in common with plans of the same model for other arguments."""
+    check_model(model)
+    check_kind(layout)
+    check_beside_layout(options)
+    full, restriction = _completed(layout, model)
+    hardware = _with_devices(Cluster.get(cluster), full)
+    restricted = replace(options, layout=restriction)
+
+    def planned(options: Options, cluster: Cluster) -> Plan:
+        arguments: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": work, "advises": False}
+        return make_plan(model, mesh_of(full), batch, options=options, cluster=cluster, **arguments)
+
+    try:
+        plan = planned(restricted, hardware)
+        limit = plan.memory_limit
+    except InfeasibleError:
+        usable = usable_bytes(hardware.among(full.devices))
+        limit = int(min(options.memory_limit or usable, usable) if hardware.groups else options.memory_limit or usable)
+        plan = planned(replace(restricted, memory_limit=UNLIMITED), _with_memory(hardware))
+        plan = _within(plan, limit, options=restricted, cluster=hardware)
+    rate, notes = device_flops(plan, hardware.among(full.devices)), notes_on(plan, hardware)
+    return Priced(plan, full, limit, plan.predicted.mfu * rate, notes)
+
+
+def _within(plan: Plan, limit: int, **asked: Any) -> Plan:
+    """A plan that was made without a limit, as the plan that was ``asked`` for: with what devices may hold."""
+    question = question_of(plan)
+    question = replace(question, arguments={**question.arguments, **asked})
+    return remember(replace(plan, memory_limit=limit, device_peaks=(), device_limits=()), question)
+
+
+def _with_memory(cluster: Cluster) -> Cluster:
+    """The cluster whose devices may hold whatever options allow: of several kinds, each has a limit of its own."""
+    each = (replace(group, device=replace(group.device, memory_bytes=UNLIMITED)) for group in cluster.groups)
+    return cluster.with_groups(*each) if cluster.groups else cluster
+
+
+def mesh_of(layout: Layout) -> tuple[int, ...]:
+    """The mesh whose axes are the degrees of a layout, outermost first."""
+    degrees = (layout.pipeline, layout.data, layout.context, layout.tensor)
+    return tuple(degree for degree in degrees if degree > 1) or (1,)
+
+
+def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
+    """The layout with every field given, and what of it restricts the plan: all but the precision of a model that is
+    planned as it is. Raises :class:`OptionsError` if the fields contradict each other."""
+    values: dict[str, Any] = {each.name: getattr(layout, each.name) for each in own_fields(layout)}
+    if layout.pipeline > 1:
+        values["schedule"] = layout.schedule_name
+    wanted = values.pop("precision")
+    shown, option = planned_precision(model, wanted if "precision" in layout.given else None)
+    full = Layout(**values, precision=shown)
+    return full, Layout(**values) if option is None else full
+
+
+def check_kind(layout: object) -> None:
+    """Raises :class:`OptionsError` for what is no layout, and for one of a kind that no plan can have."""
+    if isinstance(layout, Layout) and type(layout) is not Layout:
+        raise OptionsError(
+            f"layout is a {type(layout).__name__}: prices are those of plans, and no plan does what its fields add; "
+            "give an autopar.Layout (what other systems do is priced by benchmarks.recipes, see docs/published.md)"
+        )
+    check_layout(layout)
+
+
+def check_beside_layout(options: Options) -> None:
+    """Raises :class:`OptionsError` for options that a layout says, or under which its devices or batch would be
+    others."""
+    if not isinstance(options, Options):
+        raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
+    defaults = Options()
+    for name in (each.name for each in fields(Options)):
+        value = getattr(options, name)
+        if value == getattr(defaults, name):
+            continue
+        if name == "layout":
+            raise OptionsError("options have a layout too: give one of them, price(layout=...)")
+        if name in _OF_LAYOUTS:
+            field = _OF_LAYOUTS[name]
+            works = f"write layout=Layout({field}={'...' if field == 'microbatch' else repr(value)})"
+            raise OptionsError(f"Options({name}={value!r}) is said by the layout: {works}")
+        if name in ("mode", "sync"):
+            raise OptionsError(
+                f"Options({name}={value!r}): prices are of training by all devices together; leave it out, or ask "
+                "autopar.plan with Options(layout=...)"
+            )
+
+
+def _with_devices(cluster: Cluster, layout: Layout) -> Cluster:
+    """``cluster``. Raises :class:`OptionsError` if the layout takes more devices than it has."""
+    if cluster.size is not None and layout.devices > cluster.size:
+        raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
+    return cluster

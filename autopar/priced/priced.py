@@ -1,0 +1,71 @@
+"""The price of a layout: the plan that it restricts the search to, and whether that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.plan_record import Predicted
+from autopar.layout import Layout
+from autopar.plans.plan import Plan
+from autopar.plans.views.quantities import duration, size
+
+from .figures import bubble_of
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What :func:`autopar.price` found.
+
+    Attributes:
+        plan: the plan of the layout; of one that does not fit, the quickest one whatever memory it takes.
+        layout: with every field given.
+        memory_limit: bytes that a device may use.
+        flops_per_second: FLOP/s of the model per device.
+        notes: what was assumed because the cluster's description omits it, and the plan's warnings.
+    """
+
+    plan: Plan
+    layout: Layout
+    memory_limit: int
+    flops_per_second: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted(self) -> Predicted:
+        """What the plan predicts of a step."""
+        return self.plan.predicted
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.plan.batch
+
+    @property
+    def cluster(self) -> str:
+        """The name of the hardware."""
+        return self.plan.cluster
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes by which the fullest device exceeds the limit; negative: bytes left free."""
+        return self.predicted.peak_bytes - self.memory_limit
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0
+
+    def __str__(self) -> str:
+        """The layout, its step and its memory; ``print(priced.plan)`` has the whole plan."""
+        predicted, tera = self.predicted, self.flops_per_second / 1e12
+        fits = "fits" if self.fits else f"does not fit: {self.excess_bytes} bytes ({size(self.excess_bytes)}) too many"
+        return "\n".join(
+            (
+                f"{self.layout}",
+                f"on {self.layout.devices} devices of {self.cluster}, batch {self.batch}",
+                f"step {duration(predicted.step_seconds)}   {tera:.3g} TFLOP/s per device, MFU {predicted.mfu:.1%}   "
+                f"communication {duration(predicted.comm_seconds)}, bubble {duration(bubble_of(predicted))}",
+                f"peak {size(predicted.peak_bytes)} of {size(self.memory_limit)} per device: {fits}",
+                *(f"! {' '.join(note.split())}" for note in self.notes),
+                "print(priced.plan) shows the plan",
+            )
+        )
