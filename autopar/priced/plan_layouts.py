@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from autopar.options import Options
 from autopar.planner.prepare import batch_size
 from autopar.planner.shared_work import SharedWork
 from autopar.plans.question import resized
+from autopar.precision import Precision
 
 from .figures import device_flops, notes_on
 from .precision import planned_precision
@@ -44,6 +45,11 @@ def plan_layouts(
     tokens: float | None = None,
     compare: Mapping[str, Layout] | None = None,
     options: Options | None = None,
+    precision: Precision | None = None,
+    memory_limit: int | None = None,
+    zero: Literal[0, 1, 2, 3] | None = None,
+    recompute: Literal["none", "selective", "full"] | None = None,
+    offload: bool | str | Mapping[str, str | None] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Any = None,
 ) -> LayoutReport:
@@ -57,6 +63,7 @@ def plan_layouts(
             its first input has elements.
         compare: layouts for comparison, by name; each is priced as by :func:`autopar.price`, and restricts nothing.
         options: of the plan. Without a ``precision``, a model in fp32 is planned in ``"bf16"``, as layouts are.
+        precision, memory_limit, zero, recompute, offload: these options, in place of those of ``options``.
         loss_fn, targets: as for :func:`autopar.plan`.
 
     Raises:
@@ -66,7 +73,14 @@ def plan_layouts(
     """
     check_model(model)
     began, cpu_began = time.perf_counter(), time.process_time()
-    hardware, own = Cluster.get(cluster), _checked_options(options)
+    named_options = {
+        "precision": precision,
+        "memory_limit": memory_limit,
+        "zero": zero,
+        "recompute": recompute,
+        "offload": offload,
+    }
+    hardware, own = Cluster.get(cluster), _checked_options(options, named_options)
     inputs, samples, sample_tokens = _of_samples(batch, global_batch)
     _check(devices, tokens, compare or {}, samples, hardware)
     own = replace(own, precision=planned_precision(model, own.precision)[1])
@@ -109,10 +123,11 @@ def _beside_layouts(options: Options) -> Options:
     return replace(options, layout=None, precision=None, pins={}, **said)
 
 
-def _checked_options(options: Options | None) -> Options:
+def _checked_options(options: Options | None, named: Mapping[str, Any]) -> Options:
+    """The options, with those that are ``named`` by keywords of their own. Raises :class:`OptionsError`."""
     if options is not None and not isinstance(options, Options):
         raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
-    options = options or Options()
+    options = replace(options or Options(), **{name: value for name, value in named.items() if value is not None})
     if options.mode == "inference":
         raise OptionsError('Options(mode="inference"): days and checkpoints are of training; ask autopar.plan')
     if options.sync != Options().sync:

@@ -87,6 +87,16 @@ def test_options_restrict_the_plan_and_not_what_is_compared() -> None:
     assert found.checkpoint_bytes == 4 * found.parameters and found.days(found.plan) is None
 
 
+def test_common_options_have_keywords_of_their_own() -> None:
+    found = autopar.plan_layouts(
+        layers(), (torch.zeros(8, 16),), A100, devices=2, loss_fn=summed, options=Options(stages=1, zero=0),
+        precision="fp32", memory_limit=1 << 30, zero=3,
+    )  # fmt: skip
+    options = Options(stages=1, zero=3, precision="fp32", memory_limit=1 << 30)
+    plan = autopar.plan(layers(), (2,), (torch.zeros(8, 16),), cluster=A100, options=options, loss_fn=summed)
+    assert (found.plan.lines, found.plan.precision, found.plan.memory_limit) == (plan.lines, "fp32", 1 << 30)
+
+
 def test_a_layout_for_comparison_that_does_not_fit_is_marked() -> None:
     found = autopar.plan_layouts(
         layers(), (torch.zeros(16, 16),), A100, devices=2, loss_fn=summed,
@@ -134,7 +144,7 @@ def test_nodes_are_an_axis_of_large_meshes(devices: int, mesh: tuple[int, ...]) 
         ({"options": {"zero": 1}}, "is not autopar.Options"),
         ({"options": Options(mode="inference")}, "days and checkpoints are of training; ask autopar.plan"),
         ({"options": Options(sync=autopar.LocalSGD(4))}, "plans of replicas need a mesh of them"),
-        ({"zero": 1}, "plan_layouts has no argument 'zero'"),
+        ({"stages": 2}, "plan_layouts has no argument 'stages'"),
     ],
 )
 def test_arguments_that_are_none(named: dict[str, object], said: str) -> None:
@@ -148,6 +158,6 @@ def test_more_devices_than_a_cluster_has() -> None:
         autopar.plan_layouts(layers(), (torch.zeros(16, 16),), A100.of_devices(8), devices=16, loss_fn=summed)
 
 
-def test_old_arguments_are_options() -> None:
+def test_other_arguments_are_options() -> None:
     with pytest.raises(ArgumentError, match=r"its arguments are .*options"):
-        autopar.plan_layouts(layers(), (torch.zeros(16, 16),), A100, devices=2, precision="fp32")  # type: ignore[call-arg]
+        autopar.plan_layouts(layers(), (torch.zeros(16, 16),), A100, devices=2, schedule="1f1b")  # type: ignore[call-arg]
