@@ -10,6 +10,8 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
 from autopar.ir.plan_record import PlanNode
+from autopar.ops.random_streams import STREAMED
+from autopar.passes.recompute.draw_again import AGAIN
 from autopar.placement.alternatives import plan_nodes
 from autopar.plans.plan import Plan
 
@@ -40,6 +42,11 @@ def check_same_graph(plan: Plan, base: Prepared) -> Graph:
         "and dtypes, values of flags), loss_fn, mode (train or eval) and operations of torch give the same graph: make "
         "the plan with the inputs of the first training call, or leave plan= out"
     )
+
+
+def draws_again(plan: Plan) -> bool:
+    """Whether backward of the plan draws random numbers again (:mod:`autopar.passes.recompute.draw_again`)."""
+    return any(AGAIN in name and node.op in STREAMED for name, node in plan.nodes.items())
 
 
 def first_difference(plan: Plan, graph: Graph) -> str:
