@@ -88,7 +88,8 @@ class _Forward:
         """Whether fused code alone reads the value in forward, so that it is not stored unless it is saved."""
         for reader in self._readers.get(value, ()):
             kind = kind_of(reader)
-            fuses = _is_elementwise(reader) or kind == "view" or reader.op in LOOKUPS
+            is_cast = made.op in STREAMED and reader.op == CAST
+            fuses = _is_elementwise(reader) or is_cast or kind == "view" or reader.op in LOOKUPS
             if not fuses or self._layer(reader) != self._layer(made):
                 return False
             parts = [Value(reader.name, index) for index in range(reader.results)] if kind == "view" else []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Shard
 
+import autopar
+from autopar import Layout, Options
+from autopar.ir.node import SAVED_ACTIVATION
 from autopar.ir.placements import Placement, StridedShard, local_runs, local_shape
 from autopar.ir.program import Section
 from autopar.ops.masked import LOCAL_OPS
@@ -18,6 +23,9 @@ from autopar.runtime.execute.piece_draws import with_streams
 from autopar.runtime.execute.pieces import split
 from autopar.runtime.execute.section_code import compile_section
 from tests.helpers.marks import slow_rows_but
+from tests.helpers.models import Case
+from tests.helpers.planning import CLUSTER
+from tests.passes.test_draw_again import dropping_gpt2
 
 CPU = torch.device("cpu")
 BOOLEAN, SINGLE = "torch.bool", "torch.float32"
@@ -195,3 +203,46 @@ def test_streams_may_be_tensors() -> None:
     streams: list[Any] = [(123, 457), tuple(torch.tensor([123, 457]))]
     expected, found = (filled(uniform_bits(torch.float32), each, shape, torch.float32, CPU, loops) for each in streams)
     assert torch.equal(found, expected)
+
+
+class Dropping(nn.Module):
+    """Equal layers that drop, of a width that divides unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 20), nn.GELU(), nn.Dropout(0.3), nn.Linear(20, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.dropout(layer(x), 0.2)
+        return x.square().mean()
+
+
+def dropping() -> Case:
+    torch.manual_seed(0)
+    return Dropping(), (torch.randn(8, 8),)
+
+
+LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
+    (dropping, {"layout": Layout(data=2)}),
+    (dropping_gpt2, {"layout": Layout(data=2)}),
+    (dropping_gpt2, {"layout": Layout(tensor=2)}),
+    (dropping_gpt2, {"layout": Layout(data=2, microbatch=2)}),
+    (dropping_gpt2, {"layout": Layout(pipeline=2, schedule="zb-h1", microbatch=2)}),
+    (dropping_gpt2, {"layout": Layout(pipeline=2, schedule="1f1b", microbatch=2, recompute="full")}),
+]
+
+
+@pytest.mark.parametrize(("source", "options"), slow_rows_but([0], LAYOUTS), ids=str)
+def test_gradients_under_compiled_dropout(source: Callable[[], Case], options: dict[str, Any]) -> None:
+    """Those of one process with the same draws; no plan saves a mask, and every piece is compiled."""
+    model, batch = source()
+    given = Options(compile=True, **options)
+    report = autopar.verify(model, 2, batch, options=given, cluster=CLUSTER, timeout=900)
+    assert report.ok and report.draws, str(report)
+    assert report.plan.warnings == ()
+    draws = {name for name, node in report.plan.nodes.items() if node.op == "autopar.bernoulli.default"}
+    saved = (node for node in report.plan.nodes.values() if node.op == SAVED_ACTIVATION)
+    assert draws and not [node for node in saved if not draws.isdisjoint(node.operands)]
