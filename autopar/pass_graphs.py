@@ -24,13 +24,14 @@ from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.constraints import pinned_apart
 from autopar.placement.prices import BUCKET_BYTES, Prices
-from autopar.planner.plan_graph import draws_again
+from autopar.planner.plan_graph import drawing_as_planned
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.plans.plan import Plan
 
 from .arguments import Batch, split_batch
 from .errors import OptionsError
+from .options import Options
 from .precision import Precision, scales_loss
 
 # In the order in which they run. Those of PLACED need a plan without stages: a pipeline is cut first.
@@ -70,8 +71,8 @@ def after_pass(
     args, kwargs = split_batch(batch)
     precision: Precision | None = plan.precision if plan.precision != "fp32" else None
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
-    base = base.drawing_again() if draws_again(plan) else base
-    return _Graphs(base, plan, Cluster.get(cluster or "local"), rank).text(name)
+    known = Cluster.get(cluster or "local")
+    return _Graphs(drawing_as_planned(base, plan, Options(), known), plan, known, rank).text(name)
 
 
 class _Graphs:

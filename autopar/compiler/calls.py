@@ -37,10 +37,10 @@ from autopar.placement.planned_ways import PlannedWays
 from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes
 from autopar.planner.fixed_parameters import Places, Resting, fixed_assignment
-from autopar.planner.plan_graph import check_devices, check_same_graph, draws_again
+from autopar.planner.plan_graph import check_devices, check_same_graph, drawing_as_planned
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
-from autopar.planner.request import PlanRequest, compiles
+from autopar.planner.request import PlanRequest
 from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
 from autopar.planner.steps.step_program import step_program
 from autopar.planner.timings import Timings
@@ -223,13 +223,8 @@ class Compiler:
             ranks=self.ranks,
             lengths=lengths,
         )
-        prepared = prepared.drawing_again() if self._draws_again else prepared
+        prepared = drawing_as_planned(prepared, self.plan, self.options, self.cluster)
         return prepared.without_loss() if self._infers else prepared
-
-    @property
-    def _draws_again(self) -> bool:
-        """Whether backward draws random numbers again: as the plan says, if there is one."""
-        return compiles(self.options, self.cluster) if self.plan is None else draws_again(self.plan)
 
     def _carries_over(self, base: Prepared, batch: int) -> bool:
         """Whether the plan's choices apply to this trace: it has the same operations on the same parameters."""

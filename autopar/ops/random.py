@@ -168,6 +168,7 @@ def filled(
     device: torch.device,
     loops: list[tuple[int, int]],
 ) -> torch.Tensor:
+    """The numbers that ``finish`` makes of the bits of all ``loops``. ``start_and_gamma``: as for :func:`_blocks`."""
     result = torch.empty(size, dtype=dtype, device=device)
     if not result.numel():
         return result
@@ -179,6 +180,7 @@ def filled(
 
 
 def uniform_bits(dtype: torch.dtype) -> Finish:
+    """Makes uniform numbers of bits: as many as the dtype has."""
     digits = _DIGITS[dtype]
     exact = torch.float64 if digits > 24 else torch.float32
     return lambda bits: _shifted(bits, 64 - digits).to(exact).mul_(2**-digits)
@@ -189,11 +191,13 @@ def _normal(dtype: torch.dtype) -> Finish:
 
 
 def bernoulli_bits(dtype: torch.dtype, p: float) -> Finish:
+    """Makes of bits what is true with probability ``p``."""
     threshold = math.ceil(p * 2**53)
     return lambda bits: _shifted(bits, 11) < threshold
 
 
 def integer_bits(dtype: torch.dtype) -> Finish:
+    """Makes integers of bits, none negative."""
     return lambda bits: _shifted(bits, 1)
 
 

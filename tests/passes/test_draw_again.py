@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION
-from autopar.passes.recompute.draw_again import draw_again
+from autopar.passes.recompute.draw_again import DrawAgain, draw_again
 from autopar.passes.recompute.saved_values import saved_values
 from autopar.planner.step_graphs import step_graph
 from tests.helpers.models import Case, text
@@ -36,7 +36,7 @@ def test_one_copy_before_what_reads_it() -> None:
     after = BEFORE.replace("backward %e: f32[4, 4] = aten.mul.Tensor(%d, %k)", "backward %e: f32[4, 4] = EDGE")
     after = after.replace("backward %e", f"{copies}    backward %e").replace("EDGE", "aten.mul.Tensor(%d, %k_redrawn)")
     after = after.replace(f"%c: f32[4, 4] = {cast.format('m')}", f"%c: f32[4, 4] = {cast.format('m_redrawn')}")
-    check(draw_again, BEFORE, after)
+    check(DrawAgain(), BEFORE, after)
     assert [str(value) for value in saved_values(draw_again(Graph.from_text(BEFORE)))] == ["%h"]
 
 
