@@ -257,8 +257,7 @@ class Compiler:
     def _whole_training(self, request: Request, base: Prepared, batch: int) -> Compiled:
         assert self._base is not None and self.plan is not None
         planned = step_graph(self._base.graph, self._base.loss, self.plan.batch)
-        names = {node.target: node.name for node in planned.placeholders("param")}
-        assignment = self.plan.assignment(names)
+        assignment = self.plan.assignment({node.target: node.name for node in planned.placeholders("param")})
         same = base is self._base and batch == self.plan.batch
         if same:
             prices = self._planned_prices(planned)
