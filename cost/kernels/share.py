@@ -43,12 +43,13 @@ class Share:
 
 FREE = Share(0.0, (), ())
 """Of a view."""
-# Arithmetic of one element of a draw (autopar/ops/random.py), in FLOPs of 32 bits: 13 additions, shifts and bitwise
-# operations of 64 bits, each two of 32 bits, and three 64-bit products of four; two FLOPs each, since a processor of a
-# GPU has as many units for 32-bit integers as for multiply-adds (NVIDIA's A100 whitepaper; H100s have half as many). A
-# core draws an element and multiplies by it in 0.65 ns, which is 76 FLOPs at 117 GFLOP/s (tests/runtime/
-# test_piece_draws.py's section of 3 million elements, AVX-512).
-DRAWN_FLOPS = 76.0
+# Arithmetic of one element of a draw (autopar/ops/random.py), in FLOPs of f32. In operations on 32-bit integers: three
+# shifts of 64 bits with what they are combined with (12), the last shift and the comparison (4), an addition (2), and
+# three products (11 multiply-adds, which run on other units at the same time). Of 18 operations each takes as long as a
+# multiply-add, two FLOPs (A100: 64 units for each in a multiprocessor, NVIDIA's whitepaper). That is 0.43 ns of a core
+# whose products reach 84 GFLOP/s, which takes 0.65 ns to draw and to multiply 8 bytes that it reads and writes
+# (measured, torch 2.13's Inductor).
+DRAWN_FLOPS = 36.0
 
 
 def share_seconds(
