@@ -41,7 +41,7 @@ from .peaks import LEAST_NODES, Peaks
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
-from .within_memory import WithinMemory
+from .within_memory import MetSolutions, WithinMemory
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
 BASELINE_GAP = 0.05
@@ -281,7 +281,11 @@ def _solve_limited(
     If none is found still, starts from the solution of least memory. ``beyond``: what the solution without a limit
     needs, if there is one; ``starts``: choices of the program without recomputation and offload. Raises
     :class:`InfeasibleError` if nothing fits."""
-    solver = partial(_solver, request, timings)
+    met = MetSolutions()
+
+    def solver(most: float = math.inf) -> Solve:
+        return met.recorded(_solver(request, timings, most))
+
     instance = with_memory_savers(request, free.instance)
     refining = partial(refining_seconds, instance)
     within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free.seconds)
@@ -290,11 +294,12 @@ def _solve_limited(
     best, beyond = within.best(instance, beyond, starts)
     if best is None and host_binds(instance.problem):
         instance = untie_layers(request, annotated, instance)
+        met.known.clear()  # Choices of groups that are no more.
         best, beyond = within.best(instance, None, ())
     if best is None:
         least = _minimize_memory_within(request, instance)
         best = within.quickest_that_fits(least, beyond) or least
-    return best
+    return met.quickest(best, peaks)
 
 
 def _minimize_memory_within(request: PlanRequest, instance: Instance) -> MeshSolution:
