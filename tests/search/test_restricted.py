@@ -197,6 +197,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_does() -> None:
     found = re.search(r"needs (\d+) bytes per device, (\d+) .* more than the limit of (\d+)", str(caught.value))
     assert found and int(found[1]) - int(found[2]) == int(found[3]) == limit
     assert "A single change that fits: zero=3 (" in str(caught.value)
+    assert "What would lower it" not in str(caught.value), "one list of advice"
     changed = planned(features, (2,), layout=Layout(data=2, zero=3), memory_limit=limit, offload=False)
     assert changed.predicted.peak_bytes <= limit
     assert f"zero=3 ({size(changed.predicted.peak_bytes)}, " in str(caught.value), "as rehearsed, not as counted"
