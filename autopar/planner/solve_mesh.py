@@ -54,6 +54,11 @@ SMALLEST_SECONDS = 3.0
 # Chosen: of an MLP on (2, 2), what counts 1.1 times the least holds 0.8 times as much.
 MORE_MEMORY = (1.1, 1.3)
 
+# How many times the limit the quickest step holds, where what holds least is looked for before anything else, and how
+# many times the limit that holds where nothing will fit.
+# Chosen: by MORE_MEMORY others may hold 0.8 times as much as that which counts least.
+FAR, HOPELESS = 3.0, 1.5
+
 # How many times what is counted of a baseline its program may hold at most, besides a bucket of gradients that wait for
 # others. Chosen: FSDP of a tiny Llama on 256 devices holds 1.04 times as much.
 IN_DOUBT = 1.25
@@ -289,6 +294,10 @@ def _solve_limited(
     instance = with_memory_savers(request, free.instance)
     refining = partial(refining_seconds, instance)
     within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free.seconds)
+    is_far = beyond is not None and beyond.peak > FAR * peaks.allowed and not host_binds(instance.problem)
+    least = _minimize_memory(instance) if is_far else None
+    if least is not None and peak_bytes(least) > HOPELESS * peaks.allowed:
+        return _minimize_memory_within(request, instance, least)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
     best, beyond = within.best(instance, beyond, starts)
@@ -297,16 +306,18 @@ def _solve_limited(
         met.known.clear()  # Choices of groups that are no more.
         best, beyond = within.best(instance, None, ())
     if best is None:
-        least = _minimize_memory_within(request, instance)
+        least = _minimize_memory_within(request, instance, least)
         best = within.quickest_that_fits(least, beyond) or least
     return met.quickest(best, peaks)
 
 
-def _minimize_memory_within(request: PlanRequest, instance: Instance) -> MeshSolution:
-    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than the
-    request allows."""
+def _minimize_memory_within(
+    request: PlanRequest, instance: Instance, least: MeshSolution | None = None
+) -> MeshSolution:
+    """The solution of least memory: ``least``, if it is known. Raises :class:`InfeasibleError`, not yet explained, if
+    it needs more than the request allows."""
     limit = float(memory_limit_of(request))
-    least = _minimize_memory(instance)
+    least = _minimize_memory(instance) if least is None else least
     peak = None if least is None else peak_bytes(least)
     if least is None or peak is None or peak > limit:
         raise does_not_fit(request, instance, limit, peak)
