@@ -60,6 +60,10 @@ from .sync import EVERY_STEP
 
 Mesh = DeviceMesh | Sequence[int] | int
 LossFunction = Callable[..., torch.Tensor]
+NO_LOSS = (
+    "the model returns no loss for this batch: the plan is for the gradients of all outputs, as if a loss outside took "
+    "them; with labels in the batch, or loss_fn=, it is that of a training step, with the loss"
+)
 
 
 def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
@@ -181,7 +185,8 @@ def make_plan(
     )
     propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
     request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, propose)
-    request = replace(request, shared=work)
+    notes = (NO_LOSS,) if base.loss is None and settings.mode == "training" else ()
+    request = replace(request, shared=work, notes=(*request.notes, *notes))
     asked = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
     asked |= {"options": options}
     question = Question(make_plan, model, mesh, mesh_shape(mesh), batch, rows, asked, SharedWork)

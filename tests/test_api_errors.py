@@ -169,3 +169,33 @@ def test_an_evaluation_without_labels_comes_after_what_is_planned_from() -> None
             assert parallel(**ids) is not None
 
     on(2, work)
+
+
+class AnyNames(nn.Module):
+    """Takes inputs of any names, as many models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **others: object) -> torch.Tensor:
+        result: torch.Tensor = self.up(x)
+        return result
+
+
+def test_an_input_that_forward_does_not_take_is_named_before_tracing() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(OptionsError, match=r"an input 'label', which AnyNames.forward .*did you mean 'labels'\?"):
+        autopar.plan(AnyNames(), (1,), {"x": x, "label": x})
+    assert autopar.plan(AnyNames(), (1,), {"x": x, "weights": x}).batch == 2
+    with pytest.raises(OptionsError, match=r"an input 'weights', which Linear.forward .*it takes 'input'"):
+        autopar.plan(nn.Linear(4, 4), (1,), {"input": x, "weights": x})
+
+
+def test_a_training_plan_without_a_loss_says_so() -> None:
+    x = torch.randn(2, 4)
+    made = autopar.plan(nn.Linear(4, 4), (1,), (x,))
+    assert any(each.startswith("the model returns no loss") for each in made.warnings)
+    losses = autopar.plan(nn.Linear(4, 4), (1,), (x,), loss_fn=torch.sum)
+    evaluated = autopar.plan(nn.Linear(4, 4), (1,), (x,), mode="inference")
+    assert not any("loss" in each for each in (*losses.warnings, *evaluated.warnings))

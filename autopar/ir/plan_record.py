@@ -209,6 +209,7 @@ class PlanRecord:
         device_peaks, device_limits: by device, its peak bytes and what it may hold, where rows are divided in unequal
             shares among devices of different memory; ``predicted`` and ``memory_limit`` are those of the one that is
             nearest to its limit.
+        optimizer, compile, imbalance: the options of these names (:class:`autopar.Options`) with which it was priced.
     """
 
     model: str
@@ -254,6 +255,9 @@ class PlanRecord:
     searched: Searched | None = None
     device_peaks: tuple[int, ...] = ()
     device_limits: tuple[int, ...] = ()
+    optimizer: str = "adamw"
+    compile: Literal["auto"] | bool = "auto"
+    imbalance: float | None = None
 
     @property
     def placements(self) -> Mapping[str, Placements]:

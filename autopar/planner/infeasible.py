@@ -22,6 +22,7 @@ from autopar.solver.problem import Group, Ints, host_binds, host_of, memory_of
 from autopar.solver.solve import smallest_choices, smallest_search
 
 from .memory_advice import (
+    ADVICE,
     LESS_STATE,
     Advice,
     listed,
@@ -62,7 +63,7 @@ def infeasible(request: PlanRequest, instance: Instance, limit: float, fitting: 
     enough = f"{single_change(advice, limit)}{_not_searched(request)}"
     return InfeasibleError(
         f"no plan {where} fits into {size(limit)} per device. {shortfall(limit, least)} "
-        f"Largest tensors: {_largest(instance)}. What would lower it: {listed(advice)}. {enough}"
+        f"Largest tensors: {_largest(instance)}.{ADVICE}{listed(advice)}. {enough}"
     ).needing(least)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from autopar.options import Options
 from autopar.plans.views.quantities import size
 
+# What begins the list of changes in an error.
+ADVICE = " What would lower it: "
 LESS_STATE = "an optimizer with less state"
 # How many pipelines or layouts, times operations of the graph, are searched for advice, within two bounds. Their number
 # is fixed, so that every machine gives the same advice.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import fields, replace
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.placements import is_shard
@@ -14,17 +15,29 @@ from autopar.options import Options, under_policy
 from autopar.restriction import words_of
 from autopar.sync import EVERY_STEP
 
+# Options that decide a plan's prices and none of its choices: others may be asked for beside it.
+PRICED = ("optimizer", "compile", "imbalance")
+
 
 def options_under(options: Options, plan: PlanRecord) -> Options:
-    """``options`` with the precision that ``plan`` was made for. Raises :class:`PlanMismatchError` if they ask for what
-    it is not, as far as that can be told from it: a plan does not say for which ``optimizer`` it was made, nor whether
-    it was searched under ``recompute="full"``, and of ZeRO only what it shards."""
+    """``options`` with the precision that ``plan`` was made for, and with its optimizer, ``compile`` and ``imbalance``
+    where they have the defaults. Raises :class:`PlanMismatchError` if they ask for what it is not, as far as that can
+    be told from it: a plan does not say whether it was searched under ``recompute="full"``, and of ZeRO only what it
+    shards."""
     for wanted, found in _contradictions(options, plan):
         raise PlanMismatchError(
             f"Options({wanted}) is asked for, but the plan that is given has {found}: leave the option out to run as "
             "planned, or make a plan with it"
         )
-    return under_policy(options, plan.precision)
+    return priced_as(options, plan)
+
+
+def priced_as(options: Options, plan: PlanRecord) -> Options:
+    """``options`` as ``plan`` was priced: with its precision and, where they have the defaults, its :data:`PRICED`
+    options. Raises :class:`PlanMismatchError` if they fix another precision."""
+    usual = {field.name: field.default for field in fields(Options)}
+    planned = {name: getattr(plan, name) for name in PRICED if getattr(options, name) == usual[name]}
+    return replace(under_policy(options, plan.precision), **planned)
 
 
 def _contradictions(options: Options, plan: PlanRecord) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.arguments import check_names
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.node import Dim
@@ -100,8 +101,9 @@ def prepare(
 ) -> Prepared:
     """Traces a call under a policy of :mod:`autopar.precision`, once for all ``ranks``, and normalises the graph.
     ``lengths``: sizes of inputs to leave open, if the model allows it. Raises :class:`OptionsError` if the policy is
-    not for such a model."""
+    not for such a model, or forward takes no input of a name."""
     timings = timings or Timings()
+    check_names(model, kwargs)
     check_precision(model, precision)
     around = circumstances(model, model.training if training is None else training)
     half = autocast_dtype(precision)

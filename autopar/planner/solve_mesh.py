@@ -41,7 +41,7 @@ from .peaks import LEAST_NODES, Peaks
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
-from .within_memory import WithinMemory
+from .within_memory import MetSolutions, WithinMemory
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
 BASELINE_GAP = 0.05
@@ -53,6 +53,11 @@ SMALLEST_SECONDS = 3.0
 # How many times the least counted memory is tried as well, where it does not say what a step holds.
 # Chosen: of an MLP on (2, 2), what counts 1.1 times the least holds 0.8 times as much.
 MORE_MEMORY = (1.1, 1.3)
+
+# How many times the limit the quickest step holds, where what holds least is looked for before anything else, and how
+# many times the limit that holds where nothing will fit.
+# Chosen: by MORE_MEMORY others may hold 0.8 times as much as that which counts least.
+FAR, HOPELESS = 3.0, 1.5
 
 # How many times what is counted of a baseline its program may hold at most, besides a bucket of gradients that wait for
 # others. Chosen: FSDP of a tiny Llama on 256 devices holds 1.04 times as much.
@@ -281,27 +286,38 @@ def _solve_limited(
     If none is found still, starts from the solution of least memory. ``beyond``: what the solution without a limit
     needs, if there is one; ``starts``: choices of the program without recomputation and offload. Raises
     :class:`InfeasibleError` if nothing fits."""
-    solver = partial(_solver, request, timings)
+    met = MetSolutions()
+
+    def solver(most: float = math.inf) -> Solve:
+        return met.recorded(_solver(request, timings, most))
+
     instance = with_memory_savers(request, free.instance)
     refining = partial(refining_seconds, instance)
     within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free.seconds)
+    is_far = beyond is not None and beyond.peak > FAR * peaks.allowed and not host_binds(instance.problem)
+    least = _minimize_memory(instance) if is_far else None
+    if least is not None and peak_bytes(least) > HOPELESS * peaks.allowed:
+        return _minimize_memory_within(request, instance, least)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
     best, beyond = within.best(instance, beyond, starts)
     if best is None and host_binds(instance.problem):
         instance = untie_layers(request, annotated, instance)
+        met.known.clear()  # Choices of groups that are no more.
         best, beyond = within.best(instance, None, ())
     if best is None:
-        least = _minimize_memory_within(request, instance)
+        least = _minimize_memory_within(request, instance, least)
         best = within.quickest_that_fits(least, beyond) or least
-    return best
+    return met.quickest(best, peaks)
 
 
-def _minimize_memory_within(request: PlanRequest, instance: Instance) -> MeshSolution:
-    """The solution of least memory. Raises :class:`InfeasibleError`, not yet explained, if it needs more than the
-    request allows."""
+def _minimize_memory_within(
+    request: PlanRequest, instance: Instance, least: MeshSolution | None = None
+) -> MeshSolution:
+    """The solution of least memory: ``least``, if it is known. Raises :class:`InfeasibleError`, not yet explained, if
+    it needs more than the request allows."""
     limit = float(memory_limit_of(request))
-    least = _minimize_memory(instance)
+    least = _minimize_memory(instance) if least is None else least
     peak = None if least is None else peak_bytes(least)
     if least is None or peak is None or peak > limit:
         raise does_not_fit(request, instance, limit, peak)

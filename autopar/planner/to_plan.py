@@ -66,6 +66,9 @@ def make_plan(
         warnings=(*request.notes, *_warnings(best, graph, rules), *exact.warnings),
         timings=dict(timings.seconds),
         precision=request.options.precision or "fp32",
+        optimizer=request.options.optimizer,
+        compile=request.options.compile,
+        imbalance=request.options.imbalance,
         device_peaks=_by_device(best, {held.room: held.peak for held in rooms}),
         device_limits=request.rank_limits if rooms else (),
     )

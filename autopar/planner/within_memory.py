@@ -5,14 +5,15 @@ Until a step is found that may be the best, peaks are estimated (:class:`.Peaks`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.placement.formulation import Instance
 from autopar.solver.least_memory import least_bound
-from autopar.solver.problem import Ints, Solution
+from autopar.solver.problem import Ints, Solution, evaluate
 
 from .memory_limit import (
     MORE_ROUNDS,
@@ -26,11 +27,55 @@ from .memory_limit import (
     with_limit,
 )
 from .mesh_solution import MeshSolution
-from .peaks import Peaks
+from .peaks import LEAST_NODES, Peaks
 from .request import PlanRequest
 
 # How often a search with wrong estimates goes on. Chosen: the second estimates have learned from the first.
 RETRIED = 1
+# How many of the assignments met by solvers are measured: of steps that are rehearsed within a second, and of others.
+# Chosen: halving finds the place among some sixty of them in six.
+MEASURED, MEASURED_OF_LARGE = 6, 2
+
+
+@dataclass
+class MetSolutions:
+    """The assignments of one program, with any limit of memory, that its solvers began with or met on their way.
+
+    The program counts other bytes than a step holds, so that what a solver leaves for something cheaper may be the
+    quickest that fits."""
+
+    known: dict[bytes, Ints] = field(default_factory=dict)
+
+    def recorded(self, solve: Solve) -> Solve:
+        """``solve``, of which what it meets is kept."""
+
+        def run(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
+            solution = solve(instance, incumbents)
+            for choices in (*incumbents, *solution.met):
+                self.known.setdefault(np.asarray(choices).tobytes(), choices)
+            return solution
+
+        return run
+
+    def quickest(self, best: MeshSolution, peaks: Peaks) -> MeshSolution:
+        """The quickest of ``best``, which fits, and of those that were met, are quicker by more than the gap, and fit.
+        Mostly the quicker need more memory, so that the place where they begin to fit is sought by halving."""
+        problem, least = best.instance.problem, best.solution.objective * (1.0 - peaks.request.options.gap)
+        priced = [(evaluate(problem, choices), key) for key, choices in self.known.items()]
+        quicker = sorted((seconds, key) for seconds, key in priced if seconds < least)
+        low, high = 0, len(quicker)
+        for _ in range(MEASURED if len(best.instance.graph) < LEAST_NODES else MEASURED_OF_LARGE):
+            if low == high:
+                break
+            middle = (low + high) // 2
+            seconds, key = quicker[middle]
+            own = replace(best.solution, choices=self.known[key], objective=seconds, status="feasible")
+            solved = MeshSolution.of(with_limit(best.instance, math.inf), own)
+            if peaks.fits(solved):
+                best, high = solved, middle
+            else:
+                low = middle + 1
+        return best
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,9 @@ _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
 _DEVICES = ("device_peaks", "device_limits")
 _OPTIONAL = ("layout", "tied", "offloaded", "excluded", *_DEVICES)
-_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync", "searched")
+# Options that change prices; those of a plan that does not have them are the defaults.
+_PRICED = {"optimizer": "adamw", "compile": "auto", "imbalance": None}
+_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync", "searched", *_PRICED)
 
 
 def plan_to_json(plan: PlanRecord) -> str:
@@ -126,6 +128,7 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
     # Only where there is something: earlier versions of autopar, which do not know these, read all other plans.
     data |= {name: value for name in _OPTIONAL if (value := getattr(plan, name))}
+    data |= {name: value for name, usual in _PRICED.items() if (value := getattr(plan, name)) != usual}
     records = {"sync": plan.sync, "searched": plan.searched}
     return data | {name: asdict(record) for name, record in records.items() if record is not None}
 
@@ -207,6 +210,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["searched"] = Searched(**data["searched"]) if "searched" in data else None
     fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))
     fields |= {name: tuple(map(_count, data.get(name, ()))) for name in _DEVICES}
+    fields |= {name: data.get(name, usual) for name, usual in _PRICED.items()}
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")

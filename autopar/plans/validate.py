@@ -30,6 +30,7 @@ from autopar.ir.placements import (
 )
 from autopar.ir.plan_record import LOSS_SCALE, LineKind, PlanRecord, Predicted, ReshardStep
 from autopar.ir.program import COLLECTIVES
+from autopar.optimizers import OPTIMIZERS
 from autopar.plans.views.stages import busiest_stage
 
 from .field_types import wrong_fields
@@ -87,6 +88,10 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
         counts = found.divisions, found.indivisible, found.solved, found.excluded, found.left
         if min(counts) < 0 or found.bound < 0:
             yield f"searched counts {', '.join(map(str, counts))} and bounds {found.bound}: none may be below 0"
+    if plan.optimizer not in OPTIMIZERS:
+        yield f"optimizer is {plan.optimizer!r}{did_you_mean(plan.optimizer, list(OPTIMIZERS))}"
+    if plan.imbalance is not None and plan.imbalance < 1:
+        yield f"imbalance is {plan.imbalance}, below 1"
     for name in ("solve_seconds", "gap"):
         if getattr(plan, name) < 0:
             yield f"{name} is {getattr(plan, name)}, below 0"

@@ -10,6 +10,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.options import Options
 from autopar.planner.memory_advice import (
+    ADVICE,
     LEAST_SEARCHES,
     LESS_STATE,
     Advice,
@@ -58,7 +59,7 @@ def pipeline_infeasible(
     advice = [*_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, budget=budget))]
     return InfeasibleError(
         f"{problem}. With {count} {least} bytes ({size(least)}) are enough, {least - limit} ({size(least - limit)}) "
-        f"more: Options({settings}). What would lower it: {listed(advice)}. "
+        f"more: Options({settings}).{ADVICE}{listed(advice)}. "
         f"{single_change(advice, limit)}{budget.remark}"
     ).needing(least)
 

@@ -11,16 +11,17 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from torch import nn
 
 from autopar.cluster.description import Cluster
-from autopar.errors import PlanMismatchError
+from autopar.errors import OptionsError, PlanMismatchError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import REPLICATE, Placements, Strategy
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.keywords import suggests
-from autopar.options import Options, under_policy
+from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.pipeline.cut import cut
@@ -31,6 +32,7 @@ from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes, nodes_by_mesh
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.options_of_plan import priced_as
 from autopar.planner.plan_graph import check_same_graph
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
@@ -53,24 +55,26 @@ def reprice(
 ) -> Plan:
     """``plan`` at another global ``batch`` size: the same choices with new prices.
 
-    ``prepared`` is the model that the plan was made for (:func:`autopar.planner.prepare.prepare`). ``cluster`` and
-    ``options`` (only their optimizer, ``compile`` and memory limit matter) default to the plan's cluster and limit, and
-    to ``compile="auto"`` whatever the plan was made with; the precision is the plan's. The result is "feasible", its
-    bound is 0 and it lists no baselines, because nothing was solved. A pipeline keeps its cuts, schedule and number of
-    microbatches. Under stages of unequal numbers of devices, operations that several stages repeat may be placed anew.
+    ``prepared`` is the model that the plan was made for, traced: what :func:`autopar.planner.prepare.prepare` returns.
+    ``cluster`` and ``options`` (only their memory limit, ``optimizer``, ``compile`` and ``imbalance`` matter) default
+    to those of the plan, and the precision is the plan's. The result is "feasible", its bound is 0 and it lists no
+    baselines, because nothing was solved. A pipeline keeps its cuts, schedule and number of microbatches. Under stages
+    of unequal numbers of devices, operations that several stages repeat may be placed anew.
 
     Raises:
         PlanMismatchError: the plan belongs to another graph, the graph is valid only for its own batch size, or this
             size does not divide as the planned one does.
-        OptionsError: the batch does not divide into the plan's microbatches; names the numbers that do.
+        OptionsError: the batch does not divide into the plan's microbatches; names the numbers that do. Or ``prepared``
+            is not a traced model.
     """
+    _check_traced(prepared)
     planned = check_same_graph(plan, prepared)
     if batch != plan.batch and not (prepared.graph.symbols and prepared.traced.holds_for(batch)):
         raise PlanMismatchError(
             f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"
         )
     limit = max(plan.device_limits or plan.stage_limits)
-    settings = under_policy(options or Options(memory_limit=limit), plan.precision)
+    settings = priced_as(options or Options(memory_limit=limit), plan)
     request = PlanRequest(
         graph=prepared.graph,
         loss=prepared.loss,
@@ -87,6 +91,17 @@ def reprice(
     other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh, plan.shares)
     assignment = refit_plan(plan, annotate(planned, plan.mesh, plan.shares), other)
     return make_plan(request, other, _solution_of(request, other, assignment, ONCE), {}, Timings())
+
+
+def _check_traced(prepared: object) -> None:
+    """Raises :class:`OptionsError` for what is not a traced model."""
+    if not isinstance(prepared, Prepared):
+        what = f"the model {type(prepared).__name__} itself" if isinstance(prepared, nn.Module) else repr(prepared)[:80]
+        raise OptionsError(
+            f"reprice(plan, prepared, batch) takes a traced model, not {what}: prepared = "
+            'autopar.planner.prepare.prepare(model, (), batch, device="cpu", loss_fn=None, precision=plan.precision) '
+            "traces one with a batch of keyword inputs"
+        )
 
 
 def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest) -> Plan:

@@ -43,6 +43,8 @@ class Search:
     enough: float = float("-inf")
     # Assignments that cost at least this much are of no use.
     worth: float = float("inf")
+    # All that were the cheapest so far.
+    met: list[Ints] = field(default_factory=list)
 
     @property
     def left(self) -> float:
@@ -76,6 +78,7 @@ class Search:
         objective = evaluate(self.problem, choices)
         if objective < self.objective:
             self.choices, self.objective = choices, objective
+            self.met.append(choices)
             self.bound = min(self.bound, objective)
 
     def prove(self, bound: float) -> None:

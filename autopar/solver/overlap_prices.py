@@ -68,13 +68,14 @@ def _scaled(cost: Floats, factor: float) -> Floats:
 @dataclass
 class _PriceSearch:
     """The best assignment and the best bound so far. ``cuts``: the cost of every known assignment as a function of the
-    prices."""
+    prices. ``met``: as in :class:`.Solution`, at any prices."""
 
     problem: Problem
     choices: Ints = field(default_factory=lambda: NONE)
     objective: float = float("inf")
     bound: float = float("-inf")
     cuts: list[Floats] = field(default_factory=list)
+    met: list[Ints] = field(default_factory=list)
 
     def offer(self, choices: Ints) -> None:
         """Keeps ``choices`` if they fit and cost less than the best assignment by more than rounding. Otherwise the
@@ -85,6 +86,7 @@ class _PriceSearch:
                 self.cuts.append(_at_any_price(self.problem, choices))
             if objective + ROUNDING * abs(objective) < self.objective:
                 self.choices, self.objective = choices, objective
+                self.met.append(choices)
 
     def closed(self, gap: float) -> bool:
         return self.objective - self.bound <= max(gap, 1e-6) * abs(self.objective)
@@ -195,6 +197,7 @@ def solve_windows(
         if solution.status == "infeasible":
             return replace(solution, seconds=budget.used)
         search.offer(solution.choices)
+        search.met += solution.met
         search.bound = max(search.bound, min(solution.bound, search.objective))
         if not search.closed(gap) and is_within(problem, solution.choices):
             search.offer(polish(neighbourhood, solution.choices))
@@ -207,4 +210,4 @@ def solve_windows(
     if not search.closed(gap) and search.bound < worth:
         search.search(budget.part(most=MOST_SECONDS), gap)
     status = "optimal" if search.closed(gap) else "feasible"
-    return Solution(search.choices, search.objective, search.bound, status, budget.used)
+    return Solution(search.choices, search.objective, search.bound, status, budget.used, tuple(search.met))

@@ -94,13 +94,15 @@ class Problem:
 class Solution:
     """A solution: ``choices[i]`` for each group i. ``status`` is "optimal" (a gap within the requested one is proven),
     "feasible" or "infeasible" (``choices`` is then empty). ``gap`` is (objective - bound) / objective. ``seconds`` are CPU
-    seconds or, if work was counted, counted ones."""
+    seconds or, if work was counted, counted ones. ``met``: assignments that fit and were the cheapest known at some
+    time of the search; they may hold less than the last."""
 
     choices: Ints
     objective: float
     bound: float
     status: str
     seconds: float
+    met: tuple[Ints, ...] = ()
 
     @property
     def gap(self) -> float:

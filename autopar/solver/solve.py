@@ -108,7 +108,7 @@ def _solution(search: Search) -> Solution:
     if status == "infeasible":
         bound = float("inf") if search.exhausted else search.bound
         return Solution(NONE, float("inf"), bound, status, budget.used)
-    return Solution(search.choices, search.objective, search.bound, status, budget.used)
+    return Solution(search.choices, search.objective, search.bound, status, budget.used, tuple(search.met))
 
 
 def _check(problem: Problem) -> None:

@@ -19,10 +19,12 @@ from autopar.cluster.description import Cluster, Group
 from autopar.planner import solve_mesh as planner
 from autopar.planner.memory_limit import Needed, first_limit, next_limit
 from autopar.planner.mesh_solution import MeshSolution, peak_bytes
+from autopar.planner.peaks import Peaks
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.planner.row_shares import Division, on_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
+from autopar.planner.within_memory import MetSolutions
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import memory_of
@@ -139,3 +141,30 @@ def test_the_next_limit_lies_between_what_fits_and_what_does_not(
     assert next_limit(allowed, None, None) == allowed == first_limit(allowed, None)
     # A step that is not rehearsed needs what the program counts.
     assert first_limit(allowed, Needed(allowed + over, allowed + over)) == allowed
+
+
+def test_what_a_solver_met_is_taken_if_it_fits_and_is_quicker() -> None:
+    request, met = asked(), MetSolutions()
+    _, program = planner._formulate(request, step_graph(request.graph, request.loss, request.batch), Timings())
+    run = met.recorded(lambda instance, starts: solve(instance.problem, incumbents=starts, counted=True))
+    least = planner._minimize_memory(program)
+    assert least is not None
+    quickest = MeshSolution.of(program, run(program, [least.solution.choices]))
+    assert quickest.solution.choices.tobytes() in met.known and least.solution.choices.tobytes() in met.known
+    assert peak_bytes(least) < peak_bytes(quickest)
+    found = met.quickest(least, Peaks(request))
+    assert found.solution.objective == pytest.approx(quickest.solution.objective, rel=request.options.gap)
+    short = replace(request, options=replace(request.options, memory_limit=peak_bytes(least)))
+    assert met.quickest(least, Peaks(short)).solution.objective == least.solution.objective
+    between = replace(request, options=replace(request.options, memory_limit=peak_bytes(quickest) - 1))
+    fitting = met.quickest(least, Peaks(between))
+    assert peak_bytes(fitting) < peak_bytes(quickest)
+    assert fitting.solution.objective <= least.solution.objective
+
+
+def test_all_that_a_solver_met_fits_and_ends_with_the_cheapest() -> None:
+    request = asked()
+    _, program = planner._formulate(request, step_graph(request.graph, request.loss, request.batch), Timings())
+    found = solve(program.problem, counted=True)
+    assert any((met == found.choices).all() for met in found.met)
+    assert all(memory_of(program.problem, met) <= program.problem.memory_limit for met in found.met)

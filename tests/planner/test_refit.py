@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 import autopar
-from autopar.errors import PlanMismatchError
+from autopar.errors import OptionsError, PlanMismatchError
 from autopar.options import Options
+from autopar.planner.options_of_plan import options_under
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
@@ -19,10 +21,11 @@ from tests.helpers.planning import slow_devices
 
 
 @cache
-def planned(batch: int) -> tuple[Prepared, Plan]:
+def planned(batch: int, optimizer: str = "adamw", compiled: bool = False) -> tuple[Prepared, Plan]:
     cluster = slow_devices()
     base = prepare(Stack(layers=2), (), text(batch, 8), device="cpu", loss_fn=None, training=True)
-    request = PlanRequest(base.graph, base.loss, batch, (4,), cluster, Options(mesh_search=False), "Stack")
+    options = Options(mesh_search=False, optimizer=optimizer, compile=compiled or "auto")
+    request = PlanRequest(base.graph, base.loss, batch, (4,), cluster, options, "Stack")
     return base, best_plan(request, Timings())
 
 
@@ -33,6 +36,35 @@ def test_repricing_at_its_own_size_changes_nothing() -> None:
     assert again.strategies == plan.strategies and again.parameters == plan.parameters
     assert again.objective == pytest.approx(plan.objective, rel=1e-9)
     assert again.status == "feasible" and again.bound == 0.0
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_plan_from_a_file_is_priced_with_the_options_it_was_made_with(form: str) -> None:
+    base, plan = planned(8, "sgd", True)
+    read = Plan.from_json(plan.to_json()) if form == "json" else Plan.from_text(plan.to_text())
+    assert (read.optimizer, read.compile, read.imbalance) == ("sgd", True, None)
+    again = autopar.reprice(read, base, 8, cluster=slow_devices())
+    assert (again.predicted, again.lines, again.optimizer) == (plan.predicted, plan.lines, "sgd")
+    other = autopar.reprice(read, base, 8, cluster=slow_devices(), options=Options(optimizer="momentum", compile=False))
+    assert (other.optimizer, other.compile) == ("momentum", False)
+    assert other.predicted.optimizer_bytes > 0 == plan.predicted.optimizer_bytes
+    assert other.predicted.compute_seconds > plan.predicted.compute_seconds
+
+
+def test_options_beside_a_plan_are_those_it_was_priced_with() -> None:
+    plan = replace(planned(8, "sgd", True)[1], imbalance=1.5)
+    under = options_under(Options(), plan)
+    assert (under.optimizer, under.compile, under.imbalance) == ("sgd", True, 1.5)
+    own = options_under(Options(optimizer="momentum", compile=False, imbalance=1.2), plan)
+    assert (own.optimizer, own.compile, own.imbalance) == ("momentum", False, 1.2)
+
+
+def test_what_is_not_a_traced_model_is_named() -> None:
+    _, plan = planned(8)
+    with pytest.raises(OptionsError, match=r"not the model Stack itself: .*prepare\.prepare\(model"):
+        autopar.reprice(plan, Stack(layers=2), 8)  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="a traced model, not 'Stack'"):
+        autopar.reprice(plan, "Stack", 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

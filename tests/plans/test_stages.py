@@ -19,7 +19,7 @@ from autopar.planner.prepare import prepare
 from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.plans.views.module_tree import module_rows
-from autopar.plans.views.stage_table import stage_lines
+from autopar.plans.views.stage_table import _group_lines, stage_lines
 from autopar.plans.views.stages import busiest_stage, folded_modules, sends, stage_rows
 from autopar.schedule.check import check
 from autopar.search.best_plan import best_plan
@@ -236,3 +236,13 @@ def test_a_pipeline_is_priced_at_other_batches() -> None:
     assert plan.predicted.step_seconds < more.predicted.step_seconds < 2.2 * plan.predicted.step_seconds
     with pytest.raises((OptionsError, PlanMismatchError), match="divide"):
         autopar.reprice(plan, base, 9, cluster=cluster)
+
+
+def test_names_that_a_row_has_no_room_for_go_on_below_it() -> None:
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.3", "model.norm", "lm_head")
+    row = replace(stage_rows(staged())[0], modules=(names[:4], names[4:]))
+    lines = list(_group_lines([row], 4, (), 9, True))
+    assert len(lines) > 1 and max(map(len, lines)) <= 100
+    printed = " ".join(" ".join(lines).split())
+    assert all(each in printed for each in ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"))
+    assert len(list(_group_lines([row], 4, (), 9, False))) == 1

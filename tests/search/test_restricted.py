@@ -152,6 +152,7 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
         ("llama", 2, {"expert": 2}, "the model has no block of experts that can be divided"),
         ("llama", 6, {"tensor": 3}, "has 4 heads, which do not divide among 3 tensor ranks; tensor=2 does"),
         ("llama", 8, {"tensor": 3, "data": 4}, "which do not divide among 3 tensor ranks; tensor=2 does"),
+        ("llama", 6, {"tensor": 3, "data": 2}, "which do not divide among 3 tensor ranks; tensor=2 does"),
         ("mixture", 8, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 and expert=4"),
         ("mixture", 6, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 does"),
         ("llama", 4, {"pipeline": 4, "interleave": 99}, "not 4 x 99; with 4 stages interleave="),
@@ -196,6 +197,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_does() -> None:
     found = re.search(r"needs (\d+) bytes per device, (\d+) .* more than the limit of (\d+)", str(caught.value))
     assert found and int(found[1]) - int(found[2]) == int(found[3]) == limit
     assert "A single change that fits: zero=3 (" in str(caught.value)
+    assert "What would lower it" not in str(caught.value), "one list of advice"
     changed = planned(features, (2,), layout=Layout(data=2, zero=3), memory_limit=limit, offload=False)
     assert changed.predicted.peak_bytes <= limit
     assert f"zero=3 ({size(changed.predicted.peak_bytes)}, " in str(caught.value), "as rehearsed, not as counted"

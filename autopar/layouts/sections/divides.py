@@ -28,12 +28,18 @@ def expert_blocks(graph: Graph) -> dict[Node, int]:
 
 
 def check_division(
-    graph: Graph, layout: Layout, words: str = "", divided: Callable[[Node], bool] = lambda node: True, ranks: int = 0
+    graph: Graph,
+    layout: Layout,
+    words: str = "",
+    divided: Callable[[Node], bool] = lambda node: True,
+    ranks: int = 0,
+    devices: int = 0,
 ) -> None:
     """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
     sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
     ranks. ``words``: the layout as its user wrote it, if it restricts a plan; ``divided``: which operations tensor
-    ranks divide; ``ranks``: how many tensor ranks there may be at most, which those that errors name divide."""
+    ranks divide; ``ranks``: how many tensor ranks there may be at most, which those that errors name divide; if only
+    one does, those that divide all ``devices``, with other degrees than those given."""
     for node in graph.placeholders("input"):
         if layout.context > 1 and node.type.rank > 1:
             _check_sequence(graph, node, layout, words or str(layout))
@@ -42,10 +48,10 @@ def check_division(
     for node, count in counts.items():
         if count % layout.tensor:
             kind = "experts" if node.op == FORWARD else "heads"
-            works = degrees("tensor", math.gcd(common, ranks), layout.tensor)
+            among = math.gcd(common, ranks) if math.gcd(common, ranks) > 1 else math.gcd(common, devices)
             raise OptionsError(
                 f"{words or layout}: {node.module or node.name} has {count} {kind}, which do not divide among "
-                f"{layout.tensor} tensor ranks; {works}"
+                f"{layout.tensor} tensor ranks; {degrees('tensor', among, layout.tensor)}"
             )
 
 

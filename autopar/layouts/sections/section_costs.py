@@ -196,8 +196,9 @@ class SectionPricer:
             family = family_of(node.op)
             if family.matrix is not None and self.section_of_node[node.name] == name:
                 inputs = tuple(map(self.graph.type_of, node.operands))
-                # A third of the operation's backward products are recomputation, which training libraries do not do.
-                share = 2 / 3 if node.op == BACKWARD else 1.0
+                # Training libraries do not compute the first product again.
+                taken, given = (inputs[4].shape[1], inputs[5].shape[2]) if node.op == BACKWARD else (0, 1)
+                share = 2 * (taken + given) / (3 * taken + 2 * given)
                 flops += share * float(family.flops(node, inputs, node.types))
         return flops
 

@@ -151,6 +151,9 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "microbatches",
         "precision",
         "layout",
+        "optimizer",
+        "compile",
+        "imbalance",
     ):
         first, second = (getattr(plan, name) for plan in (before, after))
         if name == "mesh" and not (before.stage_meshes.are_equal and after.stage_meshes.are_equal):

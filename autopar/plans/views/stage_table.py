@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from textwrap import wrap
 
 from autopar.ir.plan_record import PlanRecord
 
@@ -11,8 +12,9 @@ from .page_width import page_width
 from .quantities import clip, duration, share, size
 from .stages import Sent, StageRow, busiest_stage, folded_modules, stage_rows
 
-# Characters of the columns: `1024-2047` and `123.4 GiB` fit.
-_NAME, _RANKS, _FIGURE = 9, 10, 10
+# Characters of the columns: `1024-2047` and `123.4 GiB` fit. The column of stages is as wide as the longest, within two
+# bounds. Chosen: `{1..14}, 17 each` fits.
+_NAME, _LONGEST_NAME, _RANKS, _FIGURE = 9, 18, 10, 10
 
 
 def schedule_line(plan: PlanRecord) -> str:
@@ -32,12 +34,13 @@ def schedule_line(plan: PlanRecord) -> str:
 
 def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
     """The table of stages in at most ``budget`` lines (at least 4). If there are too few lines, messages of backward
-    are left out first, then all messages, then stages."""
-    columns = _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")
-    head = [schedule_line(plan), *_device_lines(plan), columns]
+    are left out first, then all messages, then modules that a row has no room for, then stages."""
     groups = stage_groups(plan)
-    for phases in (("forward", "backward"), ("forward",), ()):
-        body = [line for group in groups for line in _group_lines(group, plan.microbatches, phases)]
+    width = min(max(_NAME, *(len(_name(group)) for group in groups)), _LONGEST_NAME)
+    columns = _row(width, "stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")
+    head = [schedule_line(plan), *_device_lines(plan), columns]
+    for phases, whole in ((("forward", "backward"), True), (("forward",), True), ((), True), ((), False)):
+        body = [line for group in groups for line in _group_lines(group, plan.microbatches, phases, width, whole)]
         if len(head) + len(body) <= budget:
             return head + body
     shown = max(budget - len(head) - 1, 1)
@@ -68,20 +71,31 @@ def stage_groups(plan: PlanRecord) -> list[list[StageRow]]:
     return list(groups.values())
 
 
-def _group_lines(group: list[StageRow], microbatches: int, phases: tuple[str, ...]) -> Iterator[str]:
+def _name(group: list[StageRow]) -> str:
+    return numbers([str(row.stage) for row in group]) + (" each" if len(group) > 1 else "")
+
+
+def _group_lines(
+    group: list[StageRow], microbatches: int, phases: tuple[str, ...], width: int, whole: bool
+) -> Iterator[str]:
+    """The row of a group, and its messages of some ``phases``. ``whole``: modules that do not fit into the row go on
+    in the lines after it."""
     first = group[0]
-    name = numbers([str(row.stage) for row in group])
-    each = " each" if len(group) > 1 else ""
     chunks = [[module for row in group for module in row.modules[i]] for i in range(len(first.modules))]
+    holds = " | ".join(map(folded_modules, chunks))
+    start = wrap(holds, _room(width), break_on_hyphens=False)[0] if whole and holds else holds
     yield _row(
-        name + each,
+        width,
+        _name(group),
         ranks_text(group),
-        " | ".join(map(folded_modules, chunks)),
+        start,
         duration(first.forward),
         duration(first.backward),
         duration(first.busy),
         size(first.peak),
     )
+    indent = " " * (width + _RANKS + 2)
+    yield from (indent + line for line in wrap(holds[len(start) :], page_width() - len(indent), break_on_hyphens=False))
     for message in first.sent:
         if message.phase in phases:
             yield _sent_line(message, microbatches, len(group) > 1)
@@ -94,9 +108,14 @@ def ranks_text(group: list[StageRow]) -> str:
     return f"{low}-{high}{'…' if apart else ''}" if high > low else str(low)
 
 
-def _row(name: str, ranks: str, holds: str, *figures: str) -> str:
-    room = page_width() - _NAME - _RANKS - 4 * _FIGURE - 6
-    cells = f"{clip(name, _NAME):<{_NAME}} {clip(ranks, _RANKS):<{_RANKS}} {clip(holds, room):<{room}}"
+def _room(width: int) -> int:
+    """Characters for what a stage holds, beside the other columns."""
+    return page_width() - width - _RANKS - 4 * _FIGURE - 6
+
+
+def _row(width: int, name: str, ranks: str, holds: str, *figures: str) -> str:
+    room = _room(width)
+    cells = f"{clip(name, width):<{width}} {clip(ranks, _RANKS):<{_RANKS}} {clip(holds, room):<{room}}"
     return cells + "".join(f" {figure:>{_FIGURE}}" for figure in figures)
 
 

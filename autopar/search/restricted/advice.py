@@ -10,7 +10,7 @@ from typing import Any
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.plan_record import Predicted
 from autopar.layout import Layout
-from autopar.planner.memory_advice import AdviceBudget
+from autopar.planner.memory_advice import ADVICE, AdviceBudget
 from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.plans.views.quantities import duration, size
 from autopar.restriction import words_of
@@ -36,11 +36,15 @@ def layout_infeasible(
     if layout is None or error.needed_bytes is None:
         return error
     fitting = list(_fitting(request, layout, predict, budget))
-    advice = "; ".join(fitting) or "none of those tried: the advice below needs other options, a batch or devices"
+    reason, marker, others = str(error).partition(ADVICE)
+    if fitting:
+        advice = f"A single change that fits: {'; '.join(fitting)}."
+    else:  # What is listed are other options, a batch or devices.
+        advice = f"No change of one field that was tried fits.{marker}{others}"
     return InfeasibleError(
         f"{words_of(layout)} needs {error.needed_bytes} bytes per device, "
-        f"{error.needed_bytes - limit} ({size(error.needed_bytes - limit)}) more than the limit of {limit}. A single "
-        f"change that fits: {advice}.{budget.remark}\n{error}"
+        f"{error.needed_bytes - limit} ({size(error.needed_bytes - limit)}) more than the limit of {limit}. "
+        f"{advice}{budget.remark if budget.remark not in advice else ''}\n{reason}"
     ).needing(error.needed_bytes)
 
 
