@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -81,12 +81,14 @@ class TensorType:
         return f"{DTYPE_NAMES[self.dtype]}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Result ``index`` of the node called ``node``; prints as ``%node`` or ``%node.index``."""
+class Value(NamedTuple):
+    """Result ``index`` of the node called ``node``; prints as ``%node`` or ``%node.index``.
+
+    A tuple, since values are keys wherever a graph is walked: it is made, hashed and compared without a call into
+    Python. So code that goes through arguments asks whether one is a value before it asks whether it is a tuple."""
 
     node: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # Instead of the method of tuples.
 
     def __str__(self) -> str:
         return f"%{self.node}" if self.index == 0 else f"%{self.node}.{self.index}"
@@ -99,25 +101,31 @@ Arg = Any
 
 def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     """``arg`` with ``function`` applied to every leaf; tuples keep their structure."""
-    if isinstance(arg, (tuple, list)):
-        return tuple(map_arg(item, function) for item in arg)
+    if isinstance(arg, (tuple, list)) and not isinstance(arg, Value):
+        return tuple([map_arg(item, function) for item in arg])
     return function(arg)
 
 
 def has_expression(arg: Arg) -> bool:
     """Whether a leaf of ``arg`` is an expression of sizes."""
-    if isinstance(arg, (tuple, list)):
+    if isinstance(arg, (tuple, list)):  # A value has none: neither a name nor an index is one.
         return any(map(has_expression, arg))
     return isinstance(arg, sympy.Expr)
 
 
 def values_in(arg: Arg) -> Iterator[Value]:
     """The :class:`Value` leaves of ``arg``, left to right."""
-    if isinstance(arg, Value):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from values_in(item)
+    found: list[Value] = []
+    _add_values((arg,), found)
+    return iter(found)
+
+
+def _add_values(args: tuple[Arg, ...], found: list[Value]) -> None:
+    for arg in args:
+        if isinstance(arg, Value):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            _add_values(arg, found)
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,11 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Value, ...]:
         """Tensor operands in order of appearance, repeats included: ``mul(%x, %x)`` has two."""
-        return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
+        found: list[Value] = []
+        _add_values(self.args, found)
+        for _, arg in self.kwargs:
+            _add_values((arg,), found)
+        return tuple(found)
 
     @cached_property
     def is_symbolic(self) -> bool:
