@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from sys import intern
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -55,9 +56,8 @@ SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({v: k for k, v in SHORT_DTYPES.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """Shape (``int`` or sympy) and dtype of one tensor, both global."""
+class TensorType(NamedTuple):
+    """Shape (``int`` or sympy) and dtype of one tensor, both global. A tuple, as :class:`Value` is."""
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
@@ -166,7 +166,7 @@ class Node:
         which tensors they take. Which operands are the same tensor is part of it."""
         numbers = {value: Value("", number) for number, value in enumerate(dict.fromkeys(self.operands))}
         arguments = map_arg((self.args, self.kwargs), lambda arg: numbers[arg] if isinstance(arg, Value) else arg)
-        return f"{self.op} {arguments!r}"
+        return intern(f"{self.op} {arguments!r}")
 
     @property
     def type(self) -> TensorType:
@@ -180,7 +180,7 @@ class Node:
         """The type in which a parameter is stored and updated and has its gradient: its own, unless the graph reads a
         copy of fewer bits, made once a step: ``%w: bf16[4] = param("w", stored=torch.float32)``."""
         dtype: torch.dtype | None = dict(self.kwargs).get(STORED)
-        return self.type if dtype is None else replace(self.type, dtype=dtype)
+        return self.type if dtype is None else TensorType(self.type.shape, dtype)
 
     @property
     def is_scaled(self) -> bool:
