@@ -128,7 +128,7 @@ def _add_values(args: tuple[Arg, ...], found: list[Value]) -> None:
             _add_values(arg, found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Node:
     """One operation. ``types`` has one entry per result; None where the operation returns no tensor there.
 
@@ -144,6 +144,23 @@ class Node:
     module: str = ""
     source: str = field(default="", compare=False)
     phase: Phase = "forward"
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        args: tuple[Arg, ...] = (),
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+        types: tuple[TensorType | None, ...] = (),
+        module: str = "",
+        source: str = "",
+        phase: Phase = "forward",
+    ) -> None:
+        # What a dataclass would do, without a call for each field: a deep model's nodes are made by the hundred
+        # thousand while its cuts are priced.
+        own = self.__dict__
+        own["name"], own["op"], own["args"], own["kwargs"] = name, op, args, kwargs
+        own["types"], own["module"], own["source"], own["phase"] = types, module, source, phase
 
     @cached_property
     def operands(self) -> tuple[Value, ...]:
