@@ -26,7 +26,7 @@ from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.schedules.cuts import Segments
-from autopar.solver.problem import Ints
+from autopar.solver.problem import Floats, Ints
 
 from .chunks import WirePrice, original
 
@@ -96,8 +96,12 @@ def price_segments(
     again = np.zeros(count)
     for own, size in recomputed_of(uncut.step.placed, lambda n: _segment(n.operands[0].node, segment_of)).items():
         again[own] = size
-    sums = (np.array(each, dtype=np.float64) for each in (seconds, static, saved, wire, working))
-    return Segments(tuple(c.name for c in candidates), *sums, again=again)
+    names = tuple(c.name for c in candidates)
+    return Segments(names, _array(seconds), _array(static), _array(saved), _array(wire), _array(working), again)
+
+
+def _array(values: list[float]) -> Floats:
+    return np.array(values, dtype=np.float64)
 
 
 def _static_bytes(instance: Instance, assignment: Assignment, node: Node) -> int:
