@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from sys import intern
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -144,6 +144,8 @@ class Node:
     module: str = ""
     source: str = field(default="", compare=False)
     phase: Phase = "forward"
+    if TYPE_CHECKING:  # Of ``op``, and so no field: asked for often.
+        is_placeholder: bool = False
 
     def __init__(
         self,
@@ -161,6 +163,7 @@ class Node:
         own = self.__dict__
         own["name"], own["op"], own["args"], own["kwargs"] = name, op, args, kwargs
         own["types"], own["module"], own["source"], own["phase"] = types, module, source, phase
+        own["is_placeholder"] = op in _PLACEHOLDERS
 
     @cached_property
     def operands(self) -> tuple[Value, ...]:
@@ -203,10 +206,6 @@ class Node:
     def is_scaled(self) -> bool:
         """Whether the gradient of a parameter is computed from a scaled loss: ``param("w", scaled=True)``."""
         return bool(dict(self.kwargs).get(SCALED, False))
-
-    @property
-    def is_placeholder(self) -> bool:
-        return self.op in _PLACEHOLDERS
 
     @property
     def target(self) -> str:
