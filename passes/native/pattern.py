@@ -128,6 +128,8 @@ class Occurrences:
 
     def find(self, pattern: Pattern) -> Iterator[Match]:
         """Yields the matches, at most one for each node that can be the pattern's last."""
+        if any(instruction.op not in self.by_op for instruction in pattern.section.instructions):
+            return  # Last operations are common ones, of which a deep graph has thousands.
         for node in self.by_op.get(pattern.last.op, ()):
             whole = (m for part in self._node(pattern, pattern.last, node, Match()) for m in self._rest(pattern, part))
             if (match := next(whole, None)) is not None:
