@@ -188,7 +188,7 @@ class Occurrences:
             if more is not None:
                 yield more
         elif isinstance(own, tuple):
-            if isinstance(arg, tuple):
+            if isinstance(arg, tuple) and not isinstance(arg, Value):
                 yield from self._args(pattern, own, arg, match)
         elif type(own) is type(arg) and own == arg:
             yield match
