@@ -46,6 +46,10 @@ class CostLine(NamedTuple):
     hops: tuple[Hop, ...] = ()
     times: int = 1
 
+    def taking(self, seconds: float) -> CostLine:
+        """The line with other seconds."""
+        return CostLine(self.kind, self.name, self.module, self.phase, seconds, self.hops, self.times)
+
     @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(hop.collective for hop in self.hops if hop.collective is not None)
