@@ -18,7 +18,7 @@ import torch
 
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import Arg, Node, map_arg
+from autopar.ir.node import Arg, Node, Value, map_arg
 from autopar.ops.random import DRAWS
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.runtime.comm.groups import AxisGroup
@@ -132,9 +132,13 @@ def _check_sizes(graph: Graph) -> None:
 
 def _counts_samples(node: Node) -> bool:
     samples = dict(node.kwargs).get("samples") or next(
-        (arg for arg in reversed(node.args) if isinstance(arg, tuple) and len(arg) == 2 and not _symbolic(arg[:1])), ()
+        (arg for arg in reversed(node.args) if _is_pair(arg) and not _symbolic(arg[:1])), ()
     )
-    return isinstance(samples, tuple) and len(samples) == 2 and not _symbolic(samples)
+    return _is_pair(samples) and not _symbolic(samples)
+
+
+def _is_pair(arg: Arg) -> bool:
+    return isinstance(arg, tuple) and not isinstance(arg, Value) and len(arg) == 2
 
 
 def _check_whole(graph: Graph, concrete: Graph, by_row: Microbatched) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopar.offload import Tier
 
@@ -99,8 +99,7 @@ class Assignment:
         return (REPLICATE,) * len(self.mesh)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """``value`` is needed with placements ``target``: priced once per value, phase and target, however many nodes need
     it. ``role`` says what it is needed for: ``operand`` of nodes, ``gradient`` of a parameter, model ``output`` or
     ``refresh`` of a working weight."""

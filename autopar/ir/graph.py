@@ -175,7 +175,7 @@ class Graph:
         return {path: value for path, value in pairs if value is not None}
 
     def type_of(self, value: Value) -> TensorType:
-        tensor_type = self[value.node].types[value.index]
+        tensor_type = self._by_name[value.node].types[value.index]
         if tensor_type is None:
             raise GraphError(f"{value} is not a tensor")
         return tensor_type

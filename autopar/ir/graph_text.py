@@ -32,7 +32,7 @@ CALL = re.compile(r"^(?P<results>%.*?) = (?P<op>[\w.]+)\((?P<args>.*)\)$")
 
 def print_arg(arg: Arg) -> str:
     """``arg`` as in the text form: values as ``%name``, tuples in brackets, torch constants as ``torch.name``."""
-    if isinstance(arg, tuple):
+    if isinstance(arg, tuple) and not isinstance(arg, Value):
         return f"[{', '.join(map(print_arg, arg))}]"
     if isinstance(arg, str):
         quoted = repr(arg)

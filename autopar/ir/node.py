@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from sys import intern
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -55,9 +56,8 @@ SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({v: k for k, v in SHORT_DTYPES.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """Shape (``int`` or sympy) and dtype of one tensor, both global."""
+class TensorType(NamedTuple):
+    """Shape (``int`` or sympy) and dtype of one tensor, both global. A tuple, as :class:`Value` is."""
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
@@ -81,12 +81,14 @@ class TensorType:
         return f"{DTYPE_NAMES[self.dtype]}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Result ``index`` of the node called ``node``; prints as ``%node`` or ``%node.index``."""
+class Value(NamedTuple):
+    """Result ``index`` of the node called ``node``; prints as ``%node`` or ``%node.index``.
+
+    A tuple, since values are keys wherever a graph is walked: it is made, hashed and compared without a call into
+    Python. So code that goes through arguments asks whether one is a value before it asks whether it is a tuple."""
 
     node: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # Instead of the method of tuples.
 
     def __str__(self) -> str:
         return f"%{self.node}" if self.index == 0 else f"%{self.node}.{self.index}"
@@ -99,28 +101,34 @@ Arg = Any
 
 def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     """``arg`` with ``function`` applied to every leaf; tuples keep their structure."""
-    if isinstance(arg, (tuple, list)):
-        return tuple(map_arg(item, function) for item in arg)
+    if isinstance(arg, (tuple, list)) and not isinstance(arg, Value):
+        return tuple([map_arg(item, function) for item in arg])
     return function(arg)
 
 
 def has_expression(arg: Arg) -> bool:
     """Whether a leaf of ``arg`` is an expression of sizes."""
-    if isinstance(arg, (tuple, list)):
+    if isinstance(arg, (tuple, list)):  # A value has none: neither a name nor an index is one.
         return any(map(has_expression, arg))
     return isinstance(arg, sympy.Expr)
 
 
 def values_in(arg: Arg) -> Iterator[Value]:
     """The :class:`Value` leaves of ``arg``, left to right."""
-    if isinstance(arg, Value):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from values_in(item)
+    found: list[Value] = []
+    _add_values((arg,), found)
+    return iter(found)
 
 
-@dataclass(frozen=True)
+def _add_values(args: tuple[Arg, ...], found: list[Value]) -> None:
+    for arg in args:
+        if isinstance(arg, Value):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            _add_values(arg, found)
+
+
+@dataclass(frozen=True, init=False)
 class Node:
     """One operation. ``types`` has one entry per result; None where the operation returns no tensor there.
 
@@ -136,11 +144,35 @@ class Node:
     module: str = ""
     source: str = field(default="", compare=False)
     phase: Phase = "forward"
+    if TYPE_CHECKING:  # Of ``op``, and so no field: asked for often.
+        is_placeholder: bool = False
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        args: tuple[Arg, ...] = (),
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+        types: tuple[TensorType | None, ...] = (),
+        module: str = "",
+        source: str = "",
+        phase: Phase = "forward",
+    ) -> None:
+        # What a dataclass would do, without a call for each field: a deep model's nodes are made by the hundred
+        # thousand while its cuts are priced.
+        own = self.__dict__
+        own["name"], own["op"], own["args"], own["kwargs"] = name, op, args, kwargs
+        own["types"], own["module"], own["source"], own["phase"] = types, module, source, phase
+        own["is_placeholder"] = op in _PLACEHOLDERS
 
     @cached_property
     def operands(self) -> tuple[Value, ...]:
         """Tensor operands in order of appearance, repeats included: ``mul(%x, %x)`` has two."""
-        return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
+        found: list[Value] = []
+        _add_values(self.args, found)
+        for _, arg in self.kwargs:
+            _add_values((arg,), found)
+        return tuple(found)
 
     @cached_property
     def is_symbolic(self) -> bool:
@@ -154,7 +186,7 @@ class Node:
         which tensors they take. Which operands are the same tensor is part of it."""
         numbers = {value: Value("", number) for number, value in enumerate(dict.fromkeys(self.operands))}
         arguments = map_arg((self.args, self.kwargs), lambda arg: numbers[arg] if isinstance(arg, Value) else arg)
-        return f"{self.op} {arguments!r}"
+        return intern(f"{self.op} {arguments!r}")
 
     @property
     def type(self) -> TensorType:
@@ -168,16 +200,12 @@ class Node:
         """The type in which a parameter is stored and updated and has its gradient: its own, unless the graph reads a
         copy of fewer bits, made once a step: ``%w: bf16[4] = param("w", stored=torch.float32)``."""
         dtype: torch.dtype | None = dict(self.kwargs).get(STORED)
-        return self.type if dtype is None else replace(self.type, dtype=dtype)
+        return self.type if dtype is None else TensorType(self.type.shape, dtype)
 
     @property
     def is_scaled(self) -> bool:
         """Whether the gradient of a parameter is computed from a scaled loss: ``param("w", scaled=True)``."""
         return bool(dict(self.kwargs).get(SCALED, False))
-
-    @property
-    def is_placeholder(self) -> bool:
-        return self.op in _PLACEHOLDERS
 
     @property
     def target(self) -> str:

@@ -80,6 +80,7 @@ def renamed(breakdown: CostBreakdown, of: Graph, graph: Graph) -> CostBreakdown:
     def line_of(line: CostLine) -> CostLine:
         if line.name not in names:  # Of a window, or of the agreement on overflow.
             return line
-        return replace(line, name=names[line.name], module=modules.get(line.module, line.module))
+        module = modules.get(line.module, line.module)
+        return CostLine(line.kind, names[line.name], module, line.phase, line.seconds, line.hops, line.times)
 
     return replace(breakdown, lines=tuple(map(line_of, breakdown.lines)))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch.distributed.tensor import Shard
@@ -164,11 +164,11 @@ def _by_blocks(breakdown: CostBreakdown, instance: Instance) -> dict[int, CostLi
     changed = {}
     for i, line in gathers.items():
         if not block_of(line.module) and line.phase == "backward":
-            changed[i] = replace(line, seconds=0.0)
+            changed[i] = line.taking(0.0)
             continue
         saved = sum(_saved(instance, wire, sums[_group(line, wire)]) for wire in line.collectives)
         saved -= _saved_by_messages(instance, line)
-        changed[i] = replace(line, seconds=max(0.0, line.seconds - line.times * saved))
+        changed[i] = line.taking(max(0.0, line.seconds - line.times * saved))
     return changed
 
 

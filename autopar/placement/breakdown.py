@@ -6,16 +6,17 @@ is a real check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.ir.assignment import Assignment, Use, moved_operands, moves, overlaps_backward
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Phase, Value
 from autopar.ir.placements import Placements
 from autopar.ir.plan_record import LOSS_SCALE, LineKind
-from autopar.ir.reshard import Collective, Hop, make_hop
+from autopar.ir.reshard import Collective, Hop, Sent, make_hop
 
 from .fused_kernels import FusedKernels
 from .item_prices import (
@@ -32,8 +33,7 @@ from .overlap_windows import OverlapWindow, Priced, seconds_of_sections, windows
 from .placed_step import PlacedStep, phases_of, trained
 
 
-@dataclass(frozen=True, slots=True)
-class CostLine:
+class CostLine(NamedTuple):
     """One priced item: the node ``name`` that is computed or that exchanges rows, or the value ``name`` that is
     moved by ``hops``. It occurs ``times`` times in a step, and takes ``seconds`` in all. A ``hidden`` line is negative:
     it subtracts messages that overlap computation."""
@@ -45,6 +45,10 @@ class CostLine:
     seconds: float
     hops: tuple[Hop, ...] = ()
     times: int = 1
+
+    def taking(self, seconds: float) -> CostLine:
+        """The line with other seconds."""
+        return CostLine(self.kind, self.name, self.module, self.phase, seconds, self.hops, self.times)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -103,40 +107,55 @@ def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int,
 
 
 def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
-    prices, times = step.prices, step.repeats.microbatches
+    prices, times, strategies = step.prices, step.repeats.microbatches, step.assignment.strategies
     gradients = {output.value for output in step.graph.outputs if output.kind == "gradient"}
     accumulating = {value.node for value in gradients if value is not None} if times > 1 else set[str]()
+    known: dict[Hashable, tuple[tuple[Hop, ...], float, float]] = {}
     for node in step.graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
-            inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
-            adds = node.name in accumulating
-            adding = adding_seconds(prices, node, inputs, strategy, gradients, step.repeats) if adds else 0.0
-            hops, exchange = prices.exchange(node, inputs, strategy)
-            seconds = (prices.node(node, inputs, strategy) - exchange) * times + adding
-            yield CostLine("compute", node.name, node.module, node.phase, seconds, (), times)
+            strategy, name = strategies[node.name], node.name
+            # One price for the nodes of a class that choose alike: deep models have few.
+            key = step.graph.classes.get(name, name), id(strategy), prices.fused and prices.fused.entry(name)
+            if key not in known:
+                inputs = tuple(map(step.graph.type_of, node.operands))
+                hops, exchange = prices.exchange(node, inputs, strategy)
+                known[key] = hops, exchange, prices.node(node, inputs, strategy) - exchange
+            hops, exchange, seconds = known[key]
+            adding = 0.0
+            if name in accumulating:
+                inputs = tuple(map(step.graph.type_of, node.operands))
+                adding = adding_seconds(prices, node, inputs, strategy, gradients, step.repeats)
+            yield CostLine("compute", name, node.module, node.phase, seconds * times + adding, (), times)
             if hops:
-                yield CostLine("exchange", node.name, node.module, node.phase, exchange * times, hops, times)
+                yield CostLine("exchange", name, node.module, node.phase, exchange * times, hops, times)
 
 
 def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
     graph, assignment, prices = step.graph, step.assignment, step.prices
     reshards, operands = moves(graph, assignment)
     broken = _inside_kernels(operands, prices.fused)
+    known: dict[Hashable, tuple[tuple[Hop, ...], float]] = {}
     for use in reshards:
         bucketed = use.role in ("gradient", "refresh")
         is_weight = use.value.node in assignment.parameters
-        table = prices.table(use.kind, sent="bucketed" if bucketed else use.phase if is_weight else "alone")
-        is_hidden = use.role == "output" and overlaps_backward(graph, use.value)
-        direct = make_hop(use.kind, use.source, use.target, prices.mesh) if is_hidden else None
-        hops = (direct,) if direct is not None else table.path(use.source, use.target)
+        sent: Sent = "bucketed" if bucketed else use.phase if is_weight else "alone"
+        if use.role == "output" and overlaps_backward(graph, use.value):
+            direct = make_hop(use.kind, use.source, use.target, prices.mesh)
+            hops = (direct,) if direct is not None else prices.table(use.kind, sent=sent).path(use.source, use.target)
+            seconds = 0.0
+        else:
+            key = use.kind, sent, id(use.source), id(use.target)  # Of the assignment, which keeps them.
+            if key not in known:
+                table = prices.table(use.kind, sent=sent)
+                known[key] = table.path(use.source, use.target), table.cost(use.source, use.target)
+            hops, seconds = known[key]
         kind: LineKind = "reshard"
         if bucketed:
             kind = use.role  # type: ignore[assignment]
         elif is_weight:
             kind = "weight"
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
-        seconds = 0.0 if is_hidden else table.cost(use.source, use.target)
-        if use.role == "operand" and (use.value, use.phase, use.target) in broken:
+        if broken and use.role == "operand" and (use.value, use.phase, use.target) in broken:
             seconds += prices.broken(use.kind, use.source, use.target)
         times = 1 if bucketed else step.repeats.microbatches
         yield CostLine(kind, use.value.node, module, use.phase, seconds * times, hops, times)

@@ -66,7 +66,7 @@ def memory(step: PlacedStep) -> Memory:
     host = host_memory(step)
     weights, gradients, states = map(sum, zip((0, 0, 0), *_held_parameters(step), strict=True))
     activations, inputs = saved_bytes(step) * step.repeats.in_flight, 0
-    temporary = host.visiting
+    temporary, seen = host.visiting, set[tuple[str, int]]()
     for node in graph.nodes:
         if node.op in ("param", SAVED_ACTIVATION, "receive"):
             continue
@@ -74,8 +74,12 @@ def memory(step: PlacedStep) -> Memory:
             part = prices.held(node.type, assignment.strategies[node.name].outputs[0])
             inputs += part * step.repeats.copies_of(node.op)
         else:
-            kinds = tuple(graph.type_of(value) for value in node.operands)
-            temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
+            strategy = assignment.strategies[node.name]
+            key = graph.classes.get(node.name, node.name), id(strategy)
+            if key not in seen:  # As much as another of its class that chooses alike.
+                seen.add(key)
+                kinds = tuple([graph.type_of(value) for value in node.operands])
+                temporary = max(temporary, temporary_bytes(prices, node, kinds, strategy))
     temporary += recomputed_bytes(step) + fetched_bytes(step) + message_bytes(step)
     return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes, host.nvme)
 

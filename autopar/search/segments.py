@@ -26,7 +26,7 @@ from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.schedules.cuts import Segments
-from autopar.solver.problem import Ints
+from autopar.solver.problem import Floats, Ints
 
 from .chunks import WirePrice, original
 
@@ -72,7 +72,8 @@ def price_segments(
     be sharded over the whole inner mesh, which is the least they can take."""
     instance, assignment = uncut.instance, uncut.assignment
     count = len(candidates) + 1
-    seconds, static, saved, wire, working = (np.zeros(count) for _ in range(5))
+    # Lists: their elements are added to far more often than there are segments.
+    seconds, static, saved, wire, working = ([0.0] * count for _ in range(5))
     exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
@@ -95,7 +96,12 @@ def price_segments(
     again = np.zeros(count)
     for own, size in recomputed_of(uncut.step.placed, lambda n: _segment(n.operands[0].node, segment_of)).items():
         again[own] = size
-    return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire, working, again)
+    names = tuple(c.name for c in candidates)
+    return Segments(names, _array(seconds), _array(static), _array(saved), _array(wire), _array(working), again)
+
+
+def _array(values: list[float]) -> Floats:
+    return np.array(values, dtype=np.float64)
 
 
 def _static_bytes(instance: Instance, assignment: Assignment, node: Node) -> int:

@@ -27,7 +27,7 @@ relaxation determines it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -113,9 +113,8 @@ class Slot:
         self.is_pulled = [False, False]
 
     def pull(self, theta: Floats, to_producer: bool) -> None:
-        """Moves price that is unused whatever the other end chooses into ``theta`` of one end."""
-        if self.is_pulled[to_producer]:
-            return  # There is none.
+        """Moves price that is unused whatever the other end chooses into ``theta`` of one end. There is none where it
+        ``is_pulled``."""
         self.is_pulled = [not to_producer, to_producer]
         if to_producer:
             u = np.minimum.reduce(self.share - self.v, axis=1)
@@ -177,6 +176,11 @@ def _claimable(cost: Floats, left: Floats, over: Mask) -> Floats:
     return scale
 
 
+# A group's index, the slots that it gathers from and those that it passes on to (each with whether it is the producer),
+# and by how much it divides what it passes on.
+Visit = tuple[int, list[tuple[Slot, bool]], list[tuple[Slot, bool]], int]
+
+
 @dataclass(eq=False)
 class Messages:
     """The state of the ascent on ``problem``."""
@@ -231,16 +235,34 @@ class Messages:
     def _pass(self, forward: bool) -> None:
         """Every group gathers the unused price of its slots, and passes on how much its choices cost above the
         cheapest."""
-        before, behind = (self._before, self._behind) if forward else (self._behind, self._before)
-        order = range(len(self.theta)) if forward else reversed(range(len(self.theta)))
-        for index in order:
-            theta, onward = self.theta[index], behind[index]
-            for slot in (*before[index], *onward):
-                slot.pull(theta, slot.producer == index)
+        visits = self._forwards if forward else self._backwards
+        for index, gathered, onward, divisor in visits:
+            theta = self.theta[index]
+            for slot, is_producer in gathered:
+                if not slot.is_pulled[is_producer]:
+                    slot.pull(theta, is_producer)
             if onward:
-                above = (theta - theta.min()) / max(len(onward), len(before[index]))
-                for slot in onward:
-                    slot.push(theta, above, slot.producer == index)
+                above = (theta - np.minimum.reduce(theta)) / divisor
+                for slot, is_producer in onward:
+                    slot.push(theta, above, is_producer)
+
+    @cached_property
+    def _forwards(self) -> list[Visit]:
+        return self._visits(range(len(self.theta)), self._before, self._behind)
+
+    @cached_property
+    def _backwards(self) -> list[Visit]:
+        return self._visits(reversed(range(len(self.theta))), self._behind, self._before)
+
+    @staticmethod
+    def _visits(order: Iterable[int], before: list[list[Slot]], behind: list[list[Slot]]) -> list[Visit]:
+        """The visits of a round, of which hundreds are made."""
+        found = []
+        for index in order:
+            gathered = [(slot, slot.producer == index) for slot in (*before[index], *behind[index])]
+            onward = [(slot, slot.producer == index) for slot in behind[index]]
+            found.append((index, gathered, onward, max(len(behind[index]), len(before[index]))))
+        return found
 
     @cached_property
     def _before(self) -> list[list[Slot]]:
@@ -262,7 +284,7 @@ class Messages:
     @property
     def bound(self) -> float:
         """The lower bound: no assignment within the memory limit costs less."""
-        total = float(sum(theta.min() for theta in self.theta))
+        total = float(sum(map(np.minimum.reduce, self.theta)))
         if self.price:
             total -= self.price * (self.problem.memory_limit - self.problem.memory_fixed)
         if self.host_price:

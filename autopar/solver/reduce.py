@@ -219,7 +219,7 @@ def _supported(transfer: Transfer, masks: list[Mask]) -> set[int]:
             (consumer, np.asarray(finite[rows].any(axis=0))[target]),
         )
         for group, supported in ends:
-            if bool(np.any(masks[group] & ~supported)):
+            if (masks[group] & ~supported).any():
                 masks[group] = masks[group] & supported
                 changed.add(group)
     return changed

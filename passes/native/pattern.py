@@ -128,6 +128,8 @@ class Occurrences:
 
     def find(self, pattern: Pattern) -> Iterator[Match]:
         """Yields the matches, at most one for each node that can be the pattern's last."""
+        if any(instruction.op not in self.by_op for instruction in pattern.section.instructions):
+            return  # Last operations are common ones, of which a deep graph has thousands.
         for node in self.by_op.get(pattern.last.op, ()):
             whole = (m for part in self._node(pattern, pattern.last, node, Match()) for m in self._rest(pattern, part))
             if (match := next(whole, None)) is not None:
@@ -186,7 +188,7 @@ class Occurrences:
             if more is not None:
                 yield more
         elif isinstance(own, tuple):
-            if isinstance(arg, tuple):
+            if isinstance(arg, tuple) and not isinstance(arg, Value):
                 yield from self._args(pattern, own, arg, match)
         elif type(own) is type(arg) and own == arg:
             yield match

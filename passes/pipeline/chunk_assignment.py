@@ -268,8 +268,10 @@ class ChunkLayout:
         bytes. Users that have no chunk yet are expected to do the same."""
         wanted, expected = self._wanted_results(), _Expected(self, nodes)
         for node in reversed(nodes):
-            low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
-            options = [chunk for chunk in self._options[node.name] if chunk >= low]
+            options = self._options[node.name]
+            if len(options) > 1:
+                low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
+                options = [chunk for chunk in options if chunk >= low]
             chunk = options[0]
             if chunk != options[-1]:
                 alone = {v for v in self.driven(node) if chunk not in wanted[v] and expected.alone(node, v, chunk)}

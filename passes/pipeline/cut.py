@@ -181,7 +181,9 @@ class _Writer:
         named = node.map_values(lambda value: self.take(value, phase))
         same = (named.name, named.phase) == (name, phase)
         self.nodes.append(named if same else named.named(name, phase))
-        self.local.update((Value(node.name, index), Value(name, index)) for index in range(len(node.types)))
+        for index in range(len(node.types)):
+            value = Value(node.name, index)
+            self.local[value] = value if name == node.name else Value(name, index)
 
     def _fresh(self, name: str) -> str:
         while name in self.graph or name in self.taken:

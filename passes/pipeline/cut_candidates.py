@@ -78,8 +78,8 @@ def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
     costly = list(itertools.accumulate((node.op in COSTLY or "dot_product" in node.op) for node in forward))
     segment = dict(zip((node.name for node in forward), costly, strict=True))
     begun = dict(zip((node.name for node in forward), [0, *costly], strict=False))
-    everywhere = crossing_bytes(graph)
-    useful = tuple(c for c in everywhere if begun[c.name] < max(costly, default=0)) or everywhere
+    everywhere, all_costly = crossing_bytes(graph), max(costly, default=0)
+    useful = tuple(c for c in everywhere if begun[c.name] < all_costly) or everywhere
     minima = _best_by_segment(_minima(useful), segment)
     sizes = [_total(candidate) for candidate in minima]
     around = zip([math.inf, *sizes], [*sizes[1:], math.inf], strict=False)

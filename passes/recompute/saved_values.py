@@ -53,7 +53,7 @@ def save_activations(graph: Graph) -> Graph:
     nodes: list[Node] = []
     names = {value.node for value in saved}
     for node in graph.nodes:
-        if any(value.node in names for value in node.operands):
+        if not saved.keys().isdisjoint(node.operands):
             node = node.map_values(lambda value: saved.get(value, value))
         nodes.append(node)
         for index, kind in enumerate(node.types) if node.name in names else ():

@@ -62,7 +62,7 @@ def _local_types(tensor: TensorType | None, placement: Placement, devices: int) 
     if tensor is None or dim is None:
         return [tensor]
     sizes = sorted(_local_sizes(int(tensor.shape[dim]), placement, devices), reverse=True)
-    return [replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])) for size in sizes]
+    return [TensorType((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype) for size in sizes]
 
 
 def local_calls(call: OpCall, strategy: AxisStrategy, devices: int) -> list[OpCall]:

@@ -299,7 +299,7 @@ def _canonical(section: Section) -> Section:
     """``section`` with numbered names and without modules."""
     names = {name: f"a{position}" for position, name in enumerate(section.inputs)}
     names |= {i.name: f"v{position}" for position, i in enumerate(section.instructions)}
-    values = {value: replace(value, node=names[value.node]) for value in _values(section)}
+    values = {value: Value(names[value.node], value.index) for value in _values(section)}
     body = (replace(i, name=names[i.name], module="").with_values(values) for i in section.instructions)
     outputs = tuple(None if value is None else values[value] for value in section.outputs)
     return Section("piece", tuple(names[name] for name in section.inputs), tuple(body), outputs)

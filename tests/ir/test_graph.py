@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
-from autopar.ir.node import TensorType, Value, symbol
+from autopar.ir.graph_text import print_node
+from autopar.ir.node import Node, TensorType, Value, map_arg, symbol
 
 # ruff: noqa: E501
 TEXT = """graph(b=8)
@@ -171,3 +175,22 @@ def test_graphs_of_other_nodes_know_nothing_yet() -> None:
     assert graph.once("length", lambda: len(graph)) == 4
     fewer = graph.at(b=4).without_dead()
     assert fewer.once("length", lambda: -1) == -1
+
+
+def test_a_value_is_a_leaf_of_arguments_though_it_is_a_tuple() -> None:
+    x, y = Value("x"), Value("y", 1)
+    node = Node("z", "aten.cat.default", ((x, (y, x)), 1), (("like", y),))
+    assert node.operands == (x, y, x, y)
+    assert map_arg(node.args, lambda leaf: leaf if isinstance(leaf, int) else str(leaf)) == (("%x", ("%y.1", "%x")), 1)
+    assert print_node(node) == "%z: none = aten.cat.default([%x, [%y.1, %x]], 1, like=%y.1)"
+    renamed = node.map_values(lambda value: Value(f"{value.node}_", value.index))
+    assert renamed.args == ((Value("x_"), (Value("y_", 1), Value("x_"))), 1)
+    assert renamed.kwargs == (("like", Value("y_", 1)),)
+
+
+def test_a_copy_of_a_node_knows_whether_it_is_a_placeholder() -> None:
+    node = Node("x", "input", ("x",), types=(TensorType((2,), torch.float32),))
+    assert node.is_placeholder and pickle.loads(pickle.dumps(node)).is_placeholder
+    changed = replace(node, op="aten.relu.default", args=(Value("y"),))
+    assert not changed.is_placeholder and changed.operands == (Value("y"),)
+    assert changed.form != node.form and replace(changed, op="input", args=("x",)) == node

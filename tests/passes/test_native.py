@@ -13,7 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.placements import Placements, Strategy
-from autopar.passes.native.restore import restore
+from autopar.passes.native.pattern import Occurrences
+from autopar.passes.native.restore import MODULES, restore
 from autopar.passes.normalise.standard import normalise
 from autopar.planner.step_graphs import step_graph
 from autopar.trace.tracer import trace
@@ -343,3 +344,19 @@ def test_cross_entropies_of_torch_are_recognised(shape: tuple[int, ...], options
     assert after["aten._log_softmax.default"] == 1
     assert after["aten._log_softmax_backward_data.default"] == 1
     assert after["aten.amax.default"] == after["aten.exp.default"] == 0
+
+
+def test_a_pattern_with_an_operation_that_the_graph_lacks_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph.from_text("""graph(b=8)
+        %x: f32[b, 4] = input("x")
+        %a: f32[b, 4] = aten.mul.Tensor(%x, %x)
+        %b: f32[b, 4] = aten.sub.Tensor(%a, %x)
+        %c: f32[b, 4] = aten.add.Tensor(%b, %x)
+        %d: f32[b, 4] = aten.div.Tensor(%c, %x)
+        return output "0" = %d
+        """)
+    occurrences = Occurrences(graph)
+    patterns = [rewrite.pattern for module in MODULES for rewrite in module.REWRITES]
+    assert any(pattern.last.op in occurrences.by_op for pattern in patterns)
+    monkeypatch.setattr(Occurrences, "_node", lambda *_: pytest.fail("searched"))
+    assert not [match for pattern in patterns for match in occurrences.find(pattern)]
