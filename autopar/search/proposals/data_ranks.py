@@ -1,9 +1,9 @@
 """What data ranks add to a stage's placements: each has other samples, and holds its share of the optimizer state.
 
 The program of a microbatch hardly depends on how many data ranks there are, so it is solved without any. Gradients are
-then reduced over data ranks once a step, and each parameter rests where that costs least: its stored value, reduced
-gradient and optimizer state are shards, whose values are gathered once a step, or whole. (Weights that are gathered for
-every use are left to the search for a plan.) These are the prices of a plan on the mesh (data, ...)."""
+then reduced over data ranks once a step, into shards of the stored value, gradient and optimizer state, and new values
+are gathered once a step. (Weights that are gathered for every use, and states that are whole for lack of messages, are
+left to the search for a plan.) These are the prices of a plan on the mesh (data, ...)."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def _on_data_axis(kind: TensorType, data: int) -> tuple[Placement, ...]:
 
 
 def _cost(solution: MeshSolution, node: Node, prices: Prices) -> ParameterCost:
-    """The least cost of a parameter; of equal ones, that of the fewest bytes."""
-    every = (_cost_at(solution, node, prices, place) for place in _places(solution, node, prices))
-    return min(every, key=lambda cost: (cost.reduce + cost.update, cost.static))
+    """The least cost of a parameter, whose state is divided if it can be."""
+    every = [_cost_at(solution, node, prices, place) for place in _places(solution, node, prices)]
+    return min(every[1:] or every, key=lambda cost: (cost.reduce + cost.update, cost.static))
 
 
 def _places(solution: MeshSolution, node: Node, prices: Prices) -> Iterator[ParameterPlacement]:
-    """Where a parameter may rest: whole on every data rank or, if it is trained, with shards of its state."""
+    """Where a parameter may rest: whole on every data rank and, if it is trained, with shards of its state."""
     place, shape = solution.assignment.parameters[node.name], tuple(map(int, node.stored.shape))
     weight = (REPLICATE, *place.weight)
     yield ParameterPlacement(weight, (REPLICATE, *place.gradient), (REPLICATE, *place.optimizer))

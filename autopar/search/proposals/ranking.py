@@ -9,12 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.layout import Layout, divisors
-from autopar.planner.request import PlanRequest, memory_limit_of
+from autopar.planner.request import NEAR, PlanRequest, memory_limit_of
+from autopar.search.chunks import WirePrice
+from autopar.search.schedules.schedule_estimates import Arranged
 
+from .closed_form import ClosedForms, Kind, Totals
 from .stage_costs import PlacedStage
 from .stage_programs import StagePrograms, restriction
 from .step_estimates import estimated_seconds
@@ -23,6 +26,8 @@ from .step_estimates import estimated_seconds
 MICROBATCHES = (1, 2, 4, 8)
 # The most tensor ranks. Chosen: more devices than a node of eight has never share one layer in practice.
 MOST_TENSOR_RANKS = 8
+# The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
+UNSURE = 0.985
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -75,21 +80,25 @@ class Ranking:
         return math.gcd(min(inner, MOST_TENSOR_RANKS), devices)
 
     def best_first(self) -> Iterator[Degrees]:
-        """All divisions with stages that fit, the quickest by its estimate first."""
-        waiting = [(self._least_alone(division), 0, division) for division in self.every()]
+        """The divisions with stages that fit and are near the quickest, the quickest by its estimate first."""
+        waiting = [(self._alone(division), 0, division) for division in self.every()]
         heapq.heapify(waiting)
+        least = math.inf
         while waiting:
             seconds, steps, division = heapq.heappop(waiting)
             self.known[division] = seconds
-            if math.isinf(seconds):
-                continue
+            if math.isinf(seconds) or seconds > NEAR * least:
+                return
             if steps == 2:
+                least = min(least, seconds)
                 yield division
             elif steps == 1:
                 heapq.heappush(waiting, (self.estimate(division), 2, division))
+            elif (known := self._alone(division)) > seconds:  # By what has been solved meanwhile.
+                heapq.heappush(waiting, (known, 0, division))
             else:
-                heapq.heappush(waiting, (max(seconds, self._least(division)), 1, division))
-        
+                heapq.heappush(waiting, (UNSURE * self._together(division), 1, division))
+
     def estimate(self, division: Degrees) -> float:
         """The estimated seconds of a division; infinite if it does not fit."""
         if division not in self.estimated:
@@ -100,51 +109,54 @@ class Ranking:
     def bound(self, division: Degrees) -> float:
         """What a division takes at least, as far as it is known."""
         if division not in self.known:
-            self.known[division] = self._least_alone(division)
+            self.known[division] = self._alone(division)
         return self.known[division]
 
     def _estimate(self, division: Degrees) -> float:
-        least, limit = math.inf, memory_limit_of(self.request)
-        devices = division.data * division.tensor
-        for placed in self._that_may_fit(division, self._placed(division), 1):
-            if self._seconds(placed, division, 1) >= least:
+        count, limit = self._microbatches(division), memory_limit_of(self.request)
+        devices, stages = division.data * division.tensor, division.pipeline
+        waiting: list[tuple[float, int, Kind]] = []
+        placed = self._placed(division)
+        for index, each in enumerate(placed):
+            kinds = self.forms.kinds(each.totals(division.data), stages, count, limit)
+            waiting += [(seconds, index, kind) for seconds, kind in kinds]
+        least = math.inf
+        for seconds, index, kind in sorted(waiting):
+            if UNSURE * seconds >= least:
                 break
-            costs = placed.costs(division.data)
-            count = self._microbatches(division)
-            own = estimated_seconds(costs, self.request.cluster, division.pipeline, devices, count, limit)
+            costs, arranged = placed[index].costs(division.data), Arranged(kind, tuple(range(stages)), count)
+            own = estimated_seconds(costs, self.request.cluster, stages, devices, arranged, limit, least)
             least = min(least, own)
         return least
 
     def _placed(self, division: Degrees) -> tuple[PlacedStage, ...]:
         return self.programs.placed(division.tensor, division.samples)
 
-    def _least_alone(self, division: Degrees) -> float:
-        """What a division takes at least by the program of one device."""
-        alone = self.programs.placed(1, division.samples)
-        found = self._that_may_fit(division, alone, division.tensor)
-        return min((self._seconds(placed, division, division.tensor) for placed in found), default=math.inf)
+    def _alone(self, division: Degrees) -> float:
+        """The closed form of a division by the program of a sample on one device, and by what other microbatches of as
+        many tensor ranks send."""
+        totals = (placed.totals(self._most_data) for placed in self.programs.placed(1, 1))
+        shared = [each.shared(division.tensor, division.samples) for each in totals]
+        known = self.programs.any_of(division.tensor)
+        if known is not None:
+            sent = known[1][0].totals(self._most_data).sending * division.samples / known[0]
+            shared = [replace(each, seconds=each.seconds + sent) for each in shared]
+        return min((self._closed(each, division) for each in shared), default=math.inf)
 
-    def _least(self, division: Degrees) -> float:
-        found = self._that_may_fit(division, self._placed(division), 1)
-        return min((self._seconds(placed, division, 1) for placed in found), default=math.inf)
+    def _together(self, division: Degrees) -> float:
+        """The closed form by the program of the tensor ranks."""
+        totals = (placed.totals(division.data) for placed in self._placed(division))
+        return min((self._closed(each, division) for each in totals), default=math.inf)
 
-    def _seconds(self, placed: PlacedStage, division: Degrees, ranks: int) -> float:
-        """Seconds if ``ranks`` share those of ``placed``, and stages idle as little as in any named schedule: a sixth
-        of what 1F1B idles (:mod:`autopar.search.attempts`)."""
-        count = self._microbatches(division)
-        return placed.seconds / ranks / division.pipeline * (count + (division.pipeline - 1) / 6.0)
+    def _closed(self, totals: Totals, division: Degrees) -> float:
+        count, limit = self._microbatches(division), memory_limit_of(self.request)
+        return self.forms.seconds(totals, division.pipeline, count, limit)
 
-    def _that_may_fit(
-        self, division: Degrees, every: Sequence[PlacedStage], ranks: int
-    ) -> Iterator[PlacedStage]:
-        """Those of ``every`` that may fit if ``ranks`` share their bytes: on average, stages of 1F1B have half as many
-        microbatches in flight as there are stages."""
-        room = memory_limit_of(self.request) * division.pipeline * ranks
-        in_flight = (min(self._microbatches(division), division.pipeline) + 1) / 2.0
-        for placed in every:
-            static = placed.static(self._most_data if ranks > 1 else division.data)
-            if static + in_flight * placed.saved <= room:
-                yield placed
+    @cached_property
+    def forms(self) -> ClosedForms:
+        """Those of the model on one device, with messages that are free."""
+        alone = self.programs.placed(1, 1)[0].costs(self._most_data)
+        return ClosedForms(alone.over(WirePrice(0.0, math.inf)).segments)
 
     @cached_property
     def _most_data(self) -> int:

@@ -17,6 +17,7 @@ from autopar.search.schedules.cuts import Segments
 from autopar.search.segments import price_segments, segment_at
 from autopar.solver.problem import Floats
 
+from .closed_form import Totals
 from .data_ranks import ParameterCost, parameter_costs
 from .few_layer_step import Microbatch
 
@@ -58,19 +59,27 @@ class PlacedStage:
             self._of_data[data] = self._costs(data)
         return self._of_data[data]
 
-    @cached_property
-    def seconds(self) -> float:
-        """Of one microbatch, in all layers."""
-        return float(self._few.seconds[list(self.microbatch.unfolded)].sum())
+    def totals(self, data: int) -> Totals:
+        """All layers together, where so many data ranks have a mesh each."""
+        if data not in self._totals:
+            costs = self.costs(data)
+            own, once = costs.segments, float(costs.update.sum() + costs.reduce.sum())
+            sums = (float(part.sum()) for part in (own.static, own.saved))
+            self._totals[data] = Totals(float(own.seconds.sum()), self._sending, once, *sums)
+        return self._totals[data]
 
     @cached_property
-    def saved(self) -> float:
-        """Bytes that one microbatch saves, in all layers."""
-        return float(self._few.saved[list(self.microbatch.unfolded)].sum())
+    def _sending(self) -> float:
+        """Seconds of the messages of one microbatch, in all layers, as if computing hid none."""
+        of, sending = self.microbatch.segment_of, np.zeros(self._few.count)
+        for line in self.solution.breakdown.lines:
+            if line.kind in ("reshard", "exchange"):
+                sending[segment_at(line.name, of)] += line.seconds / line.times
+        return float(sending[list(self.microbatch.unfolded)].sum())
 
-    def static(self, data: int) -> float:
-        """Bytes of weights, gradients and state of all layers."""
-        return float(self.costs(data).segments.static.sum())
+    @cached_property
+    def _totals(self) -> dict[int, Totals]:
+        return {}
 
     @cached_property
     def _of_data(self) -> dict[int, StageCosts]:

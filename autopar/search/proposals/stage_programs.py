@@ -53,6 +53,10 @@ class StagePrograms:
                 self._placed[tensor, samples] = ()
         return self._placed[tensor, samples]
 
+    def any_of(self, tensor: int) -> tuple[int, tuple[PlacedStage, ...]] | None:
+        """The first placements that were solved for so many tensor ranks, with their samples; None if none were."""
+        return next(((m, placed) for (t, m), placed in self._placed.items() if t == tensor and placed), None)
+
     def _solved(self, tensor: int, samples: int) -> Iterator[PlacedStage]:
         request = self.step.request
         devices = math.prod(request.mesh)

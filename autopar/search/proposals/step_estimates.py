@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,14 +15,10 @@ from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shar
 from autopar.placement.prices import BUCKET_BYTES
 from autopar.search.chunks import WirePrice
 from autopar.search.pipeline_breakdown import shared_processors, wire_prices
-from autopar.search.pipeline_request import schedule_choices
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, chunk_starts, cuts_of
 from autopar.search.stage_meshes import StageLayout
 
 from .stage_costs import SECTIONS, StageCosts
-
-Chosen = tuple[Arranged, tuple[str, ...]]
-
 
 @dataclass(frozen=True)
 class StepEstimates(Estimates):
@@ -65,31 +60,20 @@ class StepEstimates(Estimates):
 
 
 def estimated_seconds(
-    costs: StageCosts, cluster: Cluster, stages: int, devices: int, microbatches: int, limit: float
+    costs: StageCosts, cluster: Cluster, stages: int, devices: int, arranged: Arranged, limit: float, least: float
 ) -> float:
-    """Seconds of the quickest schedule of ``stages`` of so many ``devices`` each that fits into ``limit`` bytes of each
-    device; infinite if none does."""
+    """Seconds of ``stages`` of so many ``devices`` each as ``arranged``, cut as is best within ``limit`` bytes of each
+    device; infinite if nothing fits, or if ``least`` seconds are not reached."""
     layout = StageLayout(stages, (devices,), (0,))
     costs = costs.over(_slowest_link(cluster, layout))
     on_blocks, limits = [costs.segments] * stages, (limit,) * stages
     estimates = StepEstimates(on_blocks, shared_processors(cluster, layout.sizes), costs, cluster)
-    fitting = [each for each in _cut(costs, stages, microbatches, limits) if estimates.fullness(each, limits) <= 1.0]
-    least = math.inf
-    for bound, each in sorted(((estimates.bound(each), each) for each in fitting), key=lambda pair: pair[0]):
-        if bound >= least:
-            break
-        least = min(least, estimates.seconds(each))
-    return least
-
-
-def _cut(costs: StageCosts, stages: int, microbatches: int, limits: Sequence[float]) -> Iterator[Chosen]:
-    """The schedules for which there are enough segments, with their best cuts."""
     anywhere = np.full(costs.segments.count, -1, dtype=np.int64)
-    for kind in schedule_choices(stages, None):
-        if stages * kind[1] <= costs.segments.count:
-            arranged = Arranged(kind, tuple(range(stages)), microbatches)
-            for cuts in cuts_of([costs.segments] * stages, arranged, limits, anywhere):
-                yield arranged, cuts
+    found = ((arranged, cuts) for cuts in cuts_of(on_blocks, arranged, limits, anywhere))
+    fitting = next((each for each in found if estimates.fullness(each, limits) <= 1.0), None)
+    if fitting is None or estimates.bound(fitting) >= least:
+        return math.inf
+    return estimates.seconds(fitting)
 
 
 def _slowest_link(cluster: Cluster, layout: StageLayout) -> WirePrice:
