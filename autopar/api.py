@@ -174,8 +174,7 @@ def _plan(
         *(settings.precision, settings.mode, settings.cache_length, settings.pad_to, replicas),
         make=lambda: _prepared(model, args, kwargs, where, loss_fn, targets, settings, timings),
     )
-    propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
-    request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, propose)
+    request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, proposed_layouts)
     request = replace(request, shared=work)
     asked = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
     asked |= {"options": options}

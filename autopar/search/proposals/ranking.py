@@ -26,6 +26,10 @@ from .step_estimates import estimated_seconds
 MICROBATCHES = (1, 2, 4, 8)
 # The most tensor ranks. Chosen: more devices than a node of eight has never share one layer in practice.
 MOST_TENSOR_RANKS = 8
+# The most stages. Chosen: published pipelines have up to 64, and deeper ones take long to simulate, and to cut.
+MOST_STAGES = 64
+# Stages of which an estimate is only made if the closed form itself may be the quickest: it takes seconds. Chosen.
+DEEP = 32
 # The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
 UNSURE = 0.985
 
@@ -63,7 +67,7 @@ class Ranking:
         devices = math.prod(self.request.mesh)
         for tensor in divisors(self.node):
             for stages in pipeline or divisors(devices // tensor)[1:]:
-                if devices // tensor % stages == 0:
+                if devices // tensor % stages == 0 and stages <= MOST_STAGES:
                     yield from self._of_ranks(tensor, stages)
 
     def _of_ranks(self, tensor: int, stages: int) -> Iterator[Degrees]:
@@ -97,7 +101,8 @@ class Ranking:
             elif (known := self._alone(division)) > seconds:  # By what has been solved meanwhile.
                 heapq.heappush(waiting, (known, 0, division))
             else:
-                heapq.heappush(waiting, (UNSURE * self._together(division), 1, division))
+                doubt = 1.0 if division.pipeline > DEEP else UNSURE
+                heapq.heappush(waiting, (doubt * self._together(division), 1, division))
 
     def estimate(self, division: Degrees) -> float:
         """The estimated seconds of a division; infinite if it does not fit."""
