@@ -84,7 +84,9 @@ def price_segments(
             static[segment_at(node.name, segment_of)] += _static_bytes(instance, assignment, node)
         elif node.op == SAVED_ACTIVATION and node.name not in away:
             place = assignment.strategies[node.name].outputs[0]
-            saved[read_in.get(node.name, segment_at(node.operands[0].node, segment_of))] += prices.held(node.type, place)
+            saved[read_in.get(node.name, segment_at(node.operands[0].node, segment_of))] += prices.held(
+                node.type, place
+            )
         elif not node.is_placeholder and node.name in segment_of:
             kinds, own = tuple(map(instance.graph.type_of, node.operands)), segment_of[node.name]
             strategy = assignment.strategies[node.name]

@@ -13,11 +13,11 @@ from autopar.cost.compute.op_families import DRAW
 from autopar.cost.kernels.kernel import Kernels, is_alias, origin, readers
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.placements import Strategy
-from autopar.layouts.sections.experts import OPERATIONS, routers
 from autopar.layouts.sections.kernel_seconds import PRODUCTS, KernelPrices
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section_of_node import AFTER, BEFORE
 from autopar.placement.axis_names import weight_values
+from autopar.planner.roles.expert_blocks import OPERATIONS, routers
 
 from .fp8 import FP8, are_cast
 from .modules import launches_as_graph, matches

@@ -58,7 +58,10 @@ def _placed(solution: MeshSolution, node: Node) -> Iterator[tuple[TensorType, tu
     place, value = solution.assignment.parameters[node.name], solution.instance.graph.gradients.get(node.target)
     yield node.type, (place.weight, place.optimizer)
     if value is not None:
-        yield solution.instance.graph.type_of(value), (solution.assignment.placements_of(value), place.gradient, place.optimizer)
+        yield (
+            solution.instance.graph.type_of(value),
+            (solution.assignment.placements_of(value), place.gradient, place.optimizer),
+        )
 
 
 def _on_data_axis(kind: TensorType, data: int) -> tuple[Placement, ...]:
@@ -95,4 +98,3 @@ def _cost_at(solution: MeshSolution, node: Node, prices: Prices, place: Paramete
     reduce = prices.table(graph.type_of(value), sent="bucketed").cost(raw, place.gradient)
     held = gradient + state + accumulator_bytes(prices, node.stored, raw, solution.instance.repeats)
     return ParameterCost(weight + held, reduce, update + optimizer_seconds(prices, node, place, optimizer))
-

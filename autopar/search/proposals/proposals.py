@@ -12,6 +12,7 @@ from autopar.layout import divisors
 from autopar.planner.request import PlanRequest, Proposals
 
 from .few_layer_step import FewLayerStep
+from .mixtures import MixtureRanking, has_experts
 from .ranking import Degrees, Ranking
 from .stage_programs import StagePrograms
 
@@ -25,7 +26,7 @@ def proposed_layouts(request: PlanRequest) -> Proposals:
     step = FewLayerStep.of(request)
     if step is None:
         return Proposals()
-    ranking = Ranking(request, StagePrograms(step))
+    ranking = (MixtureRanking if has_experts(step.graph) else Ranking)(request, StagePrograms(step))
     found: dict[tuple[int, ...], Degrees] = {}
     for division in ranking.best_first():
         found.setdefault(division.ranks, division)
@@ -48,5 +49,3 @@ def rule_of_thumb(ranking: Ranking) -> Degrees | None:
         if ranking.request.batch % rule.data == 0 and math.isfinite(ranking.estimate(rule)):
             return rule
     return None
-
-

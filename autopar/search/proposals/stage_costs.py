@@ -1,4 +1,4 @@
-"""What a stage's segments cost, as placed by the program of one microbatch of few layers, and unfolded to all layers."""
+"""What the segments of a stage cost, as the program of one microbatch of few layers places them, and unfolded."""
 
 from __future__ import annotations
 

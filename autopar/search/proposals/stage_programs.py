@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.cost import usable_host_bytes
 from autopar.errors import AutoparError
 from autopar.layout import Layout
 from autopar.planner.formulate import with_memory_savers
 from autopar.planner.memory_limit import with_recomputed
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 from autopar.search.pipeline import inner_repeats
@@ -27,6 +28,8 @@ from .stage_costs import PlacedStage
 
 # Bytes that no step needs: a limit of memory that is none.
 UNLIMITED = float(1 << 62)
+# The axes that a stage may have.
+_INSIDE = ("data", "tensor")
 
 
 def restriction(tensor: int, pipeline: int, data: int, microbatch: int) -> Layout:
@@ -76,15 +79,36 @@ class StagePrograms:
             self._microbatches[count] = self.step.microbatch(count)
         return self._microbatches[count]
 
+    def placed_on(self, layout: Layout) -> PlacedStage | None:
+        """The placements of a microbatch on the mesh inside a stage of ``layout``, data ranks included, within the
+        memory of all stages together; None if it does not divide so, or does not fit."""
+        request, count = self.step.request, layout.microbatches(self.step.request.batch)
+        limit = layout.pipeline * memory_limit_of(request) * self.step.share
+        host = layout.pipeline * usable_host_bytes(request.cluster) * self.step.share
+        try:
+            arranged = self._arranged(layout)
+            inside = [(n, role) for n, role in zip(arranged.mesh, arranged.roles, strict=True) if role.name in _INSIDE]
+            mesh, roles = zip(*inside, strict=True) if inside else ((1,), ())
+            repeats = inner_repeats(count, layout.pipeline)
+            own = replace(arranged, mesh=mesh, roles=roles, repeats=repeats, memory_limit=limit, host_limit=host)
+            pieces = self.microbatch(count)
+            return PlacedStage(pieces, solve_only(own, pieces.graph, Timings(counted=True)), has_data=True)
+        except AutoparError:
+            return None
+
     def _inside(self, layout: Layout, tensor: int) -> PlanRequest:
         """The request for tensor ranks alone, without limits of memory. Raises :class:`OptionsError` if ``layout`` is
         impossible."""
+        arranged = self._arranged(layout)
+        roles = tuple(role for role in arranged.roles if role.name == "tensor")
+        return replace(arranged, mesh=(tensor,), roles=roles, memory_limit=UNLIMITED, host_limit=math.inf)
+
+    def _arranged(self, layout: Layout) -> PlanRequest:
+        """The request for a layout that says what each axis of its mesh is for. Raises :class:`OptionsError`."""
         request = self.step.request
         options = replace(request.options, layout=layout, pins={}, offload=False)
         arranged = arrangements(replace(request, options=options))[0]
-        roles = tuple(role for role in arranged.roles if role.name == "tensor")
-        whole = replace(arranged, propose=None, memory_limit=UNLIMITED, host_limit=math.inf)
-        return replace(whole, mesh=(tensor,), roles=roles, axis_names=(), rank_limits=())
+        return replace(arranged, propose=None, axis_names=(), rank_limits=())
 
 
 def _recomputing(request: PlanRequest, quickest: MeshSolution) -> Iterator[MeshSolution]:
@@ -99,5 +123,3 @@ def _recomputing(request: PlanRequest, quickest: MeshSolution) -> Iterator[MeshS
             objective = evaluate(wide.problem, choices)
             if math.isfinite(objective):
                 yield MeshSolution.of(wide, Solution(np.asarray(choices), objective, 0.0, "feasible", 0.0))
-
-

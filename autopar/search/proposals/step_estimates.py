@@ -20,6 +20,7 @@ from autopar.search.stage_meshes import StageLayout
 
 from .stage_costs import SECTIONS, StageCosts
 
+
 @dataclass(frozen=True)
 class StepEstimates(Estimates):
     """Estimates of steps of stages with ``costs`` each, reductions and updates included."""
