@@ -21,7 +21,7 @@ from autopar.placement.item_prices import (
     parameter_bytes,
     working_copy_seconds,
 )
-from autopar.placement.prices import Options, Prices, exchanged_bytes
+from autopar.placement.prices import Options, Prices
 from autopar.planner.mesh_solution import MeshSolution
 
 
@@ -35,9 +35,9 @@ class ParameterCost:
     update: float
 
 
-def parameter_costs(solution: MeshSolution, data: int) -> dict[str, ParameterCost]:
+def parameter_costs(solution: MeshSolution, data: int, exchanged: int) -> dict[str, ParameterCost]:
     """The cost of each parameter of ``solution``, by the name of its node, if ``data`` ranks have one of its meshes
-    each."""
+    each. ``exchanged``: bytes of all unsharded gradients of a step."""
     whole = solution.prices
     options: dict[TensorType, Options] = {}
     for node in solution.instance.graph.placeholders("param"):
@@ -48,8 +48,7 @@ def parameter_costs(solution: MeshSolution, data: int) -> dict[str, ParameterCos
                 for axis, own in enumerate(known)
             )
     options = {kind: (_on_data_axis(kind, data), *inner) for kind, inner in options.items()}
-    mesh, exchanged = (data, *whole.mesh), exchanged_bytes(solution.instance.graph)
-    prices = Prices(whole.cluster, mesh, options, exchanged, messages=whole.messages)
+    prices = Prices(whole.cluster, (data, *whole.mesh), options, exchanged, messages=whole.messages)
     return {node.name: _cost(solution, node, prices) for node in solution.instance.graph.placeholders("param")}
 
 

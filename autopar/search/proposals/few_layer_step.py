@@ -13,6 +13,7 @@ from autopar.passes.annotate.omit_layers import Stack, number_in, stacks_of
 from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.placement.prices import exchanged_bytes
 from autopar.planner.request import PlanRequest, folded_graph
 from autopar.search.pipelines import whole_step
 from autopar.search.segments import segment_of_nodes
@@ -23,13 +24,14 @@ LEAST_LAYERS = 2
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One of several microbatches of a few-layer step. ``graph`` has nodes for saved activations; it is cut at
-    ``candidates``; ``segment_of``: of each node; ``unfolded``: for each segment of all layers, the one that stands for
-    it."""
+    """One of several microbatches of a few-layer step. ``graph`` has nodes for saved activations, ``bare`` has
+    none; it is cut at ``candidates``; ``segment_of``: of each node; ``unfolded``: for each segment of all layers, the one that stands for
+    it; ``exchanged``: bytes of the unsharded gradients of all layers."""
 
     graph: Graph
     bare: Graph
     count: int
+    exchanged: int
     candidates: tuple[CutCandidate, ...]
     segment_of: Mapping[str, int]
     unfolded: tuple[int, ...]
@@ -65,7 +67,9 @@ class FewLayerStep:
         for stack in self.stacks:
             unfolded = _unfolded(unfolded, stack, [_layer_at(pieces.graph, each, stack) for each in candidates])
         segments = segment_of_nodes(pieces.graph, candidates)
-        return Microbatch(SaveActivations()(pieces.graph), pieces.graph, count, candidates, segments, unfolded)
+        exchanged = exchanged_bytes(whole_step(self.request))
+        saving = SaveActivations()(pieces.graph)
+        return Microbatch(saving, pieces.graph, count, exchanged, candidates, segments, unfolded)
 
     @cached_property
     def share(self) -> float:

@@ -125,7 +125,7 @@ class PlacedStage:
         if self.of_parameters is not None:
             return self.of_parameters.parameters(data)
         if data not in self._parameters:
-            self._parameters[data] = parameter_costs(self.solution, data)
+            self._parameters[data] = parameter_costs(self.solution, data, self.microbatch.exchanged)
         return self._parameters[data]
 
     @cached_property
