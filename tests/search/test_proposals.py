@@ -9,13 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import autopar
 from autopar.compiler.plan_cache import plan_key
 from autopar.layout import Layout
-from autopar.layouts.proposals import proposed_layouts
-from autopar.options import Options
 from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.plans.page.page import render
@@ -177,21 +174,6 @@ def test_only_plans_that_may_be_proposed_have_another_key(monkeypatch: pytest.Mo
 def test_few_devices_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "MANY_DEVICES", 128)
     assert not proposes(request())
-
-
-def test_proposed_layouts_have_stages_and_use_all_devices() -> None:
-    model, batch = make("llama")
-    with torch.device("meta"):
-        ids = torch.zeros(256, 64, dtype=torch.int64)
-    asked = replace(requested("llama", (16, 8), "dgx-a100-80gb"), batch=256)
-    found = proposed_layouts(model, (), dict.fromkeys(batch, ids), None, asked)
-    assert found.layouts
-    assert min(found.quick[layout] for layout in found.layouts) == found.quick[found.layouts[0]]
-    assert all(map(found.is_near, found.layouts)) and set(found.layouts) < set(found.quick)
-    for layout in found.layouts:
-        assert layout.pipeline > 1
-        assert layout.tensor * layout.pipeline * layout.data * layout.context == 128
-        Options(layout=layout)
 
 
 @pytest.mark.slow
