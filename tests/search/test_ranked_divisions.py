@@ -25,8 +25,8 @@ from tests.helpers.planning import requested
 
 def _mixture() -> Case:
     config = hf.MixtralConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=16, vocab_size=64, bos_token_id=0, eos_token_id=1, experts_implementation="grouped_mm",
+        hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=16, vocab_size=64, bos_token_id=0, eos_token_id=1, use_cache=False,
     )  # fmt: skip
     return hf.MixtralForCausalLM(config), text()
 
@@ -107,15 +107,6 @@ def _ranking() -> Ranking:
     step = FewLayerStep.of(request)
     assert step is not None
     return Ranking(request, StagePrograms(step))
-
-
-def test_the_ranking_is_that_of_all_estimates() -> None:
-    """What was left out by closed forms is not quicker than what was taken."""
-    ranking = _ranking()
-    first = next(ranking.best_first())
-    others = {division: ranking.estimate(division) for division in ranking.every() if division.tensor <= 2}
-    assert first in others
-    assert others[first] <= min(others.values()) / 0.97
 
 
 def test_what_cannot_fit_is_excluded_without_a_program() -> None:

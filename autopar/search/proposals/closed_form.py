@@ -23,21 +23,23 @@ Kind = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """All layers together: ``seconds`` of one microbatch, of which so many are ``sending``, and those ``once`` a step;
-    ``static`` bytes, and those that a microbatch ``saved``."""
+    """All layers together: ``seconds`` of one microbatch, of which some are ``launching`` kernels and ``sending``, and
+    those ``once`` a step; ``static`` bytes, and those that a microbatch ``saved``."""
 
     seconds: float
+    launching: float
     sending: float
     once: float
     static: float
     saved: float
 
     def shared(self, ranks: int, samples: int = 1) -> Totals:
-        """Of a microbatch of ``samples`` times as many samples, the part of each of so many ranks that share all."""
+        """Of a microbatch of ``samples`` times as many samples, the part of each of so many ranks that share all but
+        launches, of which each has as many."""
         each = samples / ranks
         return replace(
             self,
-            seconds=each * self.seconds,
+            seconds=each * (self.seconds - self.launching) + self.launching,
             sending=each * self.sending,
             once=self.once / ranks,
             static=self.static / ranks,

@@ -24,9 +24,9 @@ LEAST_LAYERS = 2
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One of several microbatches of a few-layer step. ``graph`` has nodes for saved activations, ``bare`` has
-    none; it is cut at ``candidates``; ``segment_of``: of each node; ``unfolded``: for each segment of all layers, the one that stands for
-    it; ``exchanged``: bytes of the unsharded gradients of all layers."""
+    """One of several microbatches of a few-layer step. ``graph`` has nodes for saved activations, ``bare`` has none; it
+    is cut at ``candidates``; ``segment_of``: of each node; ``unfolded``: for each segment of all layers, the one that
+    stands for it; ``exchanged``: bytes of the unsharded gradients of all layers."""
 
     graph: Graph
     bare: Graph

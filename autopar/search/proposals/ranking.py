@@ -30,6 +30,8 @@ MOST_TENSOR_RANKS = 8
 MOST_STAGES = 64
 # Stages of which an estimate is only made if the closed form itself may be the quickest: it takes seconds. Chosen.
 DEEP = 32
+# The share of launches from which on a microbatch takes less than in proportion to its samples. Chosen.
+LAUNCHES_COUNT = 0.02
 # The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
 UNSURE = 0.985
 
@@ -140,13 +142,20 @@ class Ranking:
     def _alone(self, division: Degrees) -> float:
         """The closed form of a division by the program of a sample on one device, and by what other microbatches of as
         many tensor ranks send."""
-        totals = (placed.totals(self._most_data) for placed in self.programs.placed(1, 1))
-        shared = [each.shared(division.tensor, division.samples) for each in totals]
+        totals, samples = self._on_one_device(division.samples)
+        shared = [each.shared(division.tensor, division.samples // samples) for each in totals]
         known = self.programs.any_of(division.tensor)
         if known is not None:
             sent = known[1][0].totals(self._most_data).sending * division.samples / known[0]
             shared = [replace(each, seconds=each.seconds + sent) for each in shared]
         return min((self._closed(each, division) for each in shared), default=math.inf)
+
+    def _on_one_device(self, samples: int) -> tuple[list[Totals], int]:
+        """The program of a microbatch of ``samples`` on one device, or of one sample if that tells what more take."""
+        one = [placed.totals(self._most_data) for placed in self.programs.placed(1, 1)]
+        if samples == 1 or all(each.launching <= LAUNCHES_COUNT * each.seconds for each in one):
+            return one, 1
+        return [placed.totals(self._most_data) for placed in self.programs.placed(1, samples)], samples
 
     def _together(self, division: Degrees) -> float:
         """The closed form by the program of the tensor ranks."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.placement.overlap_windows import hidden_gathers
+from autopar.planner.alone import seconds_alone
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.chunk_price import sections_of
 from autopar.search.chunks import WirePrice
@@ -65,7 +66,7 @@ class PlacedStage:
             costs = self.costs(data)
             own, once = costs.segments, float(costs.update.sum() + costs.reduce.sum())
             sums = (float(part.sum()) for part in (own.static, own.saved))
-            self._totals[data] = Totals(float(own.seconds.sum()), self._sending, once, *sums)
+            self._totals[data] = Totals(float(own.seconds.sum()), self._launching, self._sending, once, *sums)
         return self._totals[data]
 
     @cached_property
@@ -76,6 +77,15 @@ class PlacedStage:
             if line.kind in ("reshard", "exchange"):
                 sending[segment_at(line.name, of)] += line.seconds / line.times
         return float(sending[list(self.microbatch.unfolded)].sum())
+
+    @cached_property
+    def _launching(self) -> float:
+        """Seconds to launch the kernels of one microbatch, in all layers."""
+        of, launching, prices = self.microbatch.segment_of, np.zeros(self._few.count), self.solution.prices
+        alone = seconds_alone(prices.cluster, self.solution.instance.graph, prices.fused)
+        for name, (seconds, launches) in alone.items():
+            launching[segment_at(name, of)] += min(seconds, launches)
+        return float(launching[list(self.microbatch.unfolded)].sum())
 
     @cached_property
     def _totals(self) -> dict[int, Totals]:
