@@ -131,6 +131,7 @@ def test_far_divisions_are_not_ranked() -> None:
     assert found == sorted(found) and max(found) <= NEAR * min(found)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_proposed_with_its_data_ranks() -> None:
     request = _on_many(_mixture)
     step = FewLayerStep.of(request)

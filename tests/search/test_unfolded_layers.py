@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from autopar.planner.request import PlanRequest, folded_graph
@@ -13,6 +14,7 @@ from autopar.search.pipelines import whole_step
 from autopar.search.proposals.few_layer_step import FewLayerStep
 from autopar.search.proposals.stage_costs import SECTIONS, PlacedStage
 from autopar.search.proposals.stage_programs import StagePrograms
+from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case, gpt2, llama
 from tests.helpers.planning import requested
 
@@ -28,7 +30,7 @@ def _placed(step: FewLayerStep, tensor: int) -> tuple[PlacedStage, ...]:
     return StagePrograms(step).placed(tensor, 1)
 
 
-@pytest.mark.parametrize(("kind", "tensor"), [("llama", 2), ("gpt2", 1)])
+@pytest.mark.parametrize(("kind", "tensor"), slow_rows_but([0], [("llama", 2), ("gpt2", 1)]))
 def test_few_layers_unfold_to_all(kind: str, tensor: int) -> None:
     request = _request(kind)
     few = FewLayerStep.of(request)
@@ -67,8 +69,6 @@ def test_recomputing_more_saves_less_and_takes_longer() -> None:
 
 
 def _without_layers() -> Case:
-    import torch
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
