@@ -183,8 +183,7 @@ def make_plan(
         compiles(settings, hardware),
         make=lambda: _prepared(model, args, kwargs, where, loss_fn, targets, settings, hardware, timings),
     )
-    propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
-    request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, propose)
+    request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, proposed_layouts)
     notes = (NO_LOSS,) if base.loss is None and settings.mode == "training" else ()
     request = replace(request, shared=work, notes=(*request.notes, *notes))
     asked = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}

@@ -129,11 +129,10 @@ class Compiler:
         timings = Timings()
         base = self._prepare(request, grad=not self._infers, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
-        propose = partial(proposed_layouts, self.model, request.args, request.kwargs, self.loss_fn)
-        plan_request = replace(self._plan_request(base), propose=propose)
+        plan_request = replace(self._plan_request(base), propose=proposed_layouts)
         called = request.outputs != "loss" and not self._infers
         asked = _without_stages(plan_request) if called else plan_request
-        self.planned_from = replace(asked, propose=None)  # Otherwise the batch would be held.
+        self.planned_from = replace(asked, propose=None)
 
         @shown(f"planning for {math.prod(self.mesh)} devices")
         def make_plan() -> Plan:

@@ -17,7 +17,6 @@ from autopar.layout import Layout, divisors
 from .infeasible import nothing_divides, nothing_fits
 from .model import LayoutModel
 from .price import Priced, Quick
-from .promising import PromisingLayouts
 from .space import MICROBATCHES, ONE, PLANNED, Space, expert_degrees
 from .trials import SIMULATED, LayoutSearch, node_size
 
@@ -51,24 +50,18 @@ def best_layout(
     limit: int | None = None,
     like: Layout = ONE,
     space: Space = PLANNED,
-    near: float | None = None,
 ) -> LayoutSearchResult:
     """The quickest layout that fits, and the rule of thumb to compare it with (:func:`rule_of_thumb`).
 
     Fields that are not searched (precision, overlap, offload) are taken from ``like``. Where the largest microbatches
-    are the quickest, larger ones are tried too, as long as they are quicker still. With ``near``, only placement
-    programs are solved that may have one of the quickest layouts, or one of the same degrees that takes less than
-    ``near`` times as long: others are tried by bounds alone (:mod:`.promising`).
+    are the quickest, larger ones are tried too, as long as they are quicker still.
 
     Raises:
         InfeasibleError: none fits; says what would fit, in bytes.
     """
     search = LayoutSearch(model, cluster, batch, limit, like, space)
-    if near is None:
-        tried = search.tried(devices)
-        priced = search.quickest(tried)
-    else:
-        tried, priced = PromisingLayouts(search, devices).quickest(near)
+    tried = search.tried(devices)
+    priced = search.quickest(tried)
     if not tried:
         raise InfeasibleError(nothing_divides(search, devices))
     if not priced:

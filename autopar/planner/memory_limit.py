@@ -269,10 +269,10 @@ def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
     saved = frozenset(name for name in wide.recomputable.nodes if wide.graph[name].op == SAVED_ACTIVATION)
     for choices in incumbents[:1]:
         for dropped in (wide.recomputable.selective, wide.recomputable.cheap, wide.recomputable.full, saved):
-            yield _with_recomputed(wide, choices, wide.recomputable.chain(dropped))
+            yield with_recomputed(wide, choices, wide.recomputable.chain(dropped))
 
 
-def _with_recomputed(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
+def with_recomputed(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
     """``choices`` of an instance without recomputation, with all of ``names`` recomputed. In the list of a group, the
     choices that recompute follow the others, in the same order."""
     shift = [_first(c, Recomputed) if name in names else 0 for name, c in _groups(wide)]

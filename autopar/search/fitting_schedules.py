@@ -145,6 +145,11 @@ class FittingSchedules:
         )
         return next(shares, None)
 
+    def is_any_quicker(self, seconds: float) -> bool:
+        """Whether a schedule that does not fit is estimated to take less than ``seconds``."""
+        over = (each for share, each in zip(self.fullness, self.found, strict=True) if share > 1.0)
+        return any(self.estimates.is_below(each, seconds) for each in over)
+
 
 def schedules_of(
     request: PipelineRequest,

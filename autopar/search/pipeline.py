@@ -62,6 +62,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
     host = request.host_limit * sum(sizes)
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     best: PipelineSolution | None = None
+    is_last = False
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
         try:
             solved = request.solve(saving, repeats, limit, host)
@@ -79,16 +80,16 @@ def search(request: PipelineRequest) -> PipelineSolution:
             fitting += [solution] if fits(request, solution) else []
             if len(fitting) == PRICED:
                 break
-        if best is not None:
-            return min([best, *fitting], key=lambda solution: solution.seconds)
-        if fitting:
-            best = min(fitting, key=lambda solution: solution.seconds)
-            share = tried.fullness_of_quicker(MISSED * best.seconds)
-            if share is None:
-                return best
+        if best is not None or fitting:
+            best = min([*filter(None, [best]), *fitting], key=lambda solution: solution.seconds)
             # Schedules that would be quicker do not fit, and may with placements that take less memory.
-            limit = 0.95 * min(limit, _held(request, solved)) / share
-            continue
+            share = None if is_last else tried.fullness_of_quicker(MISSED * best.seconds)
+            if share is not None:
+                limit, is_last = 0.95 * min(limit, _held(request, solved)) / share, True
+                continue
+            if repeats == average != fullest and tried.is_any_quicker(MISSED * best.seconds):
+                continue  # What is quicker has more in flight than the average.
+            return best
         host_bytes = min((solution.breakdown.host_bytes for solution in solutions), default=0)
         if host_bytes > request.host_limit:
             # 5% less than what would just fit: chosen, so that few rounds are needed.

@@ -10,6 +10,7 @@ from autopar.cost import total_flops
 from autopar.ir.microbatching import Repeats
 from autopar.ir.placements import Strategy
 from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ResidentTensor
+from autopar.passes.pipeline.cut import sent_node
 from autopar.placement.alternatives import holdings, plan_nodes
 from autopar.placement.breakdown import CostLine
 from autopar.placement.overlap_windows import REDUCTIONS
@@ -98,11 +99,13 @@ def busiest_rank(breakdown: PipelineBreakdown) -> int:
 
 
 def staged_lines(breakdown: PipelineBreakdown, make: Callable[[CostLine], PlanLine]) -> tuple[PlanLine, ...]:
-    """Every line of every rank, written by ``make``, with its stage."""
+    """Every line of every rank, written by ``make``, with its stage. A received value has the name of its node, as
+    everywhere: not that of the node that receives it, which names results by number."""
+    received = {node.name for chunk in breakdown.chunks for node in chunk.graph.placeholders("receive")}
+    every = ((rank, line) for rank in range(breakdown.schedule.stages) for line in rank_lines(breakdown, rank))
     return tuple(
-        replace(make(line), stage=rank)
-        for rank in range(breakdown.schedule.stages)
-        for line in rank_lines(breakdown, rank)
+        replace(make(replace(line, name=sent_node(line.name)) if line.name in received else line), stage=rank)
+        for rank, line in every
     )
 
 

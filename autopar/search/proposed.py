@@ -115,12 +115,10 @@ class ProposedSearch:
         return found
 
     def _may_win(self, layout: Layout) -> bool:
-        """Whether quick prices leave open that a layout is quicker than all that was tried: near the quickest, and by
-        its ratio to the quick price of a layout that was solved."""
-        known = next((each for each, found in self.solved.items() if found.candidates), None)
-        if known is None or not self.proposals.is_near(layout):
-            return known is None
-        return self.proposals.may_take(self.tried.least, layout, known, self.solved[known].least)
+        """Whether quick prices leave open that a layout is quicker than all that was tried."""
+        if not any(found.candidates for found in self.solved.values()):
+            return True
+        return self.proposals.is_near(layout) and self.proposals.may_take(self.tried.least, layout)
 
     def _bound(self, layout: Layout) -> float:
         count = self.request.batch // (layout.data * layout.microbatch)

@@ -78,14 +78,16 @@ def price_segments(
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
-            seconds[_segment(line.name, segment_of)] += share * line.seconds / line.times
+            seconds[segment_at(line.name, segment_of)] += share * line.seconds / line.times
     away, read_in = assignment.recomputed | assignment.offloaded, _last_readers(instance.graph, segment_of)
     for node in instance.graph.nodes:
         if node.op == "param":
-            static[_segment(node.name, segment_of)] += _static_bytes(instance, assignment, node)
+            static[segment_at(node.name, segment_of)] += _static_bytes(instance, assignment, node)
         elif node.op == SAVED_ACTIVATION and node.name not in away:
             place = assignment.strategies[node.name].outputs[0]
-            saved[read_in.get(node.name, _segment(node.operands[0].node, segment_of))] += prices.held(node.type, place)
+            saved[read_in.get(node.name, segment_at(node.operands[0].node, segment_of))] += prices.held(
+                node.type, place
+            )
         elif not node.is_placeholder and node.name in segment_of:
             kinds, own = tuple(map(instance.graph.type_of, node.operands)), segment_of[node.name]
             strategy = assignment.strategies[node.name]
@@ -94,7 +96,7 @@ def price_segments(
         crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
         wire[position] = link.latency + crossing / link.bandwidth
     again = np.zeros(count)
-    for own, size in recomputed_of(uncut.step.placed, lambda n: _segment(n.operands[0].node, segment_of)).items():
+    for own, size in recomputed_of(uncut.step.placed, lambda n: segment_at(n.operands[0].node, segment_of)).items():
         again[own] = size
     names = tuple(c.name for c in candidates)
     return Segments(names, _array(seconds), _array(static), _array(saved), _array(wire), _array(working), again)
@@ -124,11 +126,12 @@ def _last_readers(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]
     for node in graph.nodes:
         for value in node.operands:
             if graph[value.node].op == SAVED_ACTIVATION:
-                found[value.node] = max(found.get(value.node, 0), _segment(node.name, segment_of))
+                found[value.node] = max(found.get(value.node, 0), segment_at(node.name, segment_of))
     return found
 
 
-def _segment(name: str, segment_of: Mapping[str, int]) -> int:
+def segment_at(name: str, segment_of: Mapping[str, int]) -> int:
+    """The segment of a node of the step with saved activations and copies of what is recomputed."""
     name = name.removesuffix(RECOMPUTED)
     return segment_of.get(name, segment_of.get(name.removesuffix("_rest"), 0))
 

@@ -44,11 +44,14 @@ class FewLayers(Pass):
         found: list[Stack] = []
         for stack in stacks_of(graph, LEAST_OMITTED):
             if _omitted(stack, 0) >= LEAST_OMITTED:
-                omits = OmitLayers(stack, stack.first + _whole_turns(stack, ENDS), _omitted(stack, self._more(stack)))
                 with suppress(GraphError):
-                    graph = omits(graph)
+                    graph = self.omits(stack)(graph)
                     found.append(stack)
         return graph, tuple(found)
+
+    def omits(self, stack: Stack) -> OmitLayers:
+        """What is left out of ``stack``."""
+        return OmitLayers(stack, stack.first + _whole_turns(stack, ENDS), _omitted(stack, self._more(stack)))
 
     def missing(self, stack: Stack) -> float:
         """How many times as many layers as ``longer`` adds to ``stack`` are left out without it."""

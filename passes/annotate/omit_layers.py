@@ -117,7 +117,7 @@ class _Layers:
         number, place = dict[str, int](), dict[str, tuple[str, int]]()
         seen, nodes = Counter[tuple[int, str]](), dict[tuple[int, str, int], str]()
         for node in graph.nodes:
-            layer = _number(node, path)
+            layer = number_in(node, path)
             if layer is None:
                 continue
             own = graph.classes.get(node.name, node.name)
@@ -127,7 +127,8 @@ class _Layers:
         return _Layers(number, place, nodes)
 
 
-def _number(node: Node, path: str) -> int | None:
+def number_in(node: Node, path: str) -> int | None:
+    """The number of the layer of the stack at ``path`` that a node is in; None if it is in none."""
     number = node.path[len(path) :].partition(".")[0] if node.path.startswith(path) else ""
     return int(number) if number.isdigit() else None
 

@@ -31,6 +31,16 @@ def wire_name(value: Value) -> str:
     return value.node if value.index == 0 else f"{value.node}_result{value.index}"
 
 
+def sent_node(name: str) -> str:
+    """The node whose value is sent under a :func:`wire_name`.
+
+    >>> sent_node("attention_backward_result2"), sent_node("mm_2")
+    ('attention_backward', 'mm_2')
+    """
+    node, result, number = name.rpartition("_result")
+    return node if result and number.isdecimal() else name
+
+
 def cut(source: Graph | Microbatched, cuts: tuple[str, ...], unused: Mapping[str, int] | None = None) -> Staged:
     """Cuts ``source`` (concrete, without saved activations) into chunks. ``cuts``: the names of the forward operations
     that begin chunk 1, 2, ... ``unused``: the chunks, by path, of parameters that no operation uses.

@@ -17,9 +17,9 @@ from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.price import Priced
 from autopar.layouts.search import best_layout
-from autopar.layouts.sections.experts import BACKWARD, routers
 from autopar.layouts.space import candidates, expert_degrees
 from autopar.layouts.step.section_seconds import BYTES_OF_A_RANK
+from autopar.planner.roles.expert_blocks import BACKWARD, routers
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
 from benchmarks.recipes import Recipe

@@ -83,8 +83,8 @@ def test_what_cannot_come_first_is_not_estimated() -> None:
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (4, 16), (8, 8)])
 def test_schedules_come_in_the_order_of_their_simulated_seconds(stages: int, microbatches: int) -> None:
     found, by = every(stages, microbatches, 32), estimates(32, stages)
-    seconds = {each.kind: simulate(each.shortened, by._prices(each, cuts)).seconds for each, cuts in found}
-    assert all(by._bound(chosen) <= seconds[chosen[0].kind] * (1 + 1e-9) for chosen in found)
+    seconds = {each.kind: simulate(each.shortened, by.prices(each, cuts)).seconds for each, cuts in found}
+    assert all(by.bound(chosen) <= seconds[chosen[0].kind] * (1 + 1e-9) for chosen in found)
     assert [each.kind for each, _ in by.in_order(found)] == sorted(seconds, key=seconds.__getitem__)
 
 
@@ -122,11 +122,11 @@ def test_the_fullest_rank_holds_what_the_schedule_says(microbatches: int) -> Non
 @pytest.mark.parametrize("microbatches", [16, 64, 100])
 def test_few_rounds_tell_how_long_all_take(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
     found, by = every(4, microbatches, 32), estimates(32, 4)
-    whole = [by._seconds(chosen) for chosen in found]
+    whole = [by.seconds(chosen) for chosen in found]
     monkeypatch.setattr(schedule_estimates, "SIMULATED", 1)
     assert all(each.simulated < microbatches for each, _ in found)
     # Ranks of unequal chunks wait for each other by turns, which the busiest rank's seconds do not tell.
-    assert [by._seconds(chosen) for chosen in found] == pytest.approx(whole, rel=0.03)
+    assert [by.seconds(chosen) for chosen in found] == pytest.approx(whole, rel=0.03)
 
 
 def test_stages_in_another_order_keep_their_chunks() -> None:
@@ -246,7 +246,7 @@ def test_where_a_quicker_schedule_does_not_fit_less_memory_is_tried_once(
 
 def test_how_full_a_quicker_schedule_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tuple(every(4, 8, 32))
-    by, seconds = estimates(32, 4), [estimates(32, 4)._seconds(chosen) for chosen in found]
+    by, seconds = estimates(32, 4), [estimates(32, 4).seconds(chosen) for chosen in found]
     fullness = tuple(1.0 + 0.1 * position for position in range(len(found)))
     monkeypatch.setattr(fitting_schedules, "JUST_OVER", 9.0)
     tried = FittingSchedules(None, None, (), by, ANYWHERE, found, fullness, nearest=False)  # type: ignore[arg-type]

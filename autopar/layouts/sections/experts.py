@@ -19,22 +19,16 @@ from typing import ClassVar
 import torch
 
 from autopar.cluster.description import Cluster
-from autopar.cost import compute_seconds, family_of
-from autopar.cost.kernels.kernel import origin
+from autopar.cost import compute_seconds
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import Node, Value
+from autopar.ir.node import Node
 from autopar.layout import Layout, degrees
 from autopar.placement.prices import local_type
+from autopar.planner.roles.expert_blocks import FORWARD, MATRICES, source_of
 
 from .expert_all_to_all import Block
-
-FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
-OPERATIONS = frozenset((FORWARD, BACKWARD))
-# Operands of the forward operation: tokens, then choices and their weights, then tensors with an entry for each expert.
-# By the schema of autopar.experts (autopar/ops/experts.py).
-CHOICES, MATRICES = 1, 3
 
 
 @dataclass(frozen=True)
@@ -75,33 +69,8 @@ def expert_weights(graph: Graph) -> frozenset[str]:
     names = set()
     for node in graph.nodes:
         if node.op == FORWARD:
-            names |= {_source(graph, value) for value in node.operands[MATRICES:]}
+            names |= {source_of(graph, value) for value in node.operands[MATRICES:]}
     return frozenset(names)
-
-
-def routers(graph: Graph) -> frozenset[str]:
-    """Parameters whose products choose experts, by node name. They are never sharded."""
-    names: set[str] = set()
-    seen: set[str] = set()
-    waiting = [value.node for node in graph.nodes if node.op == FORWARD for value in node.operands[CHOICES:MATRICES]]
-    while waiting:
-        node = graph[waiting.pop()]
-        if node.name in seen or node.is_placeholder:
-            continue
-        seen.add(node.name)
-        if family_of(node.op).matrix is None:
-            waiting += [value.node for value in node.operands]
-        else:
-            names |= {_source(graph, value) for value in node.operands}
-    return frozenset(name for name in names if graph[name].op == "param")
-
-
-def _source(graph: Graph, value: Value) -> str:
-    """The node that a value is computed from by views and casts."""
-    node = graph[origin(graph, value).node]
-    while not node.is_placeholder and len(node.operands) == 1:
-        node = graph[origin(graph, node.operands[0]).node]
-    return node.name
 
 
 def check_degree(blocks: Sequence[Block], layout: Layout) -> None:

@@ -35,9 +35,8 @@ from autopar.placement.choices import OUTPUTS, Choice, operand_place, result_pla
 from autopar.placement.edge_costs import breaks_kernel
 from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
+from autopar.planner.roles.expert_blocks import OPERATIONS
 from autopar.solver.problem import Floats, Ints, Transfer
-
-from .experts import OPERATIONS
 
 
 def overlapped_products(

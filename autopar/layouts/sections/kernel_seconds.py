@@ -17,8 +17,8 @@ from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import Strategy
 from autopar.layout import Layout
 from autopar.placement.prices import Prices, local_bytes, local_type
+from autopar.planner.roles.expert_blocks import OPERATIONS
 
-from .experts import OPERATIONS
 from .placement import Placed
 
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))

@@ -34,11 +34,11 @@ from autopar.placement.constraints import Allowed, with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.placement.prices import Prices, exchanged_bytes, placement_options
+from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.expert_blocks import routers
 from autopar.solver.problem import Solution, evaluate
 from autopar.solver.solve import solve
 
-from .divides import check_division
-from .experts import routers
 from .exposed_communication import scattering, with_exposed_prices
 
 # The time limit in seconds of counted work, so that prices do not depend on how busy the machine is.

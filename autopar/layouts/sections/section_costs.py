@@ -24,8 +24,9 @@ from autopar.ir.placements import Placements
 from autopar.layout import Layout
 from autopar.placement.breakdown import broken_kernels
 from autopar.placement.prices import local_type
+from autopar.planner.roles.expert_blocks import BACKWARD, OPERATIONS
 
-from .experts import BACKWARD, OPERATIONS, BlockPrices, check_degree, expert_weights, find_blocks
+from .experts import BlockPrices, check_degree, expert_weights, find_blocks
 from .exposed_communication import overlapped_products
 from .kernel_seconds import PRODUCTS, KernelPrices, local_size
 from .placement import Placed

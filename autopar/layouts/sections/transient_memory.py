@@ -18,8 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Value
 from autopar.ir.placements import Placements
 from autopar.placement.prices import local_bytes
-
-from .experts import OPERATIONS
+from autopar.planner.roles.expert_blocks import OPERATIONS
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.node import Node
 from autopar.ir.placements import is_shard
-from autopar.layouts.sections.experts import OPERATIONS
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import Allowed, with_choices
 from autopar.placement.formulation import Instance
 
+from .expert_blocks import OPERATIONS
 from .moves_between import divided_between, keep_in_shards
 from .products import Products
 

@@ -10,11 +10,11 @@ from autopar.cost import family_of
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
 from autopar.ir.placements import is_shard
-from autopar.layouts.sections.experts import OPERATIONS, routers
 from autopar.placement.axis_names import weight_values
 from autopar.placement.choices import Choice, operand_place
 
 from .divided_values import Shards, shards_of
+from .expert_blocks import OPERATIONS, routers
 
 _LOOKUP = "aten.embedding.default"
 

@@ -7,8 +7,9 @@ import math
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.layout import Layout, degrees
-from autopar.layouts.sections.divides import check_division, expert_blocks
 from autopar.planner.request import PlanRequest
+from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.expert_blocks import expert_blocks
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.restriction import Restriction, words_of
 

@@ -119,27 +119,29 @@ class Estimates:
 
     def in_order(self, found: Sequence[tuple[Arranged, tuple[str, ...]]]) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
         """``found``, the quickest by its estimate first."""
-        return in_order(found, self._bound, self._seconds) if len(found) > 1 else iter(found)
+        return in_order(found, self.bound, self.seconds) if len(found) > 1 else iter(found)
 
     def is_below(self, chosen: tuple[Arranged, tuple[str, ...]], seconds: float) -> bool:
         """Whether the estimate is below ``seconds``."""
-        return self._bound(chosen) < seconds and self._seconds(chosen) < seconds
+        return self.bound(chosen) < seconds and self.seconds(chosen) < seconds
 
-    def _bound(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
+    def bound(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
+        """Seconds that no schedule of these chunks can beat."""
         arranged, cuts = chosen
-        prices, split = self._prices(arranged, cuts), SCHEDULES[arranged.kind[0]].delays
+        prices, split = self.prices(arranged, cuts), SCHEDULES[arranged.kind[0]].delays
         edges = chain(len(arranged.placement))
         return step_lower_bound(prices, arranged.placement, edges, arranged.microbatches, split) / prices.quickest
 
-    def _seconds(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
+    def seconds(self, chosen: tuple[Arranged, tuple[str, ...]]) -> float:
+        """The estimated seconds of a step."""
         arranged, cuts = chosen
-        prices, busy = self._prices(arranged, cuts), [0.0] * len(arranged.order)
+        prices, busy = self.prices(arranged, cuts), [0.0] * len(arranged.order)
         for rank, price in zip(arranged.placement, prices.chunks, strict=True):
             busy[rank] += price.forward + price.whole_backward
         further = arranged.microbatches - arranged.simulated
         return simulate(arranged.shortened, prices).seconds + further * max(busy)
 
-    def _prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
+    def prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
         """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
         gradient take a third of the seconds each."""
         starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement

@@ -18,13 +18,7 @@ from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import RULES
 from autopar.placement.axis_names import weight_values
 
-from .experts import FORWARD, MATRICES
-
-
-def expert_blocks(graph: Graph) -> dict[Node, int]:
-    """The blocks of experts of a graph, with how many experts they have."""
-    blocks = [node for node in graph.nodes if node.op == FORWARD]
-    return {node: int(graph.type_of(node.operands[MATRICES]).shape[0]) for node in blocks}
+from .expert_blocks import FORWARD, MATRICES
 
 
 def check_division(

@@ -1,0 +1,125 @@
+"""Solves the placement programs of one microbatch of few layers on the mesh inside a stage.
+
+Their axes have the roles that a layout gives them, as in the search for a plan of that layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.cost import usable_host_bytes
+from autopar.errors import AutoparError
+from autopar.layout import Layout
+from autopar.planner.formulate import with_memory_savers
+from autopar.planner.memory_limit import with_recomputed
+from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.request import PlanRequest, memory_limit_of
+from autopar.planner.solve_mesh import solve_only
+from autopar.planner.timings import Timings
+from autopar.search.pipeline import inner_repeats
+from autopar.search.restricted.arrangements import arrangements
+from autopar.solver.problem import Solution, evaluate
+
+from .few_layer_step import FewLayerStep, Microbatch
+from .stage_costs import PlacedStage
+
+# Bytes that no step needs: a limit of memory that is none.
+UNLIMITED = float(1 << 62)
+# The axes that a stage may have.
+_INSIDE = ("data", "tensor")
+
+
+def restriction(tensor: int, pipeline: int, data: int, microbatch: int) -> Layout:
+    """The layout that a proposal of these degrees is. What the search for its plan decides as well as it can be, such
+    as the schedule, and where weights rest, is left to it."""
+    return Layout(tensor=tensor, pipeline=pipeline, data=data, context=1, microbatch=microbatch)
+
+
+@dataclass
+class StagePrograms:
+    """The programs of ``step``, each solved when it is first asked for."""
+
+    step: FewLayerStep
+    _placed: dict[tuple[int, int], tuple[PlacedStage, ...]] = field(default_factory=dict)
+    _microbatches: dict[int, Microbatch] = field(default_factory=dict)
+
+    def placed(self, tensor: int, samples: int) -> tuple[PlacedStage, ...]:
+        """The placements of a microbatch of so many ``samples`` on tensor ranks alone: the quickest, and the same with
+        more and more recomputed; none if the model does not divide so."""
+        if (tensor, samples) not in self._placed:
+            try:
+                self._placed[tensor, samples] = tuple(self._solved(tensor, samples))
+            except AutoparError:  # Heads, or samples, do not divide, or samples are coupled.
+                self._placed[tensor, samples] = ()
+        return self._placed[tensor, samples]
+
+    def any_of(self, tensor: int) -> tuple[int, tuple[PlacedStage, ...]] | None:
+        """The first placements that were solved for so many tensor ranks, with their samples; None if none were."""
+        return next(((m, placed) for (t, m), placed in self._placed.items() if t == tensor and placed), None)
+
+    def _solved(self, tensor: int, samples: int) -> Iterator[PlacedStage]:
+        request = self.step.request
+        devices = math.prod(request.mesh)
+        own = self.microbatch(request.batch // samples)
+        inside = self._inside(restriction(tensor, devices // tensor, 1, samples), tensor)
+        # The seconds of all microbatches count: of what is done once a step little depends on tensor ranks.
+        inside = replace(inside, repeats=inner_repeats(own.count, 1))
+        quickest = solve_only(inside, own.graph, Timings(counted=True))
+        first = PlacedStage(own, quickest)
+        yield first
+        for solution in _recomputing(inside, quickest):
+            yield PlacedStage(own, solution, of_parameters=first)
+
+    def microbatch(self, count: int) -> Microbatch:
+        """One of ``count`` microbatches. Raises :class:`OptionsError` if the batch cannot be divided so."""
+        if count not in self._microbatches:
+            self._microbatches[count] = self.step.microbatch(count)
+        return self._microbatches[count]
+
+    def placed_on(self, layout: Layout) -> PlacedStage | None:
+        """The placements of a microbatch on the mesh inside a stage of ``layout``, data ranks included, within the
+        memory of all stages together; None if it does not divide so, or does not fit."""
+        request, count = self.step.request, layout.microbatches(self.step.request.batch)
+        limit = layout.pipeline * memory_limit_of(request) * self.step.share
+        host = layout.pipeline * usable_host_bytes(request.cluster) * self.step.share
+        try:
+            arranged = self._arranged(layout)
+            inside = [(n, role) for n, role in zip(arranged.mesh, arranged.roles, strict=True) if role.name in _INSIDE]
+            mesh, roles = zip(*inside, strict=True) if inside else ((1,), ())
+            repeats = inner_repeats(count, layout.pipeline)
+            own = replace(arranged, mesh=mesh, roles=roles, repeats=repeats, memory_limit=limit, host_limit=host)
+            pieces = self.microbatch(count)
+            return PlacedStage(pieces, solve_only(own, pieces.graph, Timings(counted=True)), has_data=True)
+        except AutoparError:
+            return None
+
+    def _inside(self, layout: Layout, tensor: int) -> PlanRequest:
+        """The request for tensor ranks alone, without limits of memory. Raises :class:`OptionsError` if ``layout`` is
+        impossible."""
+        arranged = self._arranged(layout)
+        roles = tuple(role for role in arranged.roles if role.name == "tensor")
+        return replace(arranged, mesh=(tensor,), roles=roles, memory_limit=UNLIMITED, host_limit=math.inf)
+
+    def _arranged(self, layout: Layout) -> PlanRequest:
+        """The request for a layout that says what each axis of its mesh is for. Raises :class:`OptionsError`."""
+        request = self.step.request
+        options = replace(request.options, layout=layout, pins={}, offload=False)
+        arranged = arrangements(replace(request, options=options))[0]
+        return replace(arranged, propose=None, axis_names=(), rank_limits=())
+
+
+def _recomputing(request: PlanRequest, quickest: MeshSolution) -> Iterator[MeshSolution]:
+    """``quickest`` with the insides of attention recomputed, with all but products, and with whole layers."""
+    wide = with_memory_savers(request, quickest.instance)
+    possible = wide.recomputable
+    if possible is None:
+        return
+    for dropped in dict.fromkeys((possible.selective, possible.selective | possible.cheap, possible.full)):
+        if dropped:
+            choices = with_recomputed(wide, quickest.solution.choices, possible.chain(dropped))
+            objective = evaluate(wide.problem, choices)
+            if math.isfinite(objective):
+                yield MeshSolution.of(wide, Solution(np.asarray(choices), objective, 0.0, "feasible", 0.0))

@@ -1,0 +1,84 @@
+"""The estimated step of a division: its best schedule, by the seconds of segments, reductions and updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.cluster.description import Cluster
+from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.passes.lower.emit import IN_FLIGHT
+from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
+from autopar.placement.prices import BUCKET_BYTES
+from autopar.search.chunks import WirePrice
+from autopar.search.pipeline_breakdown import shared_processors, wire_prices
+from autopar.search.schedules.schedule_estimates import Arranged, Estimates, chunk_starts, cuts_of
+from autopar.search.stage_meshes import StageLayout
+
+from .stage_costs import SECTIONS, StageCosts
+
+
+@dataclass(frozen=True)
+class StepEstimates(Estimates):
+    """Estimates of steps of stages with ``costs`` each, reductions and updates included."""
+
+    costs: StageCosts
+    cluster: Cluster
+
+    def prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
+        starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement
+        spans, wire = list(pairwise(starts)), self.costs.segments.wire
+        edges = {
+            (c, c + 1): EdgePrice(latency=float(wire[starts[c + 1]]))
+            for c, pair in enumerate(pairwise(placement))
+            if pair[0] != pair[1]
+        }
+        update = np.zeros(len(arranged.order))
+        for rank, (a, b) in zip(placement, spans, strict=True):
+            update[rank] += self.costs.update[a:b].sum()
+        chunks = tuple(self._chunk(a, b) for a, b in spans)
+        return PipelinePrices(chunks, edges, float(update.max()), hides=self.cluster.overlaps, shared=self.shared)
+
+    def _chunk(self, start: int, end: int) -> ChunkPrice:
+        """The price of a chunk of segments ``start`` to ``end - 1``."""
+        forward, first, second = (float(self.costs.sections[name][start:end].sum()) for name in SECTIONS)
+        reduce = float(self.costs.reduce[start:end].sum())
+        sizes = [size for each in self.costs.weights[start:end] for size in each]
+        shares = shares_of_sizes(sizes, sum(sizes), self.cluster) if sizes else HiddenShares()
+        first_buckets = min(1.0, IN_FLIGHT * BUCKET_BYTES / max(sum(sizes), 1))
+        return ChunkPrice(
+            forward,
+            first,
+            second,
+            reduce=reduce,
+            overlap_weight_gradient=shares.of_reductions(SectionSeconds(second), reduce),
+            overlap_backward=shares.of_reductions(SectionSeconds(first + second), reduce),
+            unawaited=shares.reductions * first_buckets * reduce,
+        )
+
+
+def estimated_seconds(
+    costs: StageCosts, cluster: Cluster, stages: int, devices: int, arranged: Arranged, limit: float, least: float
+) -> float:
+    """Seconds of ``stages`` of so many ``devices`` each as ``arranged``, cut as is best within ``limit`` bytes of each
+    device; infinite if nothing fits, or if ``least`` seconds are not reached."""
+    layout = StageLayout(stages, (devices,), (0,))
+    costs = costs.over(_slowest_link(cluster, layout))
+    on_blocks, limits = [costs.segments] * stages, (limit,) * stages
+    estimates = StepEstimates(on_blocks, shared_processors(cluster, layout.sizes), costs, cluster)
+    anywhere = np.full(costs.segments.count, -1, dtype=np.int64)
+    found = ((arranged, cuts) for cuts in cuts_of(on_blocks, arranged, limits, anywhere))
+    fitting = next((each for each in found if estimates.fullness(each, limits) <= 1.0), None)
+    if fitting is None or estimates.bound(fitting) >= least:
+        return math.inf
+    return estimates.seconds(fitting)
+
+
+def _slowest_link(cluster: Cluster, layout: StageLayout) -> WirePrice:
+    """The slowest wire between neighbours."""
+    pairs = tuple((stage, (stage + 1) % layout.stages) for stage in range(layout.stages))
+    links = wire_prices(cluster, tuple(range(layout.stages)), layout.blocks, pairs)
+    return min(links.values(), key=lambda link: link.bandwidth)
