@@ -26,7 +26,7 @@ from autopar.compiler.rank_zero import gather_objects, on_first_rank
 from autopar.compiler.replica_plan import finished_by
 from autopar.planner.options_of_plan import options_under
 from autopar.planner.plan_graph import drawing_as_planned
-from autopar.planner.prepare import Prepared, batch_size, make_request, prepare
+from autopar.planner.prepare import NO_LOSS, Prepared, batch_size, make_request, prepare
 from autopar.planner.request import compiles
 from autopar.planner.shared_work import SharedWork
 from autopar.planner.timings import Timings
@@ -60,10 +60,6 @@ from .sync import EVERY_STEP
 
 Mesh = DeviceMesh | Sequence[int] | int
 LossFunction = Callable[..., torch.Tensor]
-NO_LOSS = (
-    "the model returns no loss for this batch: the plan is for the gradients of all outputs, as if a loss outside took "
-    "them; with labels in the batch, or loss_fn=, it is that of a training step, with the loss"
-)
 
 
 def mesh_shape(mesh: Mesh) -> tuple[int, ...]:

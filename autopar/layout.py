@@ -15,7 +15,7 @@ from .given_fields import own_fields, remembers_given
 from .keywords import suggests_fields
 from .removed_fields import names_removed_fields, removed
 
-Recompute = Literal["none", "selective", "elementwise", "full"]
+Recompute = Literal["none", "selective", "full"]
 # The axes of the mesh on which one data rank's microbatch is placed.
 CONTEXT, TENSOR = 0, 1
 # Bytes of an element in fp32: of a master weight, an optimizer's moment or a gradient; how many moments Adam keeps.
@@ -38,9 +38,7 @@ class Layout:
         microbatch: samples that one data rank computes at a time.
         interleave: chunks of layers on each pipeline stage.
         recompute: what backward recomputes. ``"none"``; ``"selective"``: the insides of attention (everything between a
-            product of two activations and the next); ``"full"``: whole layers from their inputs. (``"elementwise"``,
-            which no plan does, is for the simulator of published rows: also the operands of products that elementwise
-            operations and normalisations compute.)
+            product of two activations and the next); ``"full"``: whole layers from their inputs.
         sequence_parallel: whether values between tensor-parallel regions are divided along the sequence.
         zero: 1 shards the optimizer state over data ranks, 2 also gradients, 3 also weights.
         schedule: by name (:mod:`autopar.schedule.named`); default ``"1f1b"``, or ``"interleaved"`` with several chunks.
@@ -70,7 +68,7 @@ class Layout:
         *("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave"),
     )
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "recompute": ("none", "selective", "elementwise", "full"),
+        "recompute": ("none", "selective", "full"),
         "zero": (0, 1, 2, 3),
         "precision": ("fp32", "bf16", "fp16"),
     }

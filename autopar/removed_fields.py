@@ -20,6 +20,7 @@ REMOVED: Mapping[str, str] = {
     "context_load_balancing": "whether context ranks attend to as many tokens each",
     "retained_inputs": "of which modules trainers keep the inputs until backward has passed",
     "recomputed": "which modules backward recomputes as a whole (Megatron-Core's recompute_modules)",
+    "recompute=elementwise": "that operands of products which elementwise operations compute are computed again",
     "recompute=operations": "that every other product is computed again (torch's selective checkpoints)",
     "precision=fp8": "that products with weights are in fp8",
     "weights": "whether weights rest in fp8",

@@ -43,15 +43,9 @@ class Restriction:
 
 
 def check_layout(layout: object) -> None:
-    """Raises :class:`OptionsError` for what is no layout, or is of a kind that no plan can have, and for a value of a
-    field that none can have."""
+    """Raises :class:`OptionsError` for what is no layout, or is of a kind that no plan can have."""
     if type(layout) is not Layout:
         raise OptionsError(f"layout={layout!r} is not an autopar.Layout; write layout=autopar.Layout(tensor=2, data=4)")
-    if layout.recompute == "elementwise":
-        raise OptionsError(
-            "Layout(recompute='elementwise'): no plan recomputes so; take 'none', 'selective', 'full', or leave "
-            "recompute out"
-        )
 
 
 def shared_options(layout: Layout) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from autopar.cluster.description import Cluster
 from autopar.ir.node import RECOMPUTED
 from autopar.ir.plan_record import PlanLine
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
 from autopar.placement.overlap_windows import REDUCTIONS
 from autopar.plans.plan import Plan
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
 
 from .published_models import build
 from .published_shape import Experts, Shape

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from autopar.errors import AutoparError
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
-from autopar.layouts.pricing import pricing_of
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
+from benchmarks.emulator.pricing import pricing_of
 
 from .published_models import build
 from .published_open import choose

@@ -1,7 +1,7 @@
 """Rows that leave their layout open: the space of layouts that their method allows, and which of it is chosen.
 
 A row may name a method (Megatron's grid of degrees, ZeRO-3, Alpa's automatic plans) or only some degrees. Everything it
-leaves open is chosen by the search over layouts that planning uses (:mod:`autopar.layouts.search`), within what the
+leaves open is chosen by the search over layouts that planning uses (:mod:`benchmarks.emulator.search`), within what the
 method allows: the quickest by our prices that fits into memory, and the leanest where none fits. That need not be the
 layout that ran.
 """
@@ -17,10 +17,10 @@ from typing import Any
 from autopar.cluster.description import Cluster
 from autopar.given_fields import own_fields
 from autopar.layout import divisors
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
-from autopar.layouts.space import Space
-from autopar.layouts.trials import LayoutSearch
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
+from benchmarks.emulator.space import Space
+from benchmarks.emulator.trials import LayoutSearch
 
 from .published_shape import NotExpressible, number
 from .recipes import Recipe

@@ -52,13 +52,11 @@ class PlannedRow:
 
 def plain_layout(case: PublishedCase) -> Layout | None:
     """The layout of a row, without the recipe of its system; None where no plan has it."""
-    recipe = case.layout
-    known = {one.name: getattr(recipe, one.name) for one in own_fields(Layout)}
-    if case.space is not None or known["precision"] == "fp8" or known["recompute"] not in Layout.choices["recompute"]:
-        return None
+    known = {one.name: getattr(case.layout, one.name) for one in own_fields(Layout)}
     if known["recompute"] == "elementwise":
         known["recompute"] = "selective"  # Plans recompute inside of kernels what is elementwise, as they do unasked.
-    return Layout(**known)
+    has_plan = all(known[name] in choices for name, choices in Layout.choices.items())
+    return Layout(**known) if case.space is None and has_plan else None
 
 
 def cases_of(path: Path) -> Iterator[tuple[str, PublishedCase, Layout]]:

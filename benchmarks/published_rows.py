@@ -12,8 +12,8 @@ from typing import Any
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.layouts.space import Space
 from autopar.schedule.named import SCHEDULES
+from benchmarks.emulator.space import Space
 
 from .published_beside import metrics_seconds, rows_seconds, stalled_seconds
 from .published_clusters import cluster_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from autopar.layouts.price import Priced
+from benchmarks.emulator.price import Priced
 
 from .published_rows import PublishedCase
 

@@ -50,6 +50,10 @@ class CostLine(NamedTuple):
         """The line with other seconds."""
         return CostLine(self.kind, self.name, self.module, self.phase, seconds, self.hops, self.times)
 
+    def named(self, name: str) -> CostLine:
+        """The line with another name."""
+        return CostLine(self.kind, name, self.module, self.phase, self.seconds, self.hops, self.times)
+
     @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(hop.collective for hop in self.hops if hop.collective is not None)

@@ -30,6 +30,11 @@ from .request import PlanRequest, Propose, as_stated
 from .timings import Timings
 
 LossFunction = Callable[..., torch.Tensor]
+# What a plan for training says where the loss is not part of the step.
+NO_LOSS = (
+    "the model returns no loss for this batch: the plan is for the gradients of all outputs, as if a loss outside took "
+    "them; with labels in the batch, or loss_fn=, it is that of a training step, with the loss"
+)
 
 
 def describe(model: nn.Module, inputs: Mapping[str, tuple[Dim, ...]]) -> str:

@@ -104,7 +104,7 @@ def staged_lines(breakdown: PipelineBreakdown, make: Callable[[CostLine], PlanLi
     received = {node.name for chunk in breakdown.chunks for node in chunk.graph.placeholders("receive")}
     every = ((rank, line) for rank in range(breakdown.schedule.stages) for line in rank_lines(breakdown, rank))
     return tuple(
-        replace(make(replace(line, name=sent_node(line.name)) if line.name in received else line), stage=rank)
+        replace(make(line.named(sent_node(line.name)) if line.name in received else line), stage=rank)
         for rank, line in every
     )
 

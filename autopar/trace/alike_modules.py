@@ -20,7 +20,7 @@ from autopar.trace.guards.reads import MACHINERY, Reads
 from autopar.trace.guards.values import MISSING, PLAIN
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_HOOKS = tuple(name for name in sorted(MACHINERY) if name.endswith("_hooks") and name not in STATE_DICT_HOOKS)
+_HOOKS = tuple(name for name in sorted(MACHINERY) if name.endswith("hooks") and name not in STATE_DICT_HOOKS)
 _TENSORS = (PARAMETERS, BUFFERS)
 _FIXED = (tuple, frozenset, torch.Size)
 

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from autopar.errors import OptionsError
-from autopar.layouts.sections.section import Chunk, Seconds, Section, Sections
-from autopar.layouts.step.chunks import cut_into_chunks, on_ranks
+from benchmarks.emulator.sections.section import Chunk, Seconds, Section, Sections
+from benchmarks.emulator.step.chunks import cut_into_chunks, on_ranks
 
 from .recipe import Recipe
 

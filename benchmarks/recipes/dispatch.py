@@ -11,7 +11,7 @@ import math
 
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds, fan_out
-from autopar.layouts.sections.expert_all_to_all import Block, exchange_seconds
+from benchmarks.emulator.sections.expert_all_to_all import Block, exchange_seconds
 
 from .recipe import Recipe
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from autopar.cluster.description import Cluster
-from autopar.layouts.sections.expert_all_to_all import Block
-from autopar.layouts.sections.experts import BlockCost, BlockPrices
+from benchmarks.emulator.sections.expert_all_to_all import Block
+from benchmarks.emulator.sections.experts import BlockCost, BlockPrices
 
 from .dispatch import sent_rows
 from .fp8 import FP8, are_cast

@@ -14,11 +14,11 @@ from autopar.cost.compute.roofline import is_masked
 from autopar.cost.kernels.kernel import Kernels, is_alias, origin, readers
 from autopar.ir.node import Node, TensorType, Value
 from autopar.ir.placements import Strategy
-from autopar.layouts.sections.kernel_seconds import PRODUCTS, KernelPrices
-from autopar.layouts.sections.placement import Placed
-from autopar.layouts.sections.section_of_node import AFTER, BEFORE
 from autopar.placement.axis_names import weight_values
 from autopar.planner.roles.expert_blocks import OPERATIONS, routers
+from benchmarks.emulator.sections.kernel_seconds import PRODUCTS, KernelPrices
+from benchmarks.emulator.sections.placement import Placed
+from benchmarks.emulator.sections.section_of_node import AFTER, BEFORE
 
 from .fp8 import FP8, are_cast
 from .modules import launches_as_graph, matches

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.layouts.sections.section import Chunk, Section, Weight
-from autopar.layouts.step.memory import FRAGMENTED, Held, LayoutMemory
+from benchmarks.emulator.sections.section import Chunk, Section, Weight
+from benchmarks.emulator.step.memory import FRAGMENTED, Held, LayoutMemory
 
 from .recipe import Recipe
 from .section import of_recipe, weight_of_recipe

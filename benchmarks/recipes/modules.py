@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.layouts.sections.shortened_model import Depth, inside
 from autopar.planner.roles.expert_blocks import FORWARD
+from benchmarks.emulator.sections.shortened_model import Depth, inside
 
 from .recipe import PATTERNS, Recipe
 

@@ -11,11 +11,11 @@ from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.layout import Layout
-from autopar.layouts.hardware import check_host
-from autopar.layouts.pricing import Pricing, pricing_of
-from autopar.layouts.sections.experts import BlockPrices
-from autopar.layouts.sections.section import Chunk, Section, Sections
-from autopar.layouts.sections.shortened_model import Depth
+from benchmarks.emulator.hardware import check_host
+from benchmarks.emulator.pricing import Pricing, pricing_of
+from benchmarks.emulator.sections.experts import BlockPrices
+from benchmarks.emulator.sections.section import Chunk, Section, Sections
+from benchmarks.emulator.sections.shortened_model import Depth
 
 from .chunks import recipe_chunks
 from .experts import RecipeBlocks

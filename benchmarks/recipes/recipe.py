@@ -29,8 +29,9 @@ class Recipe(Layout):
     """A layout as another system runs it. With the defaults it is priced as the layout that it extends.
 
     Args:
-        recompute: also ``"operations"``: all operations of layers except attention in one kernel and every other
-            product with weights (torch's selective checkpoints).
+        recompute: also ``"elementwise"``: the insides of attention, and the operands of products that elementwise
+            operations and normalisations compute; and ``"operations"``: all operations of layers except attention in
+            one kernel and every other product with weights (torch's selective checkpoints).
         precision: also ``"fp8"``: products with weights; everything else is in bf16.
         overlap: what is sent while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
             gathers under the layer before, ``"message"`` s between stages (otherwise both ends block),

@@ -12,7 +12,7 @@ from autopar.ir.node import Node, Value
 
 def rematerialised_nodes(graph: Graph, rematerialised: Mapping[Value, Set[Value]]) -> frozenset[str]:
     """The operations that recompute values from the sources that
-    :func:`autopar.layouts.sections.rematerialised.rematerialisable` returns."""
+    :func:`benchmarks.emulator.sections.rematerialised.rematerialisable` returns."""
     names = set[str]()
     for value, sources in rematerialised.items():
         waiting = [value]

@@ -9,9 +9,9 @@ from typing import Any
 from autopar.cost.kernels.kernel import origin
 from autopar.ir.node import Node, Value
 from autopar.ir.placements import Placements
-from autopar.layouts.sections.kernel_seconds import KernelPrices
-from autopar.layouts.sections.saved_activations import Saved
-from autopar.layouts.sections.section_of_node import AFTER
+from benchmarks.emulator.sections.kernel_seconds import KernelPrices
+from benchmarks.emulator.sections.saved_activations import Saved
+from benchmarks.emulator.sections.section_of_node import AFTER
 
 from .modules import matches, matches_whole
 from .recipe import Recipe

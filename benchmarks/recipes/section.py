@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.layouts.sections.section import Seconds, Section, Weight
+from benchmarks.emulator.sections.section import Seconds, Section, Weight
 
 NOTHING = Seconds()
 

@@ -11,10 +11,10 @@ from autopar.cost import family_of
 from autopar.cost.kernels.kernel import readers
 from autopar.ir.assignment import Use
 from autopar.ir.node import Node, TensorType, Value
-from autopar.layouts.sections.kernel_seconds import PRODUCTS
-from autopar.layouts.sections.section import Seconds, Section, Weight
-from autopar.layouts.sections.section_costs import SectionPricer
 from autopar.placement.prices import local_type
+from benchmarks.emulator.sections.kernel_seconds import PRODUCTS
+from benchmarks.emulator.sections.section import Seconds, Section, Weight
+from benchmarks.emulator.sections.section_costs import SectionPricer
 
 from .fp8 import are_cast
 from .kernels import RecipeKernels

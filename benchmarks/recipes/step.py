@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.pipeline.prices import ChunkPrice, PipelinePrices
-from autopar.layouts.sections.section import Chunk
-from autopar.layouts.step.pipeline_ranks import chunks_of
-from autopar.layouts.step.step import LayoutStep
+from benchmarks.emulator.sections.section import Chunk
+from benchmarks.emulator.step.pipeline_ranks import chunks_of
+from benchmarks.emulator.step.step import LayoutStep
 
 from .recipe import Recipe
 from .section import of_recipe

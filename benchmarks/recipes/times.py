@@ -8,9 +8,9 @@ from typing import Literal
 from autopar.cluster.description import Cluster
 from autopar.cost.overlap import at_once
 from autopar.layout import MASTER_BYTES
-from autopar.layouts.sections.section import Chunk, Seconds, Section, Weight
-from autopar.layouts.step.section_seconds import SectionTimes, recompute_seconds
 from autopar.placement.overlap_windows import HiddenShares
+from benchmarks.emulator.sections.section import Chunk, Seconds, Section, Weight
+from benchmarks.emulator.step.section_seconds import SectionTimes, recompute_seconds
 
 from .dispatch import dispatch_seconds
 from .memory import RecipeMemory

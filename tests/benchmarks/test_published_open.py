@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autopar.layouts.space import Space, candidates
 from benchmarks import published
+from benchmarks.emulator.space import Space, candidates
 from benchmarks.published import price_row, report
 from benchmarks.published_flops import CONVENTIONS
 from benchmarks.published_known import completed

@@ -7,9 +7,9 @@ from typing import Any
 from autopar.cluster.description import Cluster
 from autopar.given_fields import own_fields
 from autopar.layout import Layout
-from autopar.layouts.pricing import pricing_of
-from autopar.layouts.sections.expert_all_to_all import Block
-from autopar.layouts.sections.experts import BlockCost
+from benchmarks.emulator.pricing import pricing_of
+from benchmarks.emulator.sections.expert_all_to_all import Block
+from benchmarks.emulator.sections.experts import BlockCost
 from benchmarks.recipes import Recipe
 
 

@@ -177,7 +177,6 @@ def test_products_without_a_rate_are_said_to_be_priced_as_the_slowest() -> None:
     [
         ({"tensor": 2}, {}, r"not an autopar.Layout; write layout=autopar.Layout\(tensor=2, data=4\)"),
         (Recipe(tensor=2), {}, r"layout is a Recipe: prices are those of plans.*benchmarks.recipes"),
-        (Layout(recompute="elementwise"), {}, "'elementwise'.*no plan recomputes so; take 'none', 'selective', 'full'"),
         (Layout(interleave=2), {}, "pipeline=1 has none; take interleave=1, or pipeline=2"),
         (Layout(data=3), {}, "a batch of 16 does not divide among 3 data ranks; data=2 and data=4 do"),
         (Layout(data=2, microbatch=3), {}, "microbatches of 3; microbatch=2 and microbatch=4 do"),

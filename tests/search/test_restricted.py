@@ -131,7 +131,6 @@ def test_what_is_given_is_remembered() -> None:
     [
         ({"layout": "tensor=2"}, "is not an autopar.Layout"),
         ({"layout": Recipe(tensor=2)}, "is not an autopar.Layout"),
-        ({"layout": Layout(recompute="elementwise")}, "take 'none', 'selective', 'full'"),
         ({"stages": 2, "layout": Layout(pipeline=4)}, r"stages=2, layout=Layout\(pipeline=4\)\) contradict"),
     ],
 )

@@ -10,8 +10,8 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.section import Section
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe

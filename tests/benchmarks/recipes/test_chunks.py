@@ -12,9 +12,9 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.pricing import pricing_of
-from autopar.layouts.sections.section import Section
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.pricing import pricing_of
+from benchmarks.emulator.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from autopar.errors import OptionsError
-from autopar.layouts.model import LayoutModel
+from benchmarks.emulator.model import LayoutModel
 from benchmarks.published_models import build
 from benchmarks.recipes import Recipe
-from tests.layouts.test_price import A100, SHAPE, model
+from tests.benchmarks.emulator.test_price import A100, SHAPE, model
 
 
 def test_eager_modules_keep_and_move_more() -> None:

@@ -14,8 +14,8 @@ from autopar.cost import collective_seconds
 from autopar.cost.collective.collective import copying_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 from benchmarks.recipes import Recipe

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from autopar.cost import simulate
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
-from autopar.layouts.sections.section import Chunk, Section, counted
 from autopar.placement.overlap_windows import SectionSeconds
 from autopar.schedule.named import SCHEDULES, make_schedule
+from benchmarks.emulator.sections.section import Chunk, Section, counted
 
 from .pipeline_ranks import borrowing_seconds, chunks_of
 from .section_seconds import SectionTimes

@@ -14,12 +14,12 @@ from autopar.cost import collective_seconds
 from autopar.cost.collective.collective import copying_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
-from autopar.layouts.search import best_layout
-from autopar.layouts.space import candidates, expert_degrees
-from autopar.layouts.step.section_seconds import BYTES_OF_A_RANK
 from autopar.planner.roles.expert_blocks import BACKWARD, routers
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
+from benchmarks.emulator.search import best_layout
+from benchmarks.emulator.space import candidates, expert_degrees
+from benchmarks.emulator.step.section_seconds import BYTES_OF_A_RANK
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
 from benchmarks.recipes import Recipe

@@ -17,19 +17,19 @@ from autopar.ir.assignment import uses
 from autopar.ir.node import Value
 from autopar.ir.placements import REPLICATE, is_shard
 from autopar.layout import CONTEXT, TENSOR, Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections import placement as layout_place
-from autopar.layouts.sections.experts import BlockPrices
-from autopar.layouts.sections.exposed_communication import with_exposed_prices
-from autopar.layouts.sections.placement import Placed
-from autopar.layouts.sections.section import Sections
-from autopar.layouts.sections.section_costs import SectionPricer, with_experts
 from autopar.placement.axis_names import weight_values
 from autopar.placement.breakdown import broken_kernels
 from autopar.placement.choices import OUTPUTS
 from autopar.placement.formulation import Instance
 from autopar.solver.problem import Ints, Problem, Solution, transfer_seconds
 from autopar.solver.solve import solve
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.sections import placement as layout_place
+from benchmarks.emulator.sections.experts import BlockPrices
+from benchmarks.emulator.sections.exposed_communication import with_exposed_prices
+from benchmarks.emulator.sections.placement import Placed
+from benchmarks.emulator.sections.section import Sections
+from benchmarks.emulator.sections.section_costs import SectionPricer, with_experts
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 from benchmarks.recipes import Recipe

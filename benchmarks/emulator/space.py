@@ -10,13 +10,15 @@ from itertools import product
 from typing import Any, Literal
 
 from autopar.errors import OptionsError
-from autopar.layout import Layout, Recompute, divisors
+from autopar.layout import Layout, divisors
 
 # Samples of a microbatch, and chunks per stage, that are tried.
 # Chosen: larger ones take memory; of others a published layout is named by --compare.
 MICROBATCHES = (1, 2, 4)
 # Chosen: small numbers and divisors of usual numbers of layers; not measured.
 CHUNKS = (1, 2, 3, 4, 6, 8)
+# What layouts recompute, and recipes: the second ``"elementwise"``.
+Recompute = Literal["none", "selective", "elementwise", "full"]
 ONE = Layout()
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")
 
@@ -45,11 +47,6 @@ class Space:
 ANY = Space()
 # What planning tries: also ZeRO-3, which shards weights and gathers them for every use.
 PLANNED = Space(zero=(1, 3))
-
-
-def degrees_of(layout: Layout) -> tuple[int, int, int]:
-    """The degrees that a proposal is told apart by: of its tensor, pipeline and data ranks."""
-    return layout.tensor, layout.pipeline, layout.data
 
 
 def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:

@@ -11,10 +11,10 @@ from torch import nn
 
 from autopar.cluster.description import Cluster
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.expert_all_to_all import Block
-from autopar.layouts.sections.kernel_seconds import MISALIGNED
-from autopar.layouts.sections.section import Section
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.sections.expert_all_to_all import Block
+from benchmarks.emulator.sections.kernel_seconds import MISALIGNED
+from benchmarks.emulator.sections.section import Section
 from tests.helpers.recipes import block_cost, layout_of
 
 H100 = Cluster.get("dgx-h100")

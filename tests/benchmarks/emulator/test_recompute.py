@@ -14,9 +14,9 @@ from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.cost.overlap import TAKEN
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
-from autopar.layouts.sections.section import Section
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
+from benchmarks.emulator.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe

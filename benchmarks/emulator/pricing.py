@@ -15,15 +15,15 @@ import torch
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.layout import Layout
-from autopar.layouts.sections.experts import BlockPrices
-from autopar.layouts.sections.placement import Placing
-from autopar.layouts.sections.section import Chunk, Sections
-from autopar.layouts.sections.section_costs import SectionPricer, with_experts
-from autopar.layouts.sections.shortened_model import Depth
-from autopar.layouts.step.chunks import cut_into_chunks
-from autopar.layouts.step.memory import LayoutMemory
-from autopar.layouts.step.section_seconds import SectionTimes
-from autopar.layouts.step.step import LayoutStep
+from benchmarks.emulator.sections.experts import BlockPrices
+from benchmarks.emulator.sections.placement import Placing
+from benchmarks.emulator.sections.section import Chunk, Sections
+from benchmarks.emulator.sections.section_costs import SectionPricer, with_experts
+from benchmarks.emulator.sections.shortened_model import Depth
+from benchmarks.emulator.step.chunks import cut_into_chunks
+from benchmarks.emulator.step.memory import LayoutMemory
+from benchmarks.emulator.step.section_seconds import SectionTimes
+from benchmarks.emulator.step.step import LayoutStep
 
 from .precision import DTYPES
 

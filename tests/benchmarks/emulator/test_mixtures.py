@@ -14,8 +14,8 @@ from autopar.cost import collective_seconds
 from autopar.cost.overlap import TAKEN
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.expert_all_to_all import Block
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.sections.expert_all_to_all import Block
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 from benchmarks.recipes import Recipe

@@ -13,9 +13,9 @@ from functools import lru_cache, partial
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Section
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import held_chunks
+from benchmarks.emulator.sections.section import Section
 
 from .memory import LayoutMemory
 

@@ -9,12 +9,12 @@ from itertools import islice
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.layout import Layout, Recompute
-from autopar.layouts.sections.section import Sections
+from autopar.layout import Layout
+from benchmarks.emulator.sections.section import Sections
 
 from .model import LayoutModel
 from .price import Priced, Quick, quick_price
-from .space import ANY, ONE, RECOMPUTE, Space, candidates
+from .space import ANY, ONE, RECOMPUTE, Recompute, Space, candidates
 
 # How many candidates are simulated.
 # Chosen: as many as keep planning within seconds (docs/layouts.md).

@@ -8,8 +8,8 @@ from itertools import combinations
 from typing import ClassVar
 
 from autopar.layout import MASTER_BYTES, Layout
-from autopar.layouts.sections.section import Chunk, Section, Weight, counted
 from autopar.schedule.named import SCHEDULES
+from benchmarks.emulator.sections.section import Chunk, Section, Weight, counted
 
 # Share of activations and transient memory that the caching allocator loses between blocks. Weights and states are
 # allocated once and lose nothing. Fitted on the rows of Aleph Alpha that did and did not fit.

@@ -11,9 +11,9 @@ from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.pricing import pricing_of
-from autopar.layouts.step.step import LayoutStep
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.pricing import pricing_of
+from benchmarks.emulator.step.step import LayoutStep
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe

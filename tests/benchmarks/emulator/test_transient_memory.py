@@ -13,8 +13,8 @@ from autopar.cost.kernels.kernel import Kernels
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.sections.transient_memory import Span, most
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.sections.transient_memory import Span, most
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe

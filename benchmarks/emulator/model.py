@@ -15,15 +15,15 @@ from autopar.cluster.description import Cluster
 from autopar.cluster.device import Device
 from autopar.ir.graph import Graph
 from autopar.layout import Layout
-from autopar.layouts.sections.experts import expert_counts
-from autopar.layouts.sections.placement import Placed
-from autopar.layouts.sections.section import Sections
-from autopar.layouts.sections.section_of_node import multiplicities
-from autopar.layouts.sections.shortened_model import Depth, order_in, traced_short
-from autopar.layouts.sections.stand_in import read_by_others
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.prepare import Prepared, batch_size, prepare
 from autopar.planner.step_graphs import step_graph
+from benchmarks.emulator.sections.experts import expert_counts
+from benchmarks.emulator.sections.placement import Placed
+from benchmarks.emulator.sections.section import Sections
+from benchmarks.emulator.sections.section_of_node import multiplicities
+from benchmarks.emulator.sections.shortened_model import Depth, order_in, traced_short
+from benchmarks.emulator.sections.stand_in import read_by_others
 
 from .precision import Conversion
 from .price import Priced, price_sections

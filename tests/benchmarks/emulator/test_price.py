@@ -16,10 +16,10 @@ from autopar.cost.overlap import TAKEN
 from autopar.errors import OptionsError
 from autopar.ir.assignment import uses
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import Priced
-from autopar.layouts.step.memory import FRAGMENTED
 from autopar.planner.step_graphs import step_graph
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import Priced
+from benchmarks.emulator.step.memory import FRAGMENTED
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe
@@ -269,7 +269,7 @@ def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypa
     like = {"pipeline": 3, **like}
     quick = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
     for rounds in ("ROUNDS", "LATE_ROUNDS"):
-        monkeypatch.setattr(f"autopar.layouts.step.step.{rounds}", 100)
+        monkeypatch.setattr(f"benchmarks.emulator.step.step.{rounds}", 100)
     whole = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
     assert whole == pytest.approx(quick, rel=2e-3 if "schedule" in like else 5e-4)
 

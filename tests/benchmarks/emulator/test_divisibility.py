@@ -13,8 +13,8 @@ from torch import nn
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout, degrees
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.precision import computed_in
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.precision import computed_in
 from benchmarks.recipes import Recipe
 
 H100 = Cluster.get("dgx-h100")

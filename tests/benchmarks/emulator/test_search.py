@@ -13,11 +13,11 @@ from autopar.cluster.description import Cluster
 from autopar.cost.memory import usable_host_bytes
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.price import quick_price
-from autopar.layouts.search import LayoutSearchResult, best_layout, rule_of_thumb
-from autopar.layouts.space import PLANNED, Space, candidates
-from autopar.layouts.trials import LayoutSearch
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.price import quick_price
+from benchmarks.emulator.search import LayoutSearchResult, best_layout, rule_of_thumb
+from benchmarks.emulator.space import PLANNED, Space, candidates
+from benchmarks.emulator.trials import LayoutSearch
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 from benchmarks.recipes import Recipe
@@ -94,7 +94,9 @@ def test_recomputations_that_are_the_same_are_tried_once() -> None:
     """Attention in one kernel keeps nothing of its inside: found as well where nothing else is asked for."""
     one = Space(tensor=(1,), pipeline=(1,), microbatch=(1,))
     tried = {
-        asked: {quick.layout.recompute for quick in LayoutSearch(model(), A100, BATCH, space=space).tried(4)}
+        asked: {
+            quick.layout.recompute for quick in LayoutSearch(model(), A100, BATCH, like=Recipe(), space=space).tried(4)
+        }
         for asked in ((), ("none", "selective"), ("selective",), ("elementwise",))
         for space in [replace(one, recompute=asked)]
     }

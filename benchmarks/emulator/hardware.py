@@ -10,7 +10,7 @@ from autopar.cluster.description import Cluster
 from autopar.cost import usable_host_bytes
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.step.memory import Held
+from benchmarks.emulator.step.memory import Held
 
 
 def check_hardware(layout: Layout, cluster: Cluster) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from autopar.cluster.description import Cluster
 from autopar.errors import TraceError
 from autopar.layout import Layout
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.precision import computed_in
-from autopar.layouts.price import Priced
-from autopar.layouts.sections.shortened_model import Depth, shortened, traced_short
-from autopar.layouts.step.chunks import cut_into_chunks
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.precision import computed_in
+from benchmarks.emulator.price import Priced
+from benchmarks.emulator.sections.shortened_model import Depth, shortened, traced_short
+from benchmarks.emulator.step.chunks import cut_into_chunks
 from tests.helpers.marks import slow_but
 
 DEPTH, WIDTH = 5, 16
@@ -163,7 +163,7 @@ def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPa
     short, found = priced(model)
     assert len(short.depth.paths) == kept and list(model.named_modules()) == before
     assert not any(module._forward_hooks for module in model.modules())
-    monkeypatch.setattr("autopar.layouts.model.traced_short", every_layer)
+    monkeypatch.setattr("benchmarks.emulator.model.traced_short", every_layer)
     _, whole = priced(model)
     assert found.flops == whole.flops
     for part in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
@@ -248,7 +248,7 @@ def test_a_model_may_be_a_list_of_layers(monkeypatch: pytest.MonkeyPatch) -> Non
     x, layout, cluster = torch.empty(8, WIDTH, device="meta"), Layout(microbatch=8), Cluster.get("dgx-a100-80gb")
     short = LayoutModel.of(model, (x,), torch.mean)
     assert short.depth.paths == ["0", "1", "2"]
-    monkeypatch.setattr("autopar.layouts.model.traced_short", every_layer)
+    monkeypatch.setattr("benchmarks.emulator.model.traced_short", every_layer)
     whole = LayoutModel.of(model, (x,), torch.mean).price(layout, cluster)
     assert short.price(layout, cluster).flops == whole.flops
 

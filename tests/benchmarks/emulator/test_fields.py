@@ -7,8 +7,8 @@ import torch
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.layouts.model import LayoutModel
-from autopar.layouts.precision import DTYPES, computed_in
+from benchmarks.emulator.model import LayoutModel
+from benchmarks.emulator.precision import DTYPES, computed_in
 from tests.helpers.recipes import layout_of
 
 

@@ -15,10 +15,10 @@ from autopar.cost.overlap import taken_by_messages
 from autopar.cost.update import casting_seconds, update_seconds
 from autopar.given_fields import own_fields
 from autopar.layout import Layout
-from autopar.layouts.sections.expert_all_to_all import exchange_seconds
-from autopar.layouts.sections.section import Chunk, Seconds, Section, Weight
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
+from benchmarks.emulator.sections.expert_all_to_all import exchange_seconds
+from benchmarks.emulator.sections.section import Chunk, Seconds, Section, Weight
 
 from .memory import LayoutMemory
 
@@ -228,4 +228,5 @@ def recompute_seconds(section: Section, layout: Layout) -> Seconds:
         return Seconds()
     if layout.recompute == "full":
         return section.forward
-    return section.inside + section.rematerialised if layout.recompute == "elementwise" else section.inside
+    recompute: str = layout.recompute  # A recipe has further values.
+    return section.inside + section.rematerialised if recompute == "elementwise" else section.inside

@@ -9,10 +9,10 @@ from functools import cached_property
 from autopar.cluster.description import Cluster
 from autopar.ir.plan_record import Predicted
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Sections, counted
-from autopar.layouts.step.memory import Held
-from autopar.layouts.step.pipeline_ranks import chunks_of
-from autopar.layouts.step.step import LayoutStep
+from benchmarks.emulator.sections.section import Sections, counted
+from benchmarks.emulator.step.memory import Held
+from benchmarks.emulator.step.pipeline_ranks import chunks_of
+from benchmarks.emulator.step.step import LayoutStep
 
 from .hardware import check_hardware, check_offloaded, notes_on
 from .pricing import pricing_of

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.sections.section import Chunk, Section, Sections
+from benchmarks.emulator.sections.section import Chunk, Section, Sections
 
 from .pipeline_ranks import once_on_each_rank
 
