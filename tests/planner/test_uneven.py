@@ -107,15 +107,18 @@ def test_an_operation_takes_as_long_as_the_largest_shard() -> None:
     node = next(node for node in graph.nodes if node.op == "aten.mm.default")
     kinds = tuple(graph.type_of(value) for value in node.operands)
     cluster = compute_bound(Cluster.get("dgx-a100-80gb"))
-    rows, wide = kinds[0].shape[0], replace(kinds[0], shape=(103, kinds[0].shape[1]))
+    rows = kinds[0].shape[0]
     assert rows == 6 * TOKENS == 102
     places = (parse_placements("S(0)"), parse_placements("R"))
     strategy = Strategy(places, (parse_placements("S(0)"),))
 
+    def of_rows(rows: int) -> TensorType:
+        return TensorType((rows, kinds[0].shape[1]), kinds[0].dtype)
+
     def seconds(first: TensorType, mesh: tuple[int, ...]) -> float:
-        result = replace(node.types[0], shape=(first.shape[0], node.type.shape[1]))
+        result = TensorType((first.shape[0], node.type.shape[1]), node.type.dtype)
         return Prices(cluster, mesh, {}, 0).node(replace(node, types=(result,)), (first, kinds[1]), strategy)
 
     # 102 rows on 4: 26, 26, 26, 24. As much as of 103 or 104, and more than of 100.
-    assert seconds(kinds[0], (4,)) == seconds(wide, (4,)) == seconds(replace(wide, shape=(104, *wide.shape[1:])), (4,))
-    assert seconds(kinds[0], (4,)) > seconds(replace(wide, shape=(100, *wide.shape[1:])), (4,))
+    assert seconds(kinds[0], (4,)) == seconds(of_rows(103), (4,)) == seconds(of_rows(104), (4,))
+    assert seconds(kinds[0], (4,)) > seconds(of_rows(100), (4,))
