@@ -27,7 +27,7 @@ from .errors import AutoparError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    parsed = make_parser().parse_args(arguments)
+    parsed = _parse(arguments)
     output = Output(json=parsed.json)
     command: Command = parsed.command
     try:
@@ -43,6 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (head, less) closed the pipe; nothing may be flushed into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed words. A command's optional ``name`` may also stand behind options: argparse before Python 3.12.7
+    takes it only directly behind the first word."""
+    parser = make_parser()
+    parsed, left = parser.parse_known_args(arguments)
+    if len(left) == 1 and not left[0].startswith("-") and getattr(parsed, "name", "") is None:
+        parsed.name = left[0]
+    elif left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    return parsed
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -84,6 +84,18 @@ def read_text(name: FileName, what: str = "") -> str:
         raise OptionsError(f"cannot read {what + ' ' if what else ''}{os.fspath(name)!r}: {found}") from error
 
 
+def check_folder(name: FileName) -> None:
+    """Raises :class:`OptionsError` for a local file that cannot be written since its folder is missing, or since it is
+    a folder itself: for those who are about to compute for long what they will write."""
+    path = local_path(name)
+    if path is None:
+        return
+    if path.is_dir():
+        raise OptionsError(f"cannot write {os.fspath(name)!r}: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise OptionsError(f"cannot write {os.fspath(name)!r}: there is no folder {str(path.parent)!r}")
+
+
 def write_text(name: FileName, text: str) -> None:
     """Writes a file in UTF-8, in place of the one before. Raises :class:`OptionsError`."""
     with _explained("write", name):

@@ -16,7 +16,7 @@ from autopar.priced.plan_layouts import plan_layouts
 from .arguments import Batch, load_target, options_from
 from .model_config import load_config, model_of
 from .output import Output
-from .plans import describe, view, write_files
+from .plans import check_files, describe, view, write_files
 
 # The options that do not apply to plans with --mesh.
 OF_LAYOUTS = ("batch", "sequence", "tokens", "compare")
@@ -31,6 +31,7 @@ def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
         raise OptionsError("--no-mesh-search is for plans with --mesh, whose axes it keeps; --devices has none")
     compare = [Layout.parse(text) for text in arguments.compare]
     options = options_from(arguments)
+    check_files(arguments)
     model, batch = _load(arguments)
     with output.progress(f"planning {describe(model)} on {arguments.devices} devices"):
         report = plan_layouts(

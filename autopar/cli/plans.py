@@ -7,6 +7,7 @@ import argparse
 from torch import nn
 
 from autopar.api import plan as plan_model
+from autopar.files import check_folder
 from autopar.plans.plan import Plan
 
 from .arguments import load_target, options_from
@@ -18,6 +19,7 @@ TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
 def make_plan(arguments: argparse.Namespace, output: Output) -> Plan:
     """The plan that a command line asks for."""
     options = options_from(arguments)
+    check_files(arguments)
     model, batch = load_target(arguments.target, meta=arguments.meta)
     with output.progress(f"planning {describe(model)} on {arguments.mesh}"):
         return plan_model(model, arguments.mesh, batch, cluster=arguments.cluster, options=options)
@@ -27,6 +29,13 @@ def describe(model: nn.Module) -> str:
     """The class and size of a model, for messages."""
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} ({count / 1e6:,.1f}M parameters)"
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raises :class:`OptionsError` before a plan is made that could not be written to ``--output`` or ``--html``."""
+    for name in ("output", "html"):
+        if path := getattr(arguments, name, None):
+            check_folder(path)
 
 
 def write_files(plan: Plan, arguments: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from autopar.options import Options
 from autopar.passes.normalise.scaled_loss import with_scaled_loss
 from autopar.passes.normalise.standard import normalise
 from autopar.passes.recompute.draw_again import draw_again
+from autopar.plans.views.quantities import amount
 from autopar.precision import Precision, autocast_dtype, check_precision, scales_loss
 from autopar.rare_collections import collecting_rarely
 from autopar.runtime.calls.kind import kind_of
@@ -39,13 +40,9 @@ NO_LOSS = (
 
 def describe(model: nn.Module, inputs: Mapping[str, tuple[Dim, ...]]) -> str:
     """A model and its batch for people: ``LlamaForCausalLM, 6.7M parameters, input_ids 8x128``."""
-    count = float(sum(p.numel() for p in model.parameters()))
-    for unit in ("", "K", "M", "B"):
-        if count < 1000 or unit == "B":
-            break
-        count /= 1000
+    count = amount(sum(p.numel() for p in model.parameters()))
     shapes = ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in list(inputs.items())[:3])
-    return f"{type(model).__name__}, {count:.3g}{unit} parameters, {shapes}"
+    return f"{type(model).__name__}, {count} parameters, {shapes}"
 
 
 @dataclass(frozen=True)

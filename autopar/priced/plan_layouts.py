@@ -159,9 +159,30 @@ def _check(devices: object, tokens: object, compare: Mapping[str, Layout], sampl
         raise OptionsError(f"compare={compare!r}: give names and an autopar.Layout of each, {{'ours': Layout(data=8)}}")
     for name, layout in compare.items():
         if layout.devices != devices:
-            raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}")
+            raise OptionsError(
+                f"{name}: {layout} takes {layout.devices} devices, not {devices}; {_filling(layout, devices)}"
+            )
         layout.microbatches(samples)
         check_kind(layout)
+
+
+def _filling(layout: Layout, devices: Any) -> str:
+    """What would take so many devices: other data parallelism, or smaller degrees of the rest."""
+    others = layout.devices // layout.data
+    if devices % others == 0:
+        return f"data={devices // others} would take {devices}"
+    named = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
+    given = " x ".join(f"{name}={degree}" for name, degree in named.items() if degree > 1)
+    return f"{given} does not divide {devices}, {_dividing(named, devices)} would"
+
+
+def _dividing(named: Mapping[str, int], devices: int) -> str:
+    """The degrees nearest to ``named``, none of them larger, whose product divides ``devices``."""
+    fewer, left = {}, devices
+    for name, degree in named.items():
+        fewer[name] = max(size for size in range(1, degree + 1) if left % size == 0)
+        left //= fewer[name]
+    return " ".join(f"{name}={degree}" for name, degree in fewer.items() if named[name] > 1) + f" data={left}"
 
 
 def _check_numbers(**named: object) -> None:

@@ -11,7 +11,7 @@ from autopar.ir.plan_record import Predicted
 from autopar.plans.plan import Plan
 from autopar.plans.views.columns import columns
 from autopar.plans.views.coverage import coverage
-from autopar.plans.views.quantities import duration, size
+from autopar.plans.views.quantities import amount, duration, size
 from autopar.plans.views.stages import mesh_text
 from autopar.search.candidate import RULE
 
@@ -150,7 +150,7 @@ class LayoutReport:
     def _lines(self) -> Iterator[str]:
         plan = self.plan
         yield (
-            f"{self.model}: {self.parameters / 1e9:,.2f}B parameters on {self.devices} devices of {plan.cluster}, "
+            f"{self.model}: {amount(self.parameters)} parameters on {self.devices} devices of {plan.cluster}, "
             f"batches of {plan.batch}"
         )
         yield f"planned in {duration(self.seconds)} ({duration(self.cpu_seconds)} of computing)"

@@ -83,6 +83,8 @@ def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> 
         ["plan", "m:f", "--mesh", "2", "--zero", "4"],
         ["plan", "m:f", "--mesh", "2", "--device", "8"],  # No abbreviation of --devices.
         ["run", "--nproc", "0", "x.py"],
+        ["explain", "plan.json", "first", "--json", "second"],
+        ["diff", "a.json", "b.json", "c.json"],
     ],
 )
 def test_bad_words_are_bad_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +150,9 @@ def test_a_plan_as_text_is_the_same_plan(
     assert "the same" in capsys.readouterr().out
     assert main(["explain", str(lines), "first.wieght"]) == 2
     assert "did you mean 'first.weight'" in capsys.readouterr().err
+    timeline = str(tmp_path / "step.json")
+    assert main(["explain", str(lines), "--timeline", timeline, "first.weight"]) == 0
+    assert capsys.readouterr().out.startswith("parameter  first.weight")
     assert main(["explain", str(lines), "second", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["why"]["kind"] == "module" and found["why"]["alternatives"]["possible"] > 0

@@ -20,7 +20,7 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.plans.views.module_tree import module_rows
 from autopar.plans.views.stage_table import _group_lines, stage_lines
-from autopar.plans.views.stages import busiest_stage, folded_modules, sends, stage_rows
+from autopar.plans.views.stages import busiest_stage, folded_modules, fullest_stage, sends, stage_rows
 from autopar.schedule.check import check
 from autopar.search.best_plan import best_plan
 from tests.helpers.chrome_trace import timeline_from_chrome_trace
@@ -171,7 +171,8 @@ def test_shares_of_all_stages_are_at_most_the_whole() -> None:
     for by in ("module", "kind", "phase"):
         shares = re.findall(r"(\d+)%", str(plan.table(by)))
         assert sum(map(int, shares)) <= 103
-    assert "pp=2" in str(plan.tree()) and "stage 0" in str(plan.tree())
+    tree = str(plan.tree())
+    assert "pp=2" in tree and "stage 0" in tree and f"memory of stage {fullest_stage(plan)}" in tree
 
 
 def test_diff_names_cuts_and_what_is_sent() -> None:

@@ -16,7 +16,7 @@ from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ReshardStep, R
 from autopar.ir.searched import Searched
 from autopar.plans.plan import Plan
 from autopar.plans.views.module_tree import ModuleRow, module_rows, numbers
-from autopar.plans.views.quantities import clip, duration, share, signed_duration, signed_size, size
+from autopar.plans.views.quantities import amount, clip, duration, share, signed_duration, signed_size, size
 
 
 @dataclass
@@ -297,6 +297,7 @@ def test_sizes(count: float, text: str) -> None:
 
 
 def test_signs_shares_and_clips() -> None:
+    assert [amount(count) for count in (7, 999, 136_700, 6.74e6, 8.03e9)] == ["7", "999", "137K", "6.74M", "8.03B"]
     assert (signed_duration(1e-3), signed_duration(-1e-3), signed_duration(0)) == ("+1 ms", "-1 ms", "±0")
     assert (signed_size(1024), signed_size(-1024), signed_size(0)) == ("+1 KiB", "-1 KiB", "±0")
     assert (share(0, 1), share(1e-9, 1), share(0.5, 1), share(1, 0)) == ("0%", "<1%", "50%", "0%")

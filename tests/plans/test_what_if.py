@@ -159,6 +159,7 @@ def test_the_table_says_what_the_plans_say() -> None:
             assert row.endswith("no plan")
             assert " ".join(answer.error.split())[:60] in " ".join(text.split())
         else:
+            assert "=1 " not in row, "axes of one device are not worth a word"
             assert duration(answer.plan.predicted.step_seconds) in row
     data = json.loads(json.dumps(found().data()))
     assert [bool(each.get("error")) for each in data["answers"]] == [a.plan is None for a in found().answers]

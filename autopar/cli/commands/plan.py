@@ -11,6 +11,14 @@ from autopar.cli.plans import TABLES, make_plan, view, write_files
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
 
+# What plans with --mesh have instead of the options of those with --devices.
+_INSTEAD = {
+    "batch": "plans the model's own batch",
+    "sequence": "plans the model's own batch",
+    "tokens": "prints one plan, not a table with the days that it takes",
+    "compare": "prints one plan, not a table (--layout restricts it to a layout)",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
@@ -48,7 +56,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         return plan_by_layouts(arguments, output)
     for name in OF_LAYOUTS:
         if getattr(arguments, name) not in (None, []):
-            raise OptionsError(f"--{name} is for plans with --devices; with --mesh the batch is the model's own")
+            raise OptionsError(f"--{name} is for plans with --devices N; --mesh {_INSTEAD[name]}")
     plan = make_plan(arguments, output)
     write_files(plan, arguments)
     output.result(view(plan, arguments.show), plan)

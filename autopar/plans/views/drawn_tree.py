@@ -13,7 +13,7 @@ from autopar.ir.plan_record import PlanRecord
 from .module_tree import ModuleRow, Move, module_rows, numbers
 from .page_width import page_width
 from .quantities import duration, share, size
-from .stages import mesh_text
+from .stages import fullest_stage, mesh_text
 
 # Columns where no terminal says how many. Chosen: a tree indents, so it takes more than a table.
 WIDTH = 120
@@ -29,7 +29,11 @@ def tree_text(plan: PlanRecord) -> str:
 
 def drawn_tree(plan: PlanRecord) -> Tree:
     """The tree in colour."""
-    stages = f"   shares of the time of all {plan.stages} stages" if plan.stages > 1 else ""
+    stages = (
+        f"\nshares of the time of all {plan.stages} stages, memory of stage {fullest_stage(plan)}"
+        if plan.stages > 1
+        else ""
+    )
     about = f"{plan.model}   mesh ({mesh_text(plan)}){stages}"
     tree = Tree(Text(about, no_wrap=True, overflow="ellipsis"))
     for row in module_rows(plan):

@@ -28,6 +28,15 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def amount(count: float) -> str:
+    """How many, in thousands (K), millions (M) or billions (B)."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}B"
+
+
 def signed_duration(seconds: float) -> str:
     """``+1.2 ms``, ``-30 us`` or ``±0``."""
     return f"+{duration(seconds)}" if seconds > 0 else duration(seconds) if seconds < 0 else "±0"

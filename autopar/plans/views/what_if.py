@@ -157,7 +157,8 @@ def _shape(plan: PlanRecord) -> str:
     if not plan.stage_meshes.are_equal:
         return f"stages of {' + '.join(map(str, plan.stage_meshes.sizes))} devices"
     stages = f"{plan.stages} stages x " if plan.stages > 1 else ""
-    return stages + " x ".join(f"{name}={count}" for name, count in zip(plan.axis_names, plan.mesh, strict=True))
+    axes = [f"{name}={count}" for name, count in zip(plan.axis_names, plan.mesh, strict=True) if count > 1]
+    return stages + (" x ".join(axes) or "1 device")
 
 
 def _remark(plan: PlanRecord) -> str:
