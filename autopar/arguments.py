@@ -74,7 +74,9 @@ def check_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     absent = [name for name in taken if name not in (*kwargs, *list(signatures[0].parameters)[: len(args)])]
     for name in kwargs:
-        if name in (*taken, TARGETS) or (takes_any and not get_close_matches(name, absent, 1, MISSPELT)):
+        # Names of more or fewer words are other inputs: token_type_ids is no misspelt mm_token_type_ids.
+        alike = [each for each in absent if each.count("_") == name.count("_")]
+        if name in (*taken, TARGETS) or (takes_any and not get_close_matches(name, alike, 1, MISSPELT)):
             continue
         hint = did_you_mean(name, absent) or f"; it takes {', '.join(map(repr, taken)) or 'none by name'}"
         raise OptionsError(f"the batch has an input {name!r}, which {type(model).__name__}.forward does not take{hint}")

@@ -225,6 +225,17 @@ def test_what_is_given_by_position_is_not_misspelt() -> None:
     check_names(AnyNames(), (x, x), {"label": x})
 
 
+class TypedTokens(nn.Module):
+    def forward(self, x: torch.Tensor, mm_token_type_ids: torch.Tensor | None = None, **others: object) -> torch.Tensor:
+        return x
+
+
+def test_names_of_other_words_are_other_inputs() -> None:
+    check_names(TypedTokens(), (), {"x": 0, "token_type_ids": 0})
+    with pytest.raises(OptionsError, match=r"did you mean 'mm_token_type_ids'\?"):
+        check_names(TypedTokens(), (), {"x": 0, "mm_token_type_id": 0})
+
+
 def test_a_training_plan_without_a_loss_says_so() -> None:
     x = torch.randn(2, 4)
     made = autopar.plan(nn.Linear(4, 4), (1,), (x,))
