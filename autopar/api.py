@@ -183,8 +183,7 @@ def make_plan(
     notes = (NO_LOSS,) if base.loss is None and settings.mode == "training" else ()
     request = replace(request, shared=work, notes=(*request.notes, *notes))
     asked = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
-    asked |= {"options": options}
-    question = Question(make_plan, model, mesh, mesh_shape(mesh), batch, rows, asked, SharedWork)
+    question = Question(make_plan, model, mesh, mesh_shape(mesh), batch, rows, asked | {"options": options}, SharedWork)
     # A copy, since the cache keeps its own plan, and the question would keep the model with it.
     return remember(replace(finish(cached_plan(request, timings))), question)
 
@@ -205,10 +204,8 @@ def _prepared(
         check_no_loss(loss_fn, targets)
         return prepare_inference(model, planned_call(model, args, kwargs, options), device, options, timings)
     precision = options.precision
-    base = prepare(
-        model, args, kwargs, device=device, loss_fn=loss_fn, training=True, precision=precision, timings=timings
-    )
-    return drawing_as_planned(base, None, options, cluster)
+    given: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "precision": precision, "timings": timings}
+    return drawing_as_planned(prepare(model, args, kwargs, training=True, **given), None, options, cluster)
 
 
 @suggests

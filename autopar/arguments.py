@@ -14,6 +14,7 @@ from torch import nn
 from autopar.ir.module_paths import did_you_mean
 from autopar.plans.plan import Plan
 from autopar.runtime.module.unwrapped import check_plain
+from autopar.runtime.torch_internals.hooks import forward_pre_hooks
 from autopar.trace.loss import TARGETS
 
 from .errors import OptionsError
@@ -58,18 +59,24 @@ def given_plan(plan: object) -> Plan | None:
     raise OptionsError(f"plan={plan!r} is not an autopar.Plan; give one, or the path or URL of its file")
 
 
-def check_names(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def check_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises :class:`OptionsError` for a keyword input that ``model.forward`` does not take, with the parameter that
     resembles it. Where forward takes any names, for one that resembles a parameter which is not given."""
+    if any(takes_names for _, takes_names in forward_pre_hooks(model)):
+        return  # They may rename inputs.
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        # A decorator may take more than what it wraps.
+        signatures = [inspect.signature(model.forward, follow_wrapped=follow) for follow in (True, False)]
     except (TypeError, ValueError):
         return
-    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
+    taken = list(dict.fromkeys(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    absent = [name for name in taken if name not in kwargs]
+    absent = [name for name in taken if name not in (*kwargs, *list(signatures[0].parameters)[: len(args)])]
     for name in kwargs:
-        if name in (*taken, TARGETS) or (takes_any and not get_close_matches(name, absent, 1, MISSPELT)):
+        # Names of more or fewer words are other inputs: token_type_ids is no misspelt mm_token_type_ids.
+        alike = [each for each in absent if each.count("_") == name.count("_")]
+        if name in (*taken, TARGETS) or (takes_any and not get_close_matches(name, alike, 1, MISSPELT)):
             continue
         hint = did_you_mean(name, absent) or f"; it takes {', '.join(map(repr, taken)) or 'none by name'}"
         raise OptionsError(f"the batch has an input {name!r}, which {type(model).__name__}.forward does not take{hint}")

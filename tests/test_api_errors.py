@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.arguments import check_names
 from autopar.cluster.device import Device
 from autopar.errors import OptionsError, TraceError
 from tests.helpers.models import Plain, make, plain
@@ -190,6 +192,48 @@ def test_an_input_that_forward_does_not_take_is_named_before_tracing() -> None:
     assert autopar.plan(AnyNames(), (1,), {"x": x, "weights": x}).batch == 2
     with pytest.raises(OptionsError, match=r"an input 'weights', which Linear.forward .*it takes 'input'"):
         autopar.plan(nn.Linear(4, 4), (1,), {"input": x, "weights": x})
+
+
+def renames(forward: Any) -> Any:
+    """A decorator that takes an older name of an input."""
+
+    @functools.wraps(forward)
+    def wrapped(self: nn.Module, *args: Any, image: Any = None, **others: Any) -> Any:
+        return forward(self, *args, **({"x": image} if image is not None else {}), **others)
+
+    return wrapped
+
+
+class Renames(nn.Linear):
+    @renames
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_inputs_that_decorators_and_hooks_take_are_no_errors() -> None:
+    x = torch.randn(2, 4)
+    assert autopar.plan(Renames(4, 4), (1,), {"image": x}).batch == 2
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda _, args, kwargs: ((kwargs["image"],), {}), with_kwargs=True)
+    assert autopar.plan(model, (1,), {"image": x}).batch == 2
+
+
+def test_what_is_given_by_position_is_not_misspelt() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(OptionsError, match=r"an input 'label', .*did you mean 'labels'\?"):
+        check_names(AnyNames(), (x,), {"label": x})
+    check_names(AnyNames(), (x, x), {"label": x})
+
+
+class TypedTokens(nn.Module):
+    def forward(self, x: torch.Tensor, mm_token_type_ids: torch.Tensor | None = None, **others: object) -> torch.Tensor:
+        return x
+
+
+def test_names_of_other_words_are_other_inputs() -> None:
+    check_names(TypedTokens(), (), {"x": 0, "token_type_ids": 0})
+    with pytest.raises(OptionsError, match=r"did you mean 'mm_token_type_ids'\?"):
+        check_names(TypedTokens(), (), {"x": 0, "mm_token_type_id": 0})
 
 
 def test_a_training_plan_without_a_loss_says_so() -> None:

@@ -105,7 +105,7 @@ def prepare(
     ``lengths``: sizes of inputs to leave open, if the model allows it. Raises :class:`OptionsError` if the policy is
     not for such a model, or forward takes no input of a name."""
     timings = timings or Timings()
-    check_names(model, kwargs)
+    check_names(model, args, kwargs)
     check_precision(model, precision)
     around = circumstances(model, model.training if training is None else training)
     half = autocast_dtype(precision)

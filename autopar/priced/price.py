@@ -12,7 +12,8 @@ from torch import nn
 from autopar.api import make_plan
 from autopar.arguments import Batch, check_model
 from autopar.cluster.description import Cluster
-from autopar.cost import usable_bytes
+from autopar.cluster.groups import Group
+from autopar.cost import reserve, usable_bytes
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.given_fields import own_fields
 from autopar.keywords import suggests
@@ -27,7 +28,7 @@ from .figures import device_flops, notes_on
 from .precision import planned_precision
 from .priced import Priced
 
-# More bytes than any device has.
+# More bytes than any plan needs.
 UNLIMITED = 1 << 50
 # What options must not say beside a layout: it says so by a field, or its devices and its batch would be others.
 _OF_LAYOUTS = {option: name for name, option in SHARED.items()} | {"microbatches": "microbatch"}
@@ -97,23 +98,33 @@ def price_with(
     except InfeasibleError:
         usable = usable_bytes(hardware.among(full.devices))
         limit = int(min(options.memory_limit or usable, usable) if hardware.groups else options.memory_limit or usable)
-        plan = planned(replace(restricted, memory_limit=UNLIMITED), _with_memory(hardware))
+        allowed = (options.memory_limit or 0) + UNLIMITED if options.memory_limit or not hardware.groups else None
+        plan = planned(replace(restricted, memory_limit=allowed), _with_memory(hardware))
         plan = _within(plan, limit, options=restricted, cluster=hardware)
     rate, notes = device_flops(plan, hardware.among(full.devices)), notes_on(plan, hardware)
     return Priced(plan, full, limit, plan.predicted.mfu * rate, notes)
 
 
 def _within(plan: Plan, limit: int, **asked: Any) -> Plan:
-    """A plan that was made without a limit, as the plan that was ``asked`` for: with what devices may hold."""
+    """A plan that was made with :data:`UNLIMITED` bytes more, as the plan that was ``asked`` for: with what devices may
+    hold."""
     question = question_of(plan)
     question = replace(question, arguments={**question.arguments, **asked})
-    return remember(replace(plan, memory_limit=limit, device_peaks=(), device_limits=()), question)
+    pipeline = plan.pipeline
+    if pipeline is not None:
+        pipeline = replace(pipeline, limits=tuple(each - UNLIMITED for each in pipeline.limits))
+    return remember(replace(plan, memory_limit=limit, pipeline=pipeline, device_peaks=(), device_limits=()), question)
 
 
 def _with_memory(cluster: Cluster) -> Cluster:
-    """The cluster whose devices may hold whatever options allow: of several kinds, each has a limit of its own."""
-    each = (replace(group, device=replace(group.device, memory_bytes=UNLIMITED)) for group in cluster.groups)
-    return cluster.with_groups(*each) if cluster.groups else cluster
+    """The cluster whose devices, if they are of several kinds, may each hold :data:`UNLIMITED` bytes more."""
+
+    def with_more(group: Group) -> Group:
+        device, kept = group.device, reserve(replace(cluster, device=group.device, groups=()))
+        more = device.memory_bytes + UNLIMITED
+        return replace(group, device=replace(device, memory_bytes=more, reserve_bytes=kept, reserve_fraction=0.0))
+
+    return cluster.with_groups(*map(with_more, cluster.groups)) if cluster.groups else cluster
 
 
 def mesh_of(layout: Layout) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes, nodes_by_mesh
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.options_of_plan import priced_as
-from autopar.planner.plan_graph import check_same_graph
+from autopar.planner.plan_graph import check_same_graph, drawing_as_planned
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.request import PlanRequest, as_stated, kernels_of, rank_limits
@@ -68,6 +68,8 @@ def reprice(
             is not a traced model.
     """
     _check_traced(prepared)
+    hardware = Cluster.get(cluster or plan.cluster)
+    prepared = drawing_as_planned(prepared, plan, options or Options(), hardware)
     planned = check_same_graph(plan, prepared)
     if batch != plan.batch and not (prepared.graph.symbols and prepared.traced.holds_for(batch)):
         raise PlanMismatchError(
@@ -80,7 +82,7 @@ def reprice(
         loss=prepared.loss,
         batch=batch,
         mesh=plan.mesh,
-        cluster=as_stated(Cluster.get(cluster or plan.cluster), settings).among(plan.stage_meshes.devices),
+        cluster=as_stated(hardware, settings).among(plan.stage_meshes.devices),
         options=settings,
         model=plan.model,
         axis_names=plan.axis_names,

@@ -6,10 +6,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
 from autopar.errors import OptionsError, PlanMismatchError
 from autopar.options import Options
+from autopar.passes.recompute.draw_again import AGAIN
 from autopar.planner.options_of_plan import options_under
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.request import PlanRequest
@@ -49,6 +52,15 @@ def test_a_plan_from_a_file_is_priced_with_the_options_it_was_made_with(form: st
     assert (other.optimizer, other.compile) == ("momentum", False)
     assert other.predicted.optimizer_bytes > 0 == plan.predicted.optimizer_bytes
     assert other.predicted.compute_seconds > plan.predicted.compute_seconds
+
+
+def test_a_plan_that_draws_again_is_priced_again() -> None:
+    """The trace that is given draws once, as one for steps that are not compiled."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(8, 8)
+    plan = autopar.plan(model, (2,), x, cluster=slow_devices(), options=Options(compile=True))
+    assert any(AGAIN in name for name in plan.nodes)
+    base = prepare(model, (x,), {}, device="cpu", loss_fn=None, training=True)
+    assert autopar.reprice(plan, base, 8, cluster=slow_devices()).predicted == plan.predicted
 
 
 def test_options_beside_a_plan_are_those_it_was_priced_with() -> None:

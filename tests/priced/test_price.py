@@ -11,6 +11,7 @@ import torch
 
 import autopar
 from autopar.cluster.groups import Group
+from autopar.cost import usable_bytes
 from autopar.errors import ArgumentError, InfeasibleError, OptionsError
 from autopar.layout import Layout
 from autopar.search import best_plan
@@ -110,6 +111,21 @@ def test_unequal_devices_have_limits_of_their_own() -> None:
     found = autopar.price(model(), batch(), cluster, layout=layout, options=autopar.Options(memory_limit=limit))
     assert not found.fits and found.memory_limit == limit
     assert found.excess_bytes == found.predicted.peak_bytes - limit > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [None, 24 << 20])
+def test_stages_that_do_not_fit_keep_the_limits_of_their_devices(limit: int | None) -> None:
+    """A training under the plan measures each stage by its own."""
+    room = A100.device.memory_bytes - usable_bytes(A100)
+    large, small = (dataclasses.replace(A100.device, memory_bytes=room + each) for each in (32 << 20, 16 << 20))
+    kinds = [dataclasses.replace(each, reserve_bytes=room, reserve_fraction=0.0) for each in (large, small)]
+    cluster = A100.with_groups(*(Group(1, each) for each in kinds))
+    options = autopar.Options(memory_limit=limit)
+    layout = Layout(pipeline=2, microbatch=4)
+    found = autopar.price(model(), batch(), cluster, layout=layout, options=options)
+    assert not found.fits and found.memory_limit == 16 << 20
+    assert found.plan.stage_limits == (limit or 32 << 20, 16 << 20)
 
 
 @pytest.mark.parametrize(
