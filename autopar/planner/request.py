@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 
 from autopar.cluster.description import Cluster
 from autopar.cost import usable_bytes, usable_host_bytes
+from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import Shares
@@ -20,8 +22,11 @@ from autopar.planner.roles.axis_roles import AxisRole
 from .shared_work import SharedWork
 
 # By how much a quick price may be off, relative to that of another layout.
-# Chosen: those of the largest models are within 3% of their plans (docs/layouts.md).
+# Chosen: those of the largest models are within 3.5% of their plans (docs/layouts.md).
 NEAR = 1.05
+# The most axes on which placements are searched freely: those of a matrix on four are 256, and of two that an operation
+# joins 65,536. Chosen: a GPT-2 of two layers on (2, 2, 2, 2) had no plan after ten minutes.
+MOST_AXES = 3
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,36 @@ def axes_are_fixed(request: PlanRequest) -> bool:
 
 def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
     """The meshes to try: the requested one or, if it has one axis that may be regrouped, all ways to split its devices
-    into two axes. A plan with equal placements on both axes amounts to one on the single axis, so that none is lost."""
+    into two axes. A plan with equal placements on both axes amounts to one on the single axis, so that none is lost.
+    Of more than :data:`MOST_AXES` axes neighbours are joined, in every way.
+
+    Raises :class:`OptionsError` if there are more, and they cannot be regrouped."""
     if request.roles:
         return [request.mesh]
     requested = request.mesh
+    if len([size for size in requested if size > 1]) > MOST_AXES:
+        joined = _joined(tuple(size for size in requested if size > 1))
+        if axes_are_fixed(request):
+            raise OptionsError(_too_many_axes(requested, joined[-1]))
+        return joined
     devices = math.prod(requested)
     splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
     return [requested] if axes_are_fixed(request) or len(requested) > 1 or not splits else splits
+
+
+def _joined(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The meshes of :data:`MOST_AXES` axes that are products of neighbouring axes of ``mesh``."""
+    ends = (cuts for cuts in combinations(range(1, len(mesh)), MOST_AXES - 1))
+    each = (tuple(math.prod(mesh[a:b]) for a, b in pairwise((0, *cuts, len(mesh)))) for cuts in ends)
+    return list(dict.fromkeys(each))
+
+
+def _too_many_axes(mesh: tuple[int, ...], joined: tuple[int, ...]) -> str:
+    return (
+        f"the mesh {mesh} has {len(mesh)} axes, and names, pins or mesh_search=False keep them apart: a tensor has too "
+        f"many placements on more than {MOST_AXES} axes to search them. Join axes, as in the mesh {joined}, or say "
+        "what each is for: Options(layout=autopar.Layout(...)) with degrees of data, context, expert, tensor, pipeline"
+    )
 
 
 def compiles(options: Options, cluster: Cluster) -> bool:

@@ -304,3 +304,16 @@ def test_an_operation_without_a_rule_is_reported_with_its_price() -> None:
     assert ops and ops <= set(plan.fallbacks)
     for op in ops:
         assert any(op in warning and "ms a step" in warning for warning in plan.warnings)
+
+
+def test_many_axes_are_joined_or_refused() -> None:
+    request = requested("plain", (2, 2, 1, 2, 2), mesh_search=True)
+    assert mesh_candidates(request) == [(2, 2, 4), (2, 4, 2), (4, 2, 2)]
+    with pytest.raises(OptionsError, match=r"has 5 axes, and names, pins.*Join axes, as in the mesh \(4, 2, 2\)"):
+        mesh_candidates(replace(request, options=Options(mesh_search=False)))
+
+
+@pytest.mark.slow
+def test_a_plan_for_many_axes_has_fewer() -> None:
+    plan = planned("plain", (2, 2, 2, 2), mesh_search=True)
+    assert len(plan.mesh) <= 3 and plan.mesh != (2, 2, 2, 2)
