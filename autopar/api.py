@@ -159,9 +159,8 @@ def make_plan(
     whether the error for what does not fit says what would, which takes a search."""
     check_model(model)
     timings, work = Timings(advises=advises), SharedWork() if work is None else work
-    args, kwargs = split_batch(batch, targets)
+    (args, kwargs), settings = split_batch(batch, targets), in_mode(options, mode)
     where = _device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
-    settings = in_mode(options, mode)
     if settings.pad_to is not None:
         args, kwargs = padded_batch(model, settings.pad_to, args, kwargs)
     shape, names, rows = mesh_shape(mesh), _axis_names(mesh), batch_size(args, kwargs)
