@@ -25,7 +25,9 @@ from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
 from autopar.compiler.replica_plan import finished_by
 from autopar.planner.options_of_plan import options_under
+from autopar.planner.plan_graph import drawing_as_planned
 from autopar.planner.prepare import Prepared, batch_size, make_request, prepare
+from autopar.planner.request import compiles
 from autopar.planner.shared_work import SharedWork
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
@@ -174,7 +176,8 @@ def make_plan(
         "prepared",
         (batch, targets),
         *(settings.precision, settings.mode, settings.cache_length, settings.pad_to, replicas),
-        make=lambda: _prepared(model, args, kwargs, where, loss_fn, targets, settings, timings),
+        compiles(settings, hardware),
+        make=lambda: _prepared(model, args, kwargs, where, loss_fn, targets, settings, hardware, timings),
     )
     propose = partial(proposed_layouts, model, args, kwargs, loss_fn)
     request = make_request(model, base, shape, hardware, replace(settings, sync=EVERY_STEP), names, propose)
@@ -194,6 +197,7 @@ def _prepared(
     loss_fn: LossFunction | None,
     targets: Any,
     options: Options,
+    cluster: Cluster,
     timings: Timings,
 ) -> Prepared:
     """The model traced for training, or for inference."""
@@ -201,9 +205,10 @@ def _prepared(
         check_no_loss(loss_fn, targets)
         return prepare_inference(model, planned_call(model, args, kwargs, options), device, options, timings)
     precision = options.precision
-    return prepare(
+    base = prepare(
         model, args, kwargs, device=device, loss_fn=loss_fn, training=True, precision=precision, timings=timings
     )
+    return drawing_as_planned(base, None, options, cluster)
 
 
 @suggests

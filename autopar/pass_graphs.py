@@ -19,16 +19,19 @@ from autopar.passes.lower.lower import Lowering, lower, with_native_operations
 from autopar.passes.lower.overlap import overlap
 from autopar.passes.normalise.scaled_loss import ScaledLoss
 from autopar.passes.normalise.standard import STANDARD
+from autopar.passes.recompute.draw_again import DrawAgain
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.constraints import pinned_apart
 from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.plan_graph import drawing_as_planned
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.plans.plan import Plan
 
 from .arguments import Batch, split_batch
 from .errors import OptionsError
+from .options import Options
 from .precision import Precision, scales_loss
 
 # In the order in which they run. Those of PLACED need a plan without stages: a pipeline is cut first.
@@ -37,6 +40,7 @@ PASSES = (
     "trace",
     *dict.fromkeys(one.name for one in STANDARD),
     ScaledLoss.name,
+    DrawAgain.name,
     "step",
     SaveActivations.name,
     "annotate",
@@ -67,7 +71,8 @@ def after_pass(
     args, kwargs = split_batch(batch)
     precision: Precision | None = plan.precision if plan.precision != "fp32" else None
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
-    return _Graphs(base, plan, Cluster.get(cluster or "local"), rank).text(name)
+    known = Cluster.get(cluster or "local")
+    return _Graphs(drawing_as_planned(base, plan, Options(), known), plan, known, rank).text(name)
 
 
 class _Graphs:
@@ -93,7 +98,7 @@ class _Graphs:
     def _normalised(self, name: str) -> Graph:
         """The graph of the model, for any batch size, after the last pass called ``name``; traced, if none is."""
         graph = self.base.traced.graph
-        if name == ScaledLoss.name:
+        if name in (ScaledLoss.name, DrawAgain.name):  # Compiled steps alone draw again.
             return self.base.graph
         last = max((i for i, one in enumerate(STANDARD) if one.name == name), default=-1)
         for one in STANDARD[: last + 1]:

@@ -37,6 +37,7 @@ from .experts import OPERATIONS as EXPERT_OPERATIONS
 from .grouped_mm import grouped_backward, grouped_inner, grouped_rows
 from .index_range import any_outside, poisoned
 from .random import DRAWS
+from .random_streams import STREAM_OPERATIONS
 from .write_rows import OPERATIONS as WRITE_OPERATIONS
 
 Number = int | float | bool
@@ -259,5 +260,6 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = (
     | CTC_OPERATIONS
     | WRITE_OPERATIONS
     | DRAWS
+    | STREAM_OPERATIONS
 )
 """The local operations by the names that programs use, including those of :mod:`.random`."""

@@ -24,6 +24,9 @@ elements; it is empty where no dim does. Where a batch is run in pieces, ``each`
 elements of two consecutive pieces (0 if all draw the same), and ``state[3]`` is the piece; else it is 0.
 A part of the tensor is described by its ``first`` element and, for each loop over the part from the outermost
 in, its number of iterations (``counts``) and its stride (``strides``); without counts it is the whole tensor.
+
+What a draw takes from the state are two integers, its *stream*: ``start`` of its first element, and ``gamma``. In
+compiled code draws take them as a tensor (:mod:`.random_streams`).
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def mix(bits: torch.Tensor) -> torch.Tensor:
     """SplitMix64's ``mix``, in place."""
     bits.bitwise_xor_(_shifted(bits, 30)).mul_(_signed(_MULTIPLIERS[0]))
     bits.bitwise_xor_(_shifted(bits, 27)).mul_(_signed(_MULTIPLIERS[1]))
@@ -98,33 +101,41 @@ def position_strides(size: Sequence[Any], samples: Sequence[Any]) -> tuple[Any, 
     return tuple(strides)
 
 
-def _loops(counts: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """The loops without those of one iteration; adjacent loops that form one are merged. At least one loop."""
+def loops_of(counts: Sequence[int], strides: Sequence[int], most: float = math.inf) -> list[tuple[int, int]]:
+    """The loops without those of one iteration; adjacent loops that form one of less than ``most`` iterations are
+    merged. At least one loop."""
     loops: list[tuple[int, int]] = []
     for count, stride in zip(counts, strides, strict=True):
         if count == 1:
             continue
-        if loops and loops[-1][1] == count * stride:
+        if loops and loops[-1][1] == count * stride and loops[-1][0] * count < most:
             loops[-1] = (loops[-1][0] * count, stride)
         else:
             loops.append((count, stride))
     return loops or [(1, 1)]
 
 
-def _blocks(loops: list[tuple[int, int]], start: int, gamma: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yields the mixed bits of a part, block after block in the order of its elements."""
+def _times(gamma: Any, count: int) -> Any:
+    """``count * gamma`` of 64-bit integers, of which ``gamma`` may be a tensor."""
+    return _signed(count * gamma) if isinstance(gamma, int) else gamma * _signed(count)
+
+
+def _blocks(loops: list[tuple[int, int]], start: Any, gamma: Any, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yields the mixed bits of a part, block after block in the order of its elements. ``start`` and ``gamma`` are
+    integers, or tensors of one on the device."""
     limit = _BLOCK.get(device.type, _LARGE_BLOCK)
     count, stride = loops[-1]
-    outer = torch.full((1,), start, dtype=torch.int64, device=device)
+    is_number = isinstance(start, int)
+    outer = torch.full((1,), start, dtype=torch.int64, device=device) if is_number else start.reshape(1)
     for turns, step in loops[:-1]:
-        moves = torch.arange(turns, device=device).mul_(_signed(step * gamma))
+        moves = torch.arange(turns, device=device).mul_(_times(gamma, step))
         outer = (outer[:, None] + moves).flatten()
     width = min(count, limit)
     rows = max(1, limit // width) if width == count else 1
     for row in range(0, len(outer), rows):
         for column in range(0, count, width):
-            inner = torch.arange(column, min(column + width, count), device=device).mul_(_signed(stride * gamma))
-            yield _mix(outer[row : row + rows, None] + inner).flatten()
+            inner = torch.arange(column, min(column + width, count), device=device).mul_(_times(gamma, stride))
+            yield mix(outer[row : row + rows, None] + inner).flatten()
 
 
 def _draw(
@@ -137,21 +148,39 @@ def _draw(
     samples: Sequence[int],
     part: tuple[int, Sequence[int], Sequence[int]],
 ) -> torch.Tensor:
+    first, counts, strides = part if part[1] else (0, size, position_strides(size, samples))
+    start, gamma = started(state.tolist(), place, first, samples[1] if samples else 0)
+    return filled(finish, (start, gamma), size, dtype, device, loops_of(counts, strides))
+
+
+def started(state: list[int], place: int, first: int, distance: int) -> tuple[int, int]:
+    """``start`` of the first element of a part, and ``gamma``. ``distance``: of consecutive pieces."""
+    seed, kind, step, piece = state
+    begin, gamma = stream(seed, kind, step, place)
+    return _signed(begin + (first + piece * distance + 1) * gamma), gamma
+
+
+def filled(
+    finish: Finish,
+    start_and_gamma: tuple[Any, Any],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    loops: list[tuple[int, int]],
+) -> torch.Tensor:
+    """The numbers that ``finish`` makes of the bits of all ``loops``. ``start_and_gamma``: as for :func:`_blocks`."""
     result = torch.empty(size, dtype=dtype, device=device)
     if not result.numel():
         return result
-    seed, kind, step, piece = state.tolist()
-    begin, gamma = stream(seed, kind, step, place)
-    first, counts, strides = part if part[1] else (0, size, position_strides(size, samples))
-    first += piece * samples[1] if samples else 0
     flat, done = result.view(-1), 0
-    for bits in _blocks(_loops(counts, strides), _signed(begin + (first + 1) * gamma), gamma, device):
+    for bits in _blocks(loops, *start_and_gamma, device):
         flat[done : done + bits.numel()].copy_(finish(bits))
         done += bits.numel()
     return result
 
 
-def _uniform(dtype: torch.dtype) -> Finish:
+def uniform_bits(dtype: torch.dtype) -> Finish:
+    """Makes uniform numbers of bits: as many as the dtype has."""
     digits = _DIGITS[dtype]
     exact = torch.float64 if digits > 24 else torch.float32
     return lambda bits: _shifted(bits, 64 - digits).to(exact).mul_(2**-digits)
@@ -161,12 +190,14 @@ def _normal(dtype: torch.dtype) -> Finish:
     return lambda bits: torch.special.ndtri(_shifted(bits, 11).to(torch.float64).add_(0.5).mul_(2**-53))
 
 
-def _bernoulli(dtype: torch.dtype, p: float) -> Finish:
+def bernoulli_bits(dtype: torch.dtype, p: float) -> Finish:
+    """Makes of bits what is true with probability ``p``."""
     threshold = math.ceil(p * 2**53)
     return lambda bits: _shifted(bits, 11) < threshold
 
 
-def _bits(dtype: torch.dtype) -> Finish:
+def integer_bits(dtype: torch.dtype) -> Finish:
+    """Makes integers of bits, none negative."""
     return lambda bits: _shifted(bits, 1)
 
 
@@ -215,13 +246,11 @@ def _define(name: str, finish: Callable[..., Finish], own: str = "") -> Any:
 
 
 STATE_OP = "autopar.random_state.default"
-DRAWS: dict[str, Any] = {
-    f"autopar.{name}.default": _define(name, finish, own)
-    for name, finish, own in (
-        ("uniform", _uniform, ""),
-        ("normal", _normal, ""),
-        ("bernoulli", _bernoulli, ", float p"),
-        ("random_bits", _bits, ""),
-    )
-}
+_FINISHES = (
+    ("uniform", uniform_bits, ""),
+    ("normal", _normal, ""),
+    ("bernoulli", bernoulli_bits, ", float p"),
+    ("random_bits", integer_bits, ""),
+)
+DRAWS: dict[str, Any] = {f"autopar.{name}.default": _define(name, finish, own) for name, finish, own in _FINISHES}
 """The operations that draw, by the names that graphs and programs use."""

@@ -13,20 +13,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 from autopar.cluster.device import Device
-from autopar.cost.compute.op_families import DRAW, family_of
 from autopar.cost.kernels.grouping import Fusing, find_kernels
-from autopar.cost.kernels.kernel import Kernels, is_alias, is_lookup, origin, readers
+from autopar.cost.kernels.kernel import Kernel, Kernels, is_alias, is_lookup, origin, readers
 from autopar.cost.kernels.share import FREE, Share, shares_of
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.ir.node import RECOMPUTED, VIEWS, Node, Value
 from autopar.ir.placements import REPLICATE, Strategy
+from autopar.ops.random_streams import STREAMED
 from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.lower.fuse_bias import biased_products
@@ -52,11 +52,10 @@ class FusedKernels:
     classes: Mapping[str, str]
 
     @staticmethod
-    def of(graph: Graph, device: Device, draws: bool = False) -> FusedKernels:
-        """The kernels of a concrete graph with saved activations on such a device. ``draws``: whether random numbers
-        are drawn inside of kernels, as other libraries do; the runtime draws them by operations of its own."""
-        kernels = compiled_kernels(graph, device, draws)
-        fused = [kernel for kernel in kernels.kernels if kernel.heavy is None and not _is_eager(kernel.nodes[0], draws)]
+    def of(graph: Graph, device: Device) -> FusedKernels:
+        """The kernels of a concrete graph with saved activations on such a device."""
+        kernels = compiled_kernels(graph, device)
+        fused = [kernel for kernel in kernels.kernels if kernel.heavy is None and not _runs_alone(kernel)]
         shares = {node.name: FREE for node in kernels.graph.nodes if node.op in VIEWS}
         for kernel in fused:
             shares.update(shares_of(kernels.graph, kernel))
@@ -89,9 +88,8 @@ class FusedKernels:
         return self.classes.get(name, name)
 
 
-def compiled_kernels(graph: Graph, device: Device, draws: bool = False) -> Kernels:
-    """The kernels of a graph whose pieces are compiled for such a device; ``draws``: as for
-    :meth:`FusedKernels.of`."""
+def compiled_kernels(graph: Graph, device: Device) -> Kernels:
+    """The kernels of a graph whose pieces are compiled for such a device."""
     piece = _pieces(graph)
 
     def parted(producer: Node, consumer: Node) -> bool:
@@ -102,7 +100,7 @@ def compiled_kernels(graph: Graph, device: Device, draws: bool = False) -> Kerne
 
     native = _native_results(graph)
     fusing = Fusing(device.is_gpu, looks_up=True, one_hot=False, kept=lambda node: node.name in native)
-    return find_kernels(_with_biases(graph), parted, partial(_is_eager, draws=draws), size, fusing)
+    return find_kernels(_with_biases(graph), parted, _is_eager, size, fusing)
 
 
 def _native_results(graph: Graph) -> frozenset[str]:
@@ -153,9 +151,14 @@ def _is_eager_operation(op: str) -> bool:
     return isinstance(operation, OpOverload) and any(tag in operation.tags for tag in _APART)
 
 
-def _is_eager(node: Node, draws: bool) -> bool:
+def _runs_alone(kernel: Kernel) -> bool:
+    """Whether a kernel is an operation that is not compiled, or a draw with nothing to share its kernel."""
+    return _is_eager(kernel.nodes[0]) or all(node.op in STREAMED or is_alias(node) for node in kernel.nodes)
+
+
+def _is_eager(node: Node) -> bool:
     """Whether an operation runs as it is, outside of compiled pieces."""
-    if is_alias(node) or is_lookup(node) or (draws and family_of(node.op) is DRAW):
+    if is_alias(node) or is_lookup(node) or node.op in STREAMED:
         return False
     return _is_eager_operation(node.op)
 

@@ -6,14 +6,19 @@ import math
 from collections.abc import Mapping
 from itertools import zip_longest
 
+from autopar.cluster.description import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
 from autopar.ir.plan_record import PlanNode
+from autopar.ops.random_streams import STREAMED
+from autopar.options import Options
+from autopar.passes.recompute.draw_again import AGAIN
 from autopar.placement.alternatives import plan_nodes
 from autopar.plans.plan import Plan
 
 from .prepare import Prepared
+from .request import compiles
 from .step_graphs import graph_hash, step_graph
 
 
@@ -40,6 +45,14 @@ def check_same_graph(plan: Plan, base: Prepared) -> Graph:
         "and dtypes, values of flags), loss_fn, mode (train or eval) and operations of torch give the same graph: make "
         "the plan with the inputs of the first training call, or leave plan= out"
     )
+
+
+def drawing_as_planned(base: Prepared, plan: Plan | None, options: Options, cluster: Cluster) -> Prepared:
+    """``base``, whose backward draws random numbers again (:mod:`autopar.passes.recompute.draw_again`) if that of the
+    plan does; without a plan, if the step will be compiled."""
+    drawn = () if plan is None else (name for name, node in plan.nodes.items() if node.op in STREAMED)
+    again = compiles(options, cluster) if plan is None else any(AGAIN in name for name in drawn)
+    return base.drawing_again() if again else base
 
 
 def first_difference(plan: Plan, graph: Graph) -> str:

@@ -110,11 +110,15 @@ def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
     return [requested] if axes_are_fixed(request) or len(requested) > 1 or not splits else splits
 
 
-def is_compiled(request: PlanRequest) -> bool:
-    """Whether pieces of the step are compiled, and so priced as kernels: where ``Options(compile=...)`` says so;
+def compiles(options: Options, cluster: Cluster) -> bool:
+    """Whether pieces of a step are compiled, and so priced as kernels: where ``Options(compile=...)`` says so;
     ``"auto"``: on GPUs."""
-    compiles = request.options.compile
-    return request.cluster.device.is_gpu if compiles == "auto" else bool(compiles)
+    return cluster.device.is_gpu if options.compile == "auto" else bool(options.compile)
+
+
+def is_compiled(request: PlanRequest) -> bool:
+    """:func:`compiles` of a request."""
+    return compiles(request.options, request.cluster)
 
 
 def kernels_of(request: PlanRequest, graph: Graph) -> FusedKernels | None:

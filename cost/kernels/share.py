@@ -4,18 +4,23 @@
 
 as of the roofline (:mod:`autopar.cost.compute.roofline`), with the bytes only of those operands that it is the first in
 its kernel to read from memory, and of those results that others read from there. Its work are transcendental functions;
-arithmetic takes less than the traffic of the kernel and is hidden by it. The operations of a kernel pay for one launch
-in equal parts. So the price of each depends on its own placements alone, which is what the placement program needs, and
-the sum over a kernel has each byte once.
+other arithmetic takes less than the traffic of the kernel and is hidden by it, except that of random draws, which pay
+for what the traffic of their kernel does not hide. The operations of a kernel pay for one launch in equal parts. So the
+price of each depends on its own placements alone, which is what the placement program needs, and the sum over a kernel
+has each byte once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from autopar.cluster.description import Cluster
 from autopar.cost.compute.flops_and_bytes import Inputs, Operation, Outputs
-from autopar.cost.compute.op_families import SELECT, family_of
+from autopar.cost.compute.op_families import DRAW, SELECT, family_of
 from autopar.cost.compute.roofline import compute_seconds, dtype_of
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, TensorType, Value
@@ -27,15 +32,23 @@ from .kernel import Kernel, is_alias, origin
 class Share:
     """An operation's share of its kernel. ``reads``, ``writes``: of each operand and each result the bytes in memory
     that it reads or writes, as a multiple of the bytes of the value (an expanded operand has fewer, one in whose place
-    sources are read has others). ``launches``: its part of the launch."""
+    sources are read has others). ``launches``: its part of the launch. ``beside``: of a draw, the bytes that its kernel
+    moves for each element that is drawn in it."""
 
     launches: float
     reads: tuple[float, ...]
     writes: tuple[float, ...]
+    beside: float = 0.0
 
 
 FREE = Share(0.0, (), ())
 """Of a view."""
+# Arithmetic of one element of a draw (autopar/ops/random.py), in FLOPs of 32 bits: 13 additions, shifts and bitwise
+# operations of 64 bits, each two of 32 bits, and three 64-bit products of four; two FLOPs each, since a processor of a
+# GPU has as many units for 32-bit integers as for multiply-adds (NVIDIA's A100 whitepaper; H100s have half as many). A
+# core draws an element and multiplies by it in 0.65 ns, which is 76 FLOPs at 117 GFLOP/s (tests/runtime/
+# test_piece_draws.py's section of 3 million elements, AVX-512).
+DRAWN_FLOPS = 76.0
 
 
 def share_seconds(
@@ -47,7 +60,18 @@ def share_seconds(
     moved = share_bytes(node, inputs, outputs, share, local)
     functions = float(family.flops(node, inputs, outputs)) if family.is_function else 0.0
     dtype = dtype_of(inputs, outputs)
-    return compute_seconds(cluster, 0.0, moved, dtype, functions=functions, launches=share.launches)
+    seconds = compute_seconds(cluster, 0.0, moved, dtype, functions=functions, launches=share.launches)
+    if family is DRAW and share.launches:
+        seconds += _drawing_seconds(cluster, float(family.flops(node, inputs, outputs)), share)
+    return seconds
+
+
+def _drawing_seconds(cluster: Cluster, elements: float, share: Share) -> float:
+    """What drawing adds to the traffic of its kernel, as of the roofline."""
+    device = cluster.device
+    arithmetic = elements * DRAWN_FLOPS / device.flops(torch.float32)
+    traffic = elements * share.beside / device.memory_bandwidth
+    return max(0.0, arithmetic - traffic) + device.memory_stalls * min(arithmetic, traffic)
 
 
 def share_bytes(node: Operation, inputs: Inputs, outputs: Outputs, share: Share, local: str = "") -> float:
@@ -80,7 +104,22 @@ def shares_of(graph: Graph, kernel: Kernel) -> dict[str, Share]:
             reads.append(nbytes / max(1.0, _bytes(graph.type_of(operand))))
         writes = tuple(float(Value(node.name, index) in written) for index in range(len(node.types)))
         shares[node.name] = Share(launches if not _is_view(node) else 0.0, tuple(reads), writes) if counted else FREE
+    drawn = [node for node in kernel.nodes if family_of(node.op) is DRAW]
+    if drawn:
+        beside = sum(map(partial(_moved, graph, shares), kernel.nodes)) / max(1.0, sum(map(_elements, drawn)))
+        shares.update({node.name: replace(shares[node.name], beside=beside) for node in drawn})
     return shares
+
+
+def _moved(graph: Graph, shares: Mapping[str, Share], node: Node) -> float:
+    """Bytes that a node reads and writes as a part of its kernel, unsharded."""
+    share = shares[node.name]
+    read = sum(part * _bytes(graph.type_of(value)) for part, value in zip(share.reads, node.operands, strict=False))
+    return read + sum(part * _bytes(kind) for part, kind in zip(share.writes, node.types, strict=False) if kind)
+
+
+def _elements(node: Node) -> float:
+    return float(node.type.numel)
 
 
 def _is_view(node: Node) -> bool:

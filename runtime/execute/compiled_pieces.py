@@ -25,6 +25,7 @@ import torch
 from autopar.content.cache_folder import cache_folder, caching_enabled
 from autopar.ir.program import Section
 from autopar.ops.masked import LOCAL_OPS
+from autopar.ops.random_streams import TRACED_DRAWS
 from autopar.runtime.torch_internals.inductor import (
     Compiled,
     Metadata,
@@ -36,6 +37,7 @@ from autopar.runtime.torch_internals.inductor import (
 
 from .convolution_layout import convolutions
 from .index_guards import GUARDED
+from .piece_draws import with_streams
 from .piece_lookups import LOOKUPS, Lookups, Range
 from .pieces import Piece, kind_of, split
 from .section_code import Run, SectionCode
@@ -127,7 +129,7 @@ class PieceCode:
         if len(self._variants) >= _MOST_VARIANTS:
             return RuntimeError(f"it is compiled for {_MOST_VARIANTS} sizes of inputs already")
         lookups = Lookups(self._canonical, _checked_lookups(self._device))
-        operations = {**LOCAL_OPS, **lookups.operations, **convolutions(self._device)}
+        operations = {**LOCAL_OPS, **TRACED_DRAWS, **lookups.operations, **convolutions(self._device)}
         function = SectionCode(
             self._canonical, Source(self._canonical, operations, self._device, reuse=False), ""
         ).function
@@ -266,6 +268,6 @@ def with_pieces(
 ) -> tuple[Section, dict[str, Operation]]:
     """``section`` in compiled pieces, and the operations that it then calls."""
     host = {*GUARDED, *_checked_lookups(compilation.device)} & set(operations)
-    pieces = split(section, lambda instruction: kind_of(instruction, host))
+    pieces = split(with_streams(section), lambda instruction: kind_of(instruction, host))
     calls = {name: PieceCall(piece, compilation.device, as_it_is, compilation) for name, piece in pieces.pieces.items()}
     return pieces.section, {**operations, **calls}

@@ -4,6 +4,8 @@ A derivative often needs several steps of an elementwise function: of GELU the p
 by one, each of them is a tensor that may as well be saved. In compiled code they are never stored, unless they
 are saved: then forward writes all of them and backward reads them. It is cheaper to compute them again, from
 values that are stored in any case. A plan counts the saved values as they were: memory is at most what it predicts.
+
+Random draws are such steps, too: their numbers are a function of the state of the step, which takes 32 bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.ir.node import CAST, Value
 from autopar.ir.program import Instruction, Program, Section
+from autopar.ops.random_streams import STREAMED
 
 from .piece_lookups import LOOKUPS
 from .pieces import kind_of
@@ -85,7 +88,8 @@ class _Forward:
         """Whether fused code alone reads the value in forward, so that it is not stored unless it is saved."""
         for reader in self._readers.get(value, ()):
             kind = kind_of(reader)
-            fuses = _is_elementwise(reader) or kind == "view" or reader.op in LOOKUPS
+            is_cast = made.op in STREAMED and reader.op == CAST
+            fuses = _is_elementwise(reader) or is_cast or kind == "view" or reader.op in LOOKUPS
             if not fuses or self._layer(reader) != self._layer(made):
                 return False
             parts = [Value(reader.name, index) for index in range(reader.results)] if kind == "view" else []
@@ -124,7 +128,8 @@ class _Forward:
         kernels = sum(kind_of(each) == "kernel" for each in new)
         converts = any(self.made[step].op == CAST for step in steps)
         elementwise = any(_is_elementwise(each) for each in new)
-        if all(base in self._inputs or self._is_reduced(base) for base in bases):
+        draws = any(self.made[step].op in STREAMED for step in steps)
+        if not draws and all(base in self._inputs or self._is_reduced(base) for base in bases):
             return False  # A small value, such as the scale of a norm.
         return not elementwise and kernels <= 1 and not (kernels and converts)
 
@@ -147,7 +152,9 @@ class _Forward:
 
 
 def _is_elementwise(instruction: Instruction) -> bool:
-    """One result, each element of which is computed from one element of each operand."""
+    """One result, each element of which is computed from one element of each operand, or drawn."""
+    if instruction.op in STREAMED:
+        return True
     if kind_of(instruction) != "fused" or not instruction.op.startswith("aten.") or instruction.results > 1:
         return False
     return instruction.op in _ELEMENTWISE or torch.Tag.pointwise in resolve_aten(instruction.op).tags

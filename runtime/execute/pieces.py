@@ -2,7 +2,7 @@
 
 A piece is a run of operations on this rank's tensors inside one repeated block of the model, or in several blocks that
 have no equal: there nothing is gained by ending it, and sums at a block's end fuse with what follows. Collectives begin
-and end where they did, since overlap was priced so. What reads values on the host (draws, operations of other
+and end where they did, since overlap was priced so. What reads values on the host (some draws, operations of other
 libraries) moves in front of the piece if it takes nothing from it, and ends the piece otherwise. A look-up that checks
 its indices on the host is part of a piece, and what its indices are computed by moves in front of it. Gradients added
 in place to those of earlier microbatches, which no operation reads, move behind the piece. Equal pieces, such as those
@@ -22,6 +22,7 @@ import torch
 from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Section
+from autopar.ops.random_streams import STREAMED
 from autopar.torch_internals.operators import OpOverload, is_mutable
 
 from .piece_lookups import LOOKUPS, indices_of
@@ -56,6 +57,8 @@ _TRACED = (
 )
 # Writes of a rank's part of an indexed dim, without checks of the indices (autopar/ops/masked.py).
 _MASKED = ("autopar.masked_scatter", "autopar.masked_scatter_value")
+# Draws of a stream, which is a tensor (piece_draws.py).
+_DRAWS = frozenset(STREAMED.values())
 # Copies, if the layout of a tensor needs one.
 _DENSE = ("autopar.dense", "autopar.dense_rows")
 
@@ -86,7 +89,7 @@ def kind_of(instruction: Instruction, guarded: Container[str] = ()) -> Kind:
     op = instruction.op
     if op in guarded:
         return "lookup" if op in LOOKUPS else "early"
-    if op in _MASKED:
+    if op in _MASKED or op in _DRAWS:
         return "fused"
     if op.startswith(("collective.", "host.")):
         return "fixed"

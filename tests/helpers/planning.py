@@ -25,7 +25,7 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.prepare import make_request as search_request
-from autopar.planner.request import PlanRequest, kernels_of
+from autopar.planner.request import PlanRequest, compiles, kernels_of
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
@@ -64,12 +64,14 @@ def make_request(
 ) -> PlanRequest:
     """The request :func:`autopar.plan` would make, for just this mesh and without stages."""
     settings = _just_this_mesh(options)
-    return _request(_prepare(model, batch, settings.precision), mesh, cluster, settings)
+    compiled = compiles(settings, Cluster.get(cluster))
+    return _request(_prepare(model, batch, settings.precision, compiled), mesh, cluster, settings)
 
 
-def _prepare(model: nn.Module, batch: Batch, precision: Any) -> Prepared:
+def _prepare(model: nn.Module, batch: Batch, precision: Any, compiled: bool = False) -> Prepared:
     args, kwargs = split_batch(batch)
-    return prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
+    base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
+    return base.drawing_again() if compiled else base
 
 
 def _request(base: Prepared, mesh: tuple[int, ...], cluster: str | Cluster, settings: Options) -> PlanRequest:
@@ -81,21 +83,22 @@ def _just_this_mesh(options: dict[str, Any]) -> Options:
 
 
 @cache
-def _prepared(source: Source, precision: Any) -> tuple[nn.Module, Prepared]:
+def _prepared(source: Source, precision: Any, compiled: bool) -> tuple[nn.Module, Prepared]:
     model, batch = make(source) if isinstance(source, str) else source()
-    return model, _prepare(model, batch, precision)
+    return model, _prepare(model, batch, precision, compiled)
 
 
 def requested(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> PlanRequest:
     """:func:`make_request` of a model that is traced once, under each precision, for all requests of all tests."""
     settings = _just_this_mesh(options)
-    return _request(_prepared(source, settings.precision)[1], mesh, cluster, settings)
+    compiled = compiles(settings, Cluster.get(cluster))
+    return _request(_prepared(source, settings.precision, compiled)[1], mesh, cluster, settings)
 
 
 def planned(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Plan:
     """:func:`autopar.plan` of a model that is traced as for :func:`requested`."""
     settings = Options(**options)
-    model, base = _prepared(source, settings.precision)
+    model, base = _prepared(source, settings.precision, compiles(settings, Cluster.get(cluster)))
     return best_plan(search_request(model, base, mesh, Cluster.get(cluster), settings), Timings())
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from autopar.cluster.description import Cluster
+from autopar.cost.kernels.share import DRAWN_FLOPS
 from autopar.ir.assignment import operand_uses
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
@@ -188,3 +190,31 @@ def test_prices_operation_by_operation_are_as_before() -> None:
             kinds = tuple(map(solved.instance.graph.type_of, node.operands))
             strategy = solved.assignment.strategies[node.name]
             assert fused.uncompiled.node(node, kinds, strategy) == solved.prices.node(node, kinds, strategy)
+
+
+DROPOUT = """graph()
+    %random: i64[4] = random("random")
+    %x: f32[1024, 1024] = input("x")
+    %m: b8[1024, 1024] = autopar.bernoulli.default(%random, [1024, 1024], 0.9, dtype=torch.bool, device=device("cpu"))
+    %k: f32[1024, 1024] = aten._to_copy.default(%m, dtype=torch.float32)
+    %y: f32[1024, 1024] = aten.mul.Tensor(%x, %k)
+    return output "0" = %y
+    """
+
+
+@pytest.mark.parametrize("bandwidth", [1e10, 1e13])
+def test_draws_are_inside_of_kernels_and_their_arithmetic_counts_where_traffic_does_not_hide_it(
+    bandwidth: float,
+) -> None:
+    device = replace(GPU.device, memory_bandwidth=bandwidth)
+    _, prices, seconds = priced(DROPOUT, replace(GPU, device=device))
+    assert prices.fused is not None and len(prices.fused.kernels.kernels) == 1
+    traffic, arithmetic = 8 * MIB / bandwidth, DRAWN_FLOPS * MIB / device.flops(torch.float32)
+    expected = device.launch_seconds + max(traffic, arithmetic)
+    assert sum(seconds.values()) == pytest.approx(expected, rel=1e-4)  # The state has 32 bytes.
+
+
+def test_a_draw_with_nothing_beside_it_is_an_operation_of_its_own() -> None:
+    alone = DROPOUT.replace('return output "0" = %y', 'return output "0" = %m')
+    _, _, seconds = priced(Graph.from_text(alone).without_dead().to_text(), GPU)
+    assert seconds["m"] > 128 * MIB / GPU.device.memory_bandwidth

@@ -139,3 +139,38 @@ def test_long_chains_take_no_longer_than_short_ones() -> None:
     after = recomputed_in_backward(before)
     assert len(after.backward.instructions) <= 80 + 80
     assert len(after.forward.outputs) < len(before.forward.outputs)
+
+
+DROPPING = """
+# rank at (0,) of mesh (1,)
+refresh():
+  return
+forward(%state, %x, %w):
+  %mm = aten.mm.default(%x, %w)  @h.0.fc
+  %mask = autopar.bernoulli.default(%state, [4, 4], 0.5, dtype=torch.bool, device=device("cpu"), place=3)  @h.0.drop
+  %cast = aten._to_copy.default(%mask, dtype=torch.float32)  @h.0.drop
+  %drop = aten.mul.Tensor(%mm, %cast)  @h.0.drop
+  %y = aten.mm.default(%drop, %w)  @h.0.fc
+  return %y, %mm, %mask, %w
+backward(%mm_rest, %mask_rest, %w, %tangent):
+  %back = aten._to_copy.default(%mask_rest, dtype=torch.float32)  @h.0.drop
+  %a = aten.mul.Tensor(%mm_rest, %tangent)  @h.0
+  %b = aten.mul.Tensor(%a, %back)  @h.0
+  return %b, %w
+"""
+
+
+def test_masks_are_drawn_again() -> None:
+    """Also under a plan that saves them: what is saved in their place is the state of the step."""
+    result = TensorSlot("y", "output", "0", (4, 4), parse_placements("R"))
+    before = replace(Program.from_text(DROPPING.strip()), results=(result,))
+    after = recomputed_in_backward(before)
+    assert [str(value) for value in after.forward.outputs] == ["%y", "%mm", "%w", "%state"]
+    assert "autopar.bernoulli.default(%state_kept" in str(after.backward)
+    x, w, tangent = (torch.randn(4, 4) for _ in range(3))
+    state, found = torch.tensor([1, 0, 2, 0]), []
+    for each in (before, after):
+        forward, backward = (compile_section(s, LOCAL_OPS, CPU) for s in (each.forward, each.backward))
+        y, *saved = forward([state, x, w])
+        found.append([y, *backward([*saved, tangent])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch.distributed.tensor import Partial
 
@@ -12,7 +13,7 @@ from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.node import Node, Value
-from autopar.ir.placements import REPLICATE, Placement, is_shard
+from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import with_choices, without_moves
 from autopar.placement.edges import TensorEdge
@@ -20,17 +21,21 @@ from autopar.placement.formulation import Instance
 
 from .products import Products
 
-# Whether a value may not go from one placement to another on an axis.
-Forbidden = Callable[[Placement, Placement], bool]
+# What a rule looks at of a value's placements: that on one axis, and whether it is a shard of positions.
+Seen = tuple[Placement, bool]
+# Whether a value may not go from one placement to another.
+Forbidden = Callable[[Seen, Seen], bool]
+# Of an edge, the placements that are shards of positions, and what is forbidden; None: nothing is.
+Rule = Callable[[TensorEdge], tuple[frozenset[Placements], Forbidden] | None]
 
 
 def keep_in_shards(instance: Instance, products: Products, axis: int) -> Instance:
     """The instance in which the shards of products' weights on ``axis`` are neither gathered nor exchanged."""
 
-    def rule(edge: TensorEdge) -> Forbidden | None:
+    def rule(edge: TensorEdge) -> tuple[frozenset[Placements], Forbidden] | None:
         if edge.producer not in products.views or edge.role == "gradient":
             return None
-        return lambda source, target: is_shard(source) and target != source
+        return frozenset(), lambda source, target: is_shard(source[0]) and target != source
 
     return _without_moves(instance, axis, rule)
 
@@ -51,20 +56,21 @@ def divided_between(instance: Instance, products: Products, axis: int, sequence_
 
     sums = _sums(products, axis)
 
-    def rule(edge: TensorEdge) -> Forbidden | None:
+    def rule(edge: TensorEdge) -> tuple[frozenset[Placements], Forbidden] | None:
         value = Value(edge.producer, edge.result)
         known = positions.get(value, frozenset())
         if edge.role == "gradient" or edge.producer in products.weights or not known:
             return None
         scattered = value in sums
 
-        def forbidden(source: Placement, target: Placement) -> bool:
-            if is_shard(source):
-                return is_shard(target) and source != target
-            is_left = isinstance(source, Partial) and scattered
-            return is_left and (target == REPLICATE or (is_shard(target) and target not in known))
+        def forbidden(source: Seen, target: Seen) -> bool:
+            (left, _), (needed, is_of_positions) = source, target
+            if is_shard(left):
+                return is_shard(needed) and left != needed
+            is_left = isinstance(left, Partial) and scattered
+            return is_left and (needed == REPLICATE or (is_shard(needed) and not is_of_positions))
 
-        return forbidden
+        return known, forbidden
 
     return _without_moves(instance, axis, rule)
 
@@ -75,7 +81,7 @@ def _is_whole(products: Products, axis: int, node: Node, choice: Choice) -> bool
         return True
     operands = zip(node.operands, choice.inputs, strict=True)
     results = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
-    shards = ((value, place[axis]) for value, place in (*operands, *results) if is_shard(place[axis]))
+    shards = [(value, place) for value, place in (*operands, *results) if is_shard(place[axis])]
     known = products.samples[axis], products.positions[axis]
     return not any(place in of.get(value, ()) for value, place in shards for of in known)
 
@@ -97,10 +103,16 @@ def _sums(products: Products, axis: int) -> set[Value]:
     return found
 
 
-def _without_moves(instance: Instance, axis: int, rule: Callable[[TensorEdge], Forbidden | None]) -> Instance:
+def _without_moves(instance: Instance, axis: int, rule: Rule) -> Instance:
     transfers = list(instance.problem.transfers)
     for index, edge in enumerate(instance.edges):
-        forbidden = rule(edge)
-        if forbidden is not None:
-            transfers[index] = without_moves(instance, edge, transfers[index], forbidden, lambda places: places[axis])
+        ruled = rule(edge)
+        if ruled is not None:
+            known, forbidden = ruled
+            seen = partial(_seen, axis, known)
+            transfers[index] = without_moves(instance, edge, transfers[index], forbidden, seen)
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
+
+
+def _seen(axis: int, positions: frozenset[Placements], places: Placements) -> Seen:
+    return places[axis], places in positions

@@ -59,12 +59,13 @@ class Products:
 
     @cached_property
     def samples(self) -> tuple[Shards, ...]:
-        """For each axis: the shards that mean different samples."""
+        """For each axis: the placements whose shards on it mean different samples."""
         return tuple(shards_of(self.graph, axis, self.batch_dims, self.weights) for axis in range(self.axes))
 
     @cached_property
     def positions(self) -> tuple[Shards, ...]:
-        """For each axis: the shards that mean different positions of the sequence, dim 1 of every input."""
+        """For each axis: the placements whose shards on it mean different positions of the sequence, dim 1 of every
+        input."""
         dims = {node.target: 1 for node in self.graph.placeholders("input") if node.type.rank > 1}
         return tuple(shards_of(self.graph, axis, dims, self.weights) for axis in range(self.axes))
 
@@ -78,7 +79,7 @@ class Products:
         rows = [i for i, v in enumerate(node.operands) if v.node in self.dependent and i not in matrices]
         if not rows:
             return "weight"
-        shards = [(node.operands[i], place) for i in rows if is_shard(place := operand_place(choice, i)[axis])]
+        shards = [(node.operands[i], place) for i in rows if is_shard((place := operand_place(choice, i))[axis])]
         for name, known in (("data", self.samples[axis]), ("context", self.positions[axis])):
             if any(place in known.get(value, ()) for value, place in shards):
                 return name
