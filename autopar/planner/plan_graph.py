@@ -13,7 +13,7 @@ from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
 from autopar.ir.plan_record import PlanNode
 from autopar.ops.random_streams import STREAMED
 from autopar.options import Options
-from autopar.passes.recompute.compute_again import COMPUTED_AGAIN
+from autopar.passes.recompute.compute_again import ANEW
 from autopar.passes.recompute.draw_again import AGAIN
 from autopar.placement.alternatives import plan_nodes
 from autopar.plans.plan import Plan
@@ -58,8 +58,8 @@ def compiled_as_planned(base: Prepared, plan: Plan | None, options: Options, clu
 def _is_for_compiling(nodes: Mapping[str, PlanNode]) -> bool:
     """Whether backward draws or computes something again."""
     drawn = any(AGAIN in name for name, node in nodes.items() if node.op in STREAMED)
-    names = (name for name in nodes if name.endswith(COMPUTED_AGAIN))
-    originals = ((name, name.removesuffix(COMPUTED_AGAIN)) for name in names)
+    names = (name for name in nodes if name.endswith(ANEW))
+    originals = ((name, name.removesuffix(ANEW)) for name in names)
     return drawn or any(one in nodes and nodes[one].op == nodes[name].op for name, one in originals)
 
 

@@ -15,11 +15,12 @@ becomes::
     %h: f32[4, 4] = aten.mm.default(%x, %w)
     %t: f32[4, 4] = aten.tanh.default(%h)
     %y: f32[4, 4] = aten.mul.Tensor(%t, %h)
-    backward %t_again: f32[4, 4] = aten.tanh.default(%h)
-    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %t_again)
+    backward %t_anew: f32[4, 4] = aten.tanh.default(%h)
+    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %t_anew)
     backward %f: f32[4, 4] = aten.mul.Tensor(%d, %h)
 
-Operands of products in backward are saved, since a product reads them from memory, and so are values that one layer
+A product is saved in place of a sum with it that has more bytes, such as a residual stream in 32 bits. Operands of
+products in backward are saved, since a product reads them from memory, and so are values that one layer
 hands to another, so that backward of a layer starts from its inputs.
 """
 
@@ -38,7 +39,7 @@ from autopar.passes.base import Pass
 from .backward_copies import is_step, with_copies
 from .saved_values import saved_values
 
-COMPUTED_AGAIN = "_again"
+ANEW = "_anew"
 """How the names of copies end."""
 # Operations that are computed again for one value.
 # Chosen: an activation function has about ten; not measured.
@@ -47,6 +48,9 @@ _MOST_STEPS = 16
 _REDUCTIONS = frozenset(
     f"aten.{name}" for name in ("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "amax.default")
 )
+
+# Products, whose results are stored in any case.
+_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class ComputeAgain(Pass):
 
 def compute_again(graph: Graph) -> Graph:
     """See :class:`ComputeAgain`."""
-    return with_copies(graph, dict(_Forward(graph).chains()), COMPUTED_AGAIN)
+    return with_copies(graph, dict(_Forward(graph).chains()), ANEW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +85,10 @@ class _Forward:
         for value in saved_values(self.graph):
             node = self.graph[value.node]
             if is_step(node) and node.op not in VIEWS and self._is_fused(value, node):
-                chain = self._chain(node, kept - {value})
+                kept.discard(value)
+                chain, product = self._chain(node, kept)
+                kept |= {value} if not chain else {product} if product is not None else set()
                 if chain:
-                    kept.discard(value)
                     yield value.node, chain
 
     def _is_fused(self, value: Value, made: Node) -> bool:
@@ -98,21 +103,34 @@ class _Forward:
                 return False
         return value not in self.graph.output_values
 
-    def _chain(self, made: Node, kept: set[Value]) -> tuple[str, ...]:
-        """The elementwise operations of its layer that compute ``made`` from values that backward has anyway, in order;
-        none if it needs others, or is computed from parameters and inputs alone."""
-        steps, waiting, saved = {made.name}, list(made.operands), False
+    def _chain(self, made: Node, kept: set[Value]) -> tuple[tuple[str, ...], Value | None]:
+        """The elementwise operations of its layer that compute ``made`` from values that backward has anyway, in order,
+        and a product to save in its place, if they need one; none if they need more, or parameters and inputs alone."""
+        steps, waiting, bases = {made.name}, list(made.operands), set[Value]()
         while waiting:
             value = waiting.pop()
             node = self.graph[value.node]
             if value in kept:
-                saved = True
+                bases.add(value)
             elif not node.is_placeholder and node.name not in steps:
-                if not is_step(node) or self.layers[node.name] != self.layers[made.name] or len(steps) >= _MOST_STEPS:
-                    return ()
-                steps.add(node.name)
-                waiting += node.operands
-        return tuple(sorted(steps, key=self._place.__getitem__)) if saved else ()
+                if self.layers[node.name] != self.layers[made.name] or len(steps) >= _MOST_STEPS:
+                    return (), None
+                if node.op in _PRODUCTS:
+                    bases.add(value)
+                elif is_step(node):
+                    steps.add(node.name)
+                    waiting += node.operands
+                else:
+                    return (), None
+        products = bases - kept
+        if not bases or len(products) > 1 or not all(self._is_smaller(product, made) for product in products):
+            return (), None
+        return tuple(sorted(steps, key=self._place.__getitem__)), next(iter(products), None)
+
+    def _is_smaller(self, value: Value, than: Node) -> bool:
+        """Whether a value has as many elements, of fewer bytes each."""
+        kind = self.graph.type_of(value)
+        return kind.numel == than.type.numel and kind.dtype.itemsize < than.type.dtype.itemsize
 
     @cached_property
     def _place(self) -> Mapping[str, int]:
