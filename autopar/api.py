@@ -25,7 +25,7 @@ from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import gather_objects, on_first_rank
 from autopar.compiler.replica_plan import finished_by
 from autopar.planner.options_of_plan import options_under
-from autopar.planner.plan_graph import drawing_as_planned
+from autopar.planner.plan_graph import compiled_as_planned
 from autopar.planner.prepare import NO_LOSS, Prepared, batch_size, make_request, prepare
 from autopar.planner.request import compiles
 from autopar.planner.shared_work import SharedWork
@@ -204,7 +204,7 @@ def _prepared(
         return prepare_inference(model, planned_call(model, args, kwargs, options), device, options, timings)
     precision = options.precision
     given: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "precision": precision, "timings": timings}
-    return drawing_as_planned(prepare(model, args, kwargs, training=True, **given), None, options, cluster)
+    return compiled_as_planned(prepare(model, args, kwargs, training=True, **given), None, options, cluster)
 
 
 @suggests

@@ -19,12 +19,13 @@ from autopar.passes.lower.lower import Lowering, lower, with_native_operations
 from autopar.passes.lower.overlap import overlap
 from autopar.passes.normalise.scaled_loss import ScaledLoss
 from autopar.passes.normalise.standard import STANDARD
-from autopar.passes.recompute.draw_again import DrawAgain
+from autopar.passes.recompute.compute_again import ComputeAgain
+from autopar.passes.recompute.draw_again import DrawAgain, draw_again
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.constraints import pinned_apart
 from autopar.placement.prices import BUCKET_BYTES, Prices
-from autopar.planner.plan_graph import drawing_as_planned
+from autopar.planner.plan_graph import compiled_as_planned
 from autopar.planner.prepare import Prepared, prepare
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.plans.plan import Plan
@@ -41,6 +42,7 @@ PASSES = (
     *dict.fromkeys(one.name for one in STANDARD),
     ScaledLoss.name,
     DrawAgain.name,
+    ComputeAgain.name,
     "step",
     SaveActivations.name,
     "annotate",
@@ -72,14 +74,15 @@ def after_pass(
     precision: Precision | None = plan.precision if plan.precision != "fp32" else None
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
     known = Cluster.get(cluster or "local")
-    return _Graphs(drawing_as_planned(base, plan, Options(), known), plan, known, rank).text(name)
+    planned = compiled_as_planned(base, plan, Options(), known)
+    return _Graphs(base.graph, planned, plan, known, rank).text(name)
 
 
 class _Graphs:
     """The graphs of one step; each is made from the one before it."""
 
-    def __init__(self, base: Prepared, plan: Plan, cluster: Cluster, rank: int) -> None:
-        self.base, self.plan, self.cluster, self.rank = base, plan, cluster, rank
+    def __init__(self, normalised: Graph, base: Prepared, plan: Plan, cluster: Cluster, rank: int) -> None:
+        self.normalised, self.base, self.plan, self.cluster, self.rank = normalised, base, plan, cluster, rank
 
     def text(self, name: str) -> str:
         later: Mapping[str, Callable[[], Graph | Program]] = {
@@ -98,8 +101,10 @@ class _Graphs:
     def _normalised(self, name: str) -> Graph:
         """The graph of the model, for any batch size, after the last pass called ``name``; traced, if none is."""
         graph = self.base.traced.graph
-        if name in (ScaledLoss.name, DrawAgain.name):  # Compiled steps alone draw again.
-            return self.base.graph
+        if name == DrawAgain.name and self.base.compiled:
+            return draw_again(self.normalised)
+        if name in (ScaledLoss.name, DrawAgain.name, ComputeAgain.name):  # The last two are for compiled steps alone.
+            return self.normalised if name == ScaledLoss.name else self.base.graph
         last = max((i for i, one in enumerate(STANDARD) if one.name == name), default=-1)
         for one in STANDARD[: last + 1]:
             graph = one(graph)

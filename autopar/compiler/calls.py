@@ -37,7 +37,7 @@ from autopar.placement.planned_ways import PlannedWays
 from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes
 from autopar.planner.fixed_parameters import Places, Resting, fixed_assignment
-from autopar.planner.plan_graph import check_devices, check_same_graph, drawing_as_planned
+from autopar.planner.plan_graph import check_devices, check_same_graph, compiled_as_planned
 from autopar.planner.prepare import LossFunction, Prepared, batch_size, make_request, prepare
 from autopar.planner.refit import refit
 from autopar.planner.request import PlanRequest
@@ -222,7 +222,7 @@ class Compiler:
             ranks=self.ranks,
             lengths=lengths,
         )
-        prepared = drawing_as_planned(prepared, self.plan, self.options, self.cluster)
+        prepared = compiled_as_planned(prepared, self.plan, self.options, self.cluster)
         return prepared.without_loss() if self._infers else prepared
 
     def _carries_over(self, base: Prepared, batch: int) -> bool:

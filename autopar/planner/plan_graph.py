@@ -13,6 +13,7 @@ from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
 from autopar.ir.plan_record import PlanNode
 from autopar.ops.random_streams import STREAMED
 from autopar.options import Options
+from autopar.passes.recompute.compute_again import ANEW
 from autopar.passes.recompute.draw_again import AGAIN
 from autopar.placement.alternatives import plan_nodes
 from autopar.plans.plan import Plan
@@ -47,12 +48,19 @@ def check_same_graph(plan: Plan, base: Prepared) -> Graph:
     )
 
 
-def drawing_as_planned(base: Prepared, plan: Plan | None, options: Options, cluster: Cluster) -> Prepared:
-    """``base``, whose backward draws random numbers again (:mod:`autopar.passes.recompute.draw_again`) if that of the
-    plan does; without a plan, if the step will be compiled."""
-    drawn = () if plan is None else (name for name, node in plan.nodes.items() if node.op in STREAMED)
-    again = compiles(options, cluster) if plan is None else any(AGAIN in name for name in drawn)
-    return base.drawing_again() if again else base
+def compiled_as_planned(base: Prepared, plan: Plan | None, options: Options, cluster: Cluster) -> Prepared:
+    """``base`` for compiled steps (:meth:`.Prepared.for_compiling`) if the plan was made for them; without a plan, if
+    the step will be compiled."""
+    compiled = compiles(options, cluster) if plan is None else _is_for_compiling(plan.nodes)
+    return base.for_compiling() if compiled else base
+
+
+def _is_for_compiling(nodes: Mapping[str, PlanNode]) -> bool:
+    """Whether backward draws or computes something again."""
+    drawn = any(AGAIN in name for name, node in nodes.items() if node.op in STREAMED)
+    names = (name for name in nodes if name.endswith(ANEW))
+    originals = ((name, name.removesuffix(ANEW)) for name in names)
+    return drawn or any(one in nodes and nodes[one].op == nodes[name].op for name, one in originals)
 
 
 def first_difference(plan: Plan, graph: Graph) -> str:

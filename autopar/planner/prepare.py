@@ -16,6 +16,7 @@ from autopar.ir.node import Dim
 from autopar.options import Options
 from autopar.passes.normalise.scaled_loss import with_scaled_loss
 from autopar.passes.normalise.standard import normalise
+from autopar.passes.recompute.compute_again import compute_again
 from autopar.passes.recompute.draw_again import draw_again
 from autopar.plans.views.quantities import amount
 from autopar.precision import Precision, autocast_dtype, check_precision, scales_loss
@@ -48,14 +49,15 @@ def describe(model: nn.Module, inputs: Mapping[str, tuple[Dim, ...]]) -> str:
 @dataclass(frozen=True)
 class Prepared:
     """A traced and normalised model, with the batch size it was called with, the loss function that was traced with it,
-    and the :func:`circumstances` of the trace. ``draws_again``: whether its backward draws random numbers again."""
+    and the :func:`circumstances` of the trace. ``compiled``: whether its backward computes again what compiled code
+    need not save."""
 
     traced: Traced
     graph: Graph
     batch: int
     loss_fn: LossFunction | None = None
     circumstances: object = None
-    draws_again: bool = False
+    compiled: bool = False
 
     @property
     def loss(self) -> str | None:
@@ -71,9 +73,10 @@ class Prepared:
         signature = replace(self.traced.signature, loss=None)
         return replace(self, traced=replace(self.traced, signature=signature))
 
-    def drawing_again(self) -> Prepared:
-        """This for compiled steps, whose backward draws random numbers again instead of reading saved ones."""
-        return replace(self, graph=draw_again(self.graph), draws_again=True)
+    def for_compiling(self) -> Prepared:
+        """This for compiled steps, whose backward draws random numbers again, and computes elementwise values again,
+        instead of reading saved ones."""
+        return replace(self, graph=compute_again(draw_again(self.graph)), compiled=True)
 
     def fixed(self, lengths: Mapping[str, int]) -> Prepared | None:
         """This at certain :attr:`lengths`; None if the model runs other operations then."""
@@ -82,7 +85,7 @@ class Prepared:
         if traced is None:
             return None
         fixed = replace(self, traced=traced, graph=normalise(self.graph.fixed(lengths)))
-        return fixed.drawing_again() if self.draws_again else fixed
+        return fixed.for_compiling() if self.compiled else fixed
 
 
 @collecting_rarely()

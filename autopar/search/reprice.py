@@ -33,7 +33,7 @@ from autopar.placement.prices import Prices
 from autopar.planner.check_strategies import ChunkNodes, nodes_by_mesh
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.options_of_plan import priced_as
-from autopar.planner.plan_graph import check_same_graph, drawing_as_planned
+from autopar.planner.plan_graph import check_same_graph, compiled_as_planned
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
 from autopar.planner.request import PlanRequest, as_stated, kernels_of, rank_limits
@@ -69,7 +69,7 @@ def reprice(
     """
     _check_traced(prepared)
     hardware = Cluster.get(cluster or plan.cluster)
-    prepared = drawing_as_planned(prepared, plan, options or Options(), hardware)
+    prepared = compiled_as_planned(prepared, plan, options or Options(), hardware)
     planned = check_same_graph(plan, prepared)
     if batch != plan.batch and not (prepared.graph.symbols and prepared.traced.holds_for(batch)):
         raise PlanMismatchError(

@@ -22,16 +22,14 @@ operation of backward that needs it, and belongs to the module of its original.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from autopar.ir.graph import Graph
-from autopar.ir.node import CAST, VIEWS, Node, Value
 from autopar.ops.random_streams import STREAMED
 from autopar.passes.base import Pass
-from autopar.torch_internals.operators import OpOverload
+
+from .backward_copies import is_step, with_copies
 
 AGAIN = "_redrawn"
 """How the names of copies end."""
@@ -52,32 +50,7 @@ class DrawAgain(Pass):
 
 def draw_again(graph: Graph) -> Graph:
     """See :class:`DrawAgain`."""
-    chains = _chains(graph)
-    if not chains:
-        return graph
-    names, nodes, copied = {node.name for node in graph.nodes}, list[Node](), dict[str, str]()
-
-    def moved(value: Value) -> Value:
-        return Value(copied[value.node], value.index) if value.node in copied else value
-
-    for node in graph.nodes:
-        if node.phase == "backward" and any(value.node in chains for value in node.operands):
-            for value in node.operands:
-                for original in chains.get(value.node, ()):
-                    if original not in copied:
-                        source = graph[original].map_values(moved)
-                        copied[original] = _fresh(f"{original}{AGAIN}", names)
-                        nodes.append(source.named(copied[original], "backward"))
-            node = node.map_values(moved)
-        nodes.append(node)
-    return replace(graph, nodes=tuple(nodes))
-
-
-def _fresh(name: str, names: set[str]) -> str:
-    while name in names:
-        name += "_"
-    names.add(name)
-    return name
+    return with_copies(graph, _chains(graph), AGAIN)
 
 
 def _chains(graph: Graph) -> Mapping[str, tuple[str, ...]]:
@@ -89,19 +62,8 @@ def _chains(graph: Graph) -> Mapping[str, tuple[str, ...]]:
         if node.op in STREAMED:
             if graph[node.operands[0].node].op == "random":
                 chains[node.name] = (node.name,)
-        elif _is_step(node) and node.operands and all(value.node in chains for value in node.operands):
+        elif is_step(node) and node.operands and all(value.node in chains for value in node.operands):
             steps = dict.fromkeys(step for value in node.operands for step in chains[value.node])
             if len(steps) <= _MOST_STEPS:
                 chains[node.name] = (*steps, node.name)
     return chains
-
-
-def _is_step(node: Node) -> bool:
-    """Whether an operation computes each element from one element of each operand, or only views them."""
-    if len(node.types) != 1:
-        return False
-    if node.op == CAST or node.op in VIEWS:
-        return True
-    name, _, overload = node.op.removeprefix("aten.").partition(".")
-    operation = getattr(getattr(torch.ops.aten, name, None), overload, None)
-    return isinstance(operation, OpOverload) and torch.Tag.pointwise in operation.tags

@@ -3,7 +3,9 @@
 A derivative often needs several steps of an elementwise function: of GELU the product, the tanh and the sum. Run one
 by one, each of them is a tensor that may as well be saved. In compiled code they are never stored, unless they
 are saved: then forward writes all of them and backward reads them. It is cheaper to compute them again, from
-values that are stored in any case. A plan counts the saved values as they were: memory is at most what it predicts.
+values that are stored in any case. Plans for compiled steps say so themselves
+(:mod:`autopar.passes.recompute.compute_again`); any other counts the saved values as they were: memory is at most what
+it predicts.
 
 Random draws are such steps, too: their numbers are a function of the state of the step, which takes 32 bytes.
 """

@@ -71,7 +71,7 @@ def make_request(
 def _prepare(model: nn.Module, batch: Batch, precision: Any, compiled: bool = False) -> Prepared:
     args, kwargs = split_batch(batch)
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
-    return base.drawing_again() if compiled else base
+    return base.for_compiling() if compiled else base
 
 
 def _request(base: Prepared, mesh: tuple[int, ...], cluster: str | Cluster, settings: Options) -> PlanRequest:

@@ -13,6 +13,7 @@ from autopar.compiler.calls import Compiler, Prepared, prepare
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
+from autopar.planner.plan_graph import compiled_as_planned
 from autopar.plans.plan import Plan
 from autopar.runtime.calls.compiled import Request
 from autopar.runtime.comm.groups import AxisGroup
@@ -74,7 +75,12 @@ class Bench:
             plan=plan,
         )
         request = Request((), self.batch, training=True, grad=True, outputs="loss")
-        one._prepare = self._prepare  # type: ignore[method-assign]
+
+        def prepare_as_planned(request: Request, *, grad: bool, timings: Any = None) -> Prepared:
+            base = self._prepare(request, grad=grad, timings=timings)
+            return compiled_as_planned(base, plan, Options(), one.cluster)
+
+        one._prepare = prepare_as_planned  # type: ignore[method-assign]
         one._annotate_alike = self._annotate(plan)  # type: ignore[method-assign]
         return one(request).program
 
