@@ -225,7 +225,12 @@ def dropping() -> Case:
     return Dropping(), (torch.randn(8, 8),)
 
 
-LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
+def named(value: Any) -> str:
+    """A name of a parameter that is the same in every process."""
+    return value.__name__ if callable(value) else "-".join(map(str, value["layout"].given))
+
+
+LAYOUTS: list[tuple[Callable[[], Case], dict[str, Any]]] = [
     (dropping, {"layout": Layout(data=2)}),
     (dropping_gpt2, {"layout": Layout(data=2)}),
     (dropping_gpt2, {"layout": Layout(tensor=2)}),
@@ -235,7 +240,7 @@ LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("source", "options"), slow_rows_but([0], LAYOUTS), ids=str)
+@pytest.mark.parametrize(("source", "options"), slow_rows_but([0], LAYOUTS), ids=named)
 def test_gradients_under_compiled_dropout(source: Callable[[], Case], options: dict[str, Any]) -> None:
     """Those of one process with the same draws; no plan saves a mask, and every piece is compiled."""
     model, batch = source()
