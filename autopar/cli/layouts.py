@@ -55,10 +55,10 @@ def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
 def _load(arguments: argparse.Namespace) -> tuple[nn.Module, Batch]:
     if not arguments.target.endswith(".json"):
         return load_target(arguments.target, meta=arguments.meta)
-    if arguments.batch is None:
-        raise OptionsError("a config.json has no batch: give --batch SAMPLES (and --sequence TOKENS)")
     path = Path(arguments.target)
     config = load_config(path)
+    if arguments.batch is None:
+        raise OptionsError("a config.json has no batch: give --batch SAMPLES (and --sequence TOKENS)")
     model = model_of(config, path)
     sequence = _sequence(config, model, arguments.sequence)
     ids = torch.empty(arguments.batch, sequence, dtype=torch.long, device="meta")

@@ -64,10 +64,13 @@ def _is_for_compiling(nodes: Mapping[str, PlanNode]) -> bool:
 
 
 def first_difference(plan: Plan, graph: Graph) -> str:
-    """A sentence on the first node of ``graph`` that is not the plan's."""
-    for theirs, ours in zip_longest(_own(plan.nodes), _own(plan_nodes(graph))):
-        if theirs is None or ours is None or _what(theirs) != _what(ours):
-            return f"The first difference: the plan has {_describe(theirs)}, this model {_describe(ours)}"
+    """A sentence on the first node of ``graph`` that is not the plan's. Where the plan's are of microbatches, other
+    operations and inputs come before other sizes."""
+    pairs = list(zip_longest(_own(plan.nodes), _own(plan_nodes(graph))))
+    for same in (_which, _what) if plan.microbatches > 1 else (_what,):
+        for theirs, ours in pairs:
+            if theirs is None or ours is None or same(theirs) != same(ours):
+                return f"The first difference: the plan has {_describe(theirs)}, this model {_describe(ours)}"
     return (
         "Both have the same operations on the same shapes in the same modules: a number differs, such as a dropout "
         "probability, a scale or an epsilon"
@@ -79,8 +82,12 @@ def _own(nodes: Mapping[str, PlanNode]) -> list[PlanNode]:
     return [n for name, n in nodes.items() if n.op != SAVED_ACTIVATION and not name.endswith(RECOMPUTED)]
 
 
-def _what(node: PlanNode) -> tuple[str, str, str, str]:
-    return node.op, node.type, node.module, node.target
+def _which(node: PlanNode) -> tuple[str, ...]:
+    return node.op, node.module, node.target
+
+
+def _what(node: PlanNode) -> tuple[str, ...]:
+    return *_which(node), node.type
 
 
 def _describe(node: PlanNode | None) -> str:

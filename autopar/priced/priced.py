@@ -61,7 +61,7 @@ class Priced:
         return "\n".join(
             (
                 f"{self.layout}",
-                f"on {self.layout.devices} devices of {self.cluster}, batch {self.batch}",
+                f"on {self.layout.devices} devices of {self.cluster}, batch {self.batch}, {self.layout.precision}",
                 f"step {duration(predicted.step_seconds)}   {tera:.3g} TFLOP/s per device, MFU {predicted.mfu:.1%}   "
                 f"communication {duration(predicted.comm_seconds)}, bubble {duration(bubble_of(predicted))}",
                 f"peak {size(predicted.peak_bytes)} of {size(self.memory_limit)} per device: {fits}",

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cluster.description import Cluster
 from autopar.errors import PlanMismatchError
-from autopar.planner.plan_graph import check_same_graph
+from autopar.planner.plan_graph import check_same_graph, compiled_as_planned
 from autopar.planner.prepare import Prepared, prepare
 
 
@@ -77,3 +78,20 @@ def test_a_longer_model_is_refused(plan: autopar.Plan) -> None:
     longer.blocks.append(Block(16, torch.tanh, 1e-5))
     with pytest.raises(PlanMismatchError, match=r"The first difference: the plan has .* this model"):
         check_same_graph(plan, prepared(longer))
+
+
+def test_inputs_that_lack_are_named_before_sizes_of_microbatches() -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.first(x)
+            return (y if mask is None else y * mask).square().mean()
+
+    batch = {"x": torch.randn(8, 4), "mask": torch.ones(8, 4)}
+    made = autopar.plan(Masked(), (2,), batch, cluster="dgx-a100-80gb", options=autopar.Options(microbatches=2))
+    other = prepare(Masked(), (), {"x": batch["x"]}, device="cpu", loss_fn=None, training=True)
+    with pytest.raises(PlanMismatchError, match=r"first difference: the plan has the input 'mask'"):
+        check_same_graph(made, compiled_as_planned(other, made, autopar.Options(), Cluster.get("dgx-a100-80gb")))

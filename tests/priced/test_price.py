@@ -72,7 +72,7 @@ def test_a_priced_layout_prints_what_matters() -> None:
     found = priced("gpt", Layout(tensor=2, data=2, zero=1, microbatch=8))
     lines = str(found).splitlines()
     assert lines[0] == "tensor=2 data=2 microbatch=8 zero=1"
-    assert lines[1] == f"on 4 devices of {A100.name}, batch {BATCH}"
+    assert lines[1] == f"on 4 devices of {A100.name}, batch {BATCH}, bf16"
     assert "TFLOP/s per device, MFU" in lines[2] and "per device: fits" in lines[3]
     assert lines[-1] == "print(priced.plan) shows the plan"
 

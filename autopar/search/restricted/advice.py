@@ -42,7 +42,7 @@ def layout_infeasible(
     else:  # What is listed are other options, a batch or devices.
         advice = f"No change of one field that was tried fits.{marker}{others}"
     return InfeasibleError(
-        f"{words_of(layout)} needs {error.needed_bytes} bytes per device, "
+        f"{words_of(layout)}: the smallest plan that was found needs {error.needed_bytes} bytes per device, "
         f"{error.needed_bytes - limit} ({size(error.needed_bytes - limit)}) more than the limit of {limit}. "
         f"{advice}{budget.remark if budget.remark not in advice else ''}\n{reason}"
     ).needing(error.needed_bytes)
