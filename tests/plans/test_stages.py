@@ -21,6 +21,7 @@ from autopar.planner.timings import Timings
 from autopar.plans.views.module_tree import module_rows
 from autopar.plans.views.stage_table import _group_lines, stage_lines
 from autopar.plans.views.stages import busiest_stage, folded_modules, fullest_stage, sends, stage_rows
+from autopar.plans.views.summary import _wrapped
 from autopar.schedule.check import check
 from autopar.search.best_plan import best_plan
 from tests.helpers.chrome_trace import timeline_from_chrome_trace
@@ -247,3 +248,9 @@ def test_names_that_a_row_has_no_room_for_go_on_below_it() -> None:
     printed = " ".join(" ".join(lines).split())
     assert all(each in printed for each in ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"))
     assert len(list(_group_lines([row], 4, (), 9, False))) == 1
+
+
+def test_labels_of_many_stages_end_before_their_figures() -> None:
+    lines = list(_wrapped("in stage 10", ["weights 6.62 GiB", "gradients 13 GiB"]))
+    assert lines == ["in stage 10 weights 6.62 GiB · gradients 13 GiB"]
+    assert list(_wrapped("memory", ["weights 6.62 GiB"])) == ["memory     weights 6.62 GiB"]

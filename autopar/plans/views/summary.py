@@ -380,5 +380,6 @@ def _held(p: Predicted) -> dict[str, int]:
 def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
     # Lines break only between the parts, so that a figure stays with its unit.
     tied = " · ".join(part.replace(" ", "\0") for part in parts)
-    for position, line in enumerate(textwrap.wrap(tied, page_width() - 11, break_on_hyphens=False)):
-        yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
+    width = max(11, len(label) + 1)
+    for position, line in enumerate(textwrap.wrap(tied, page_width() - width, break_on_hyphens=False)):
+        yield f"{label if position == 0 else '':<{width}}{line}".replace("\0", " ")
