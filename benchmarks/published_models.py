@@ -95,10 +95,13 @@ class ExpertMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
-        gates = torch.softmax(self.router(tokens).float(), -1)
+        routed = self.router(tokens)
+        gates = torch.softmax(routed.float(), -1)
         weights, ids = torch.topk(gates, self.said.chosen)
         kind, count = self.activation, self.said.number
-        chosen = experts(tokens, ids, weights.to(x.dtype), self.up, self.down, None, None, kind, count, 0)
+        # In the dtype of products, as blocks of transformers are traced: under autocast that is not the parameters'.
+        each, up, down = (value.to(routed.dtype) for value in (tokens, self.up, self.down))
+        chosen = experts(each, ids, weights.to(routed.dtype), up, down, None, None, kind, count, 0)
         result: torch.Tensor = chosen.view_as(x)
         if self.slots is not None:
             chosen_by = (one.view(*x.shape[:2], -1) for one in (weights, ids))
