@@ -112,8 +112,9 @@ def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
     if request.roles:
         return [request.mesh]
     requested = request.mesh
-    if len([size for size in requested if size > 1]) > MOST_AXES:
-        joined = _joined(tuple(size for size in requested if size > 1))
+    shared = tuple(size for size in requested if size > 1)
+    if len(shared) > MOST_AXES:
+        joined = _joined(shared)
         if axes_are_fixed(request):
             raise OptionsError(_too_many_axes(requested, joined[-1]))
         return joined

@@ -43,7 +43,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        return self.predicted.peak_bytes <= self.memory_limit
+        return self.excess_bytes <= 0
 
     @property
     def excess_bytes(self) -> int:

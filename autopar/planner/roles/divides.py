@@ -18,7 +18,7 @@ from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import RULES
 from autopar.placement.axis_names import weight_values
 
-from .expert_blocks import FORWARD, MATRICES
+from .expert_blocks import FORWARD, number_of_experts
 
 
 def check_division(
@@ -55,7 +55,7 @@ def _counted(nodes: Iterable[Node], graph: Graph) -> Iterator[tuple[Node, int]]:
     shows no heads.) Experts: each tensor rank has its own."""
     for node in nodes:
         if node.op == FORWARD:
-            yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])
+            yield node, number_of_experts(graph, node)
         elif node.phase == "forward" and family_of(node.op).is_attention:
             yield node, int(graph.type_of(node.operands[0]).shape[1])
 

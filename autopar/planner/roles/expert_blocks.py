@@ -16,8 +16,12 @@ CHOICES, MATRICES = 1, 3
 
 def expert_blocks(graph: Graph) -> dict[Node, int]:
     """The blocks of experts of a graph, with how many experts they have."""
-    blocks = [node for node in graph.nodes if node.op == FORWARD]
-    return {node: int(graph.type_of(node.operands[MATRICES]).shape[0]) for node in blocks}
+    return {node: number_of_experts(graph, node) for node in graph.nodes if node.op == FORWARD}
+
+
+def number_of_experts(graph: Graph, block: Node) -> int:
+    """How many experts a block has."""
+    return int(graph.type_of(block.operands[MATRICES]).shape[0])
 
 
 def routers(graph: Graph) -> frozenset[str]:
