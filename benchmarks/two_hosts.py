@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +26,14 @@ from autopar import Options
 from autopar.cluster.description import Cluster, Link
 
 from .emulated_hosts import emulated_hosts, run_on_hosts
-from .pipeline_plans import BATCH, PLANS, SEQUENCE, make_batch, make_model, make_step, rank_correlation
-from .report import describe_machine, emit, make_table
+from .pipeline_plans import BATCH, PLANS, SEQUENCE, accuracy, accuracy_table, make_batch, make_model, make_step
+from .report import describe_machine, emit
 from .step_time import measure
 
 HOSTS, PER_HOST = 2, 2
-PICKED = "picked by the search"
 LATENCY = 1e-3
 # Of the bits on the wire, what is left for data: Ethernet, IP and TCP headers of packets of 1500 bytes.
 EFFICIENCY = 0.95
-OTHERS: Mapping[str, Mapping[str, Any]] = {**PLANS, "one stage, zero 1": {"stages": 1, "zero": 1}}
 
 
 def two_hosts(megabits: int) -> Cluster:
@@ -55,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     mesh, batch = init_device_mesh("cpu", (HOSTS, PER_HOST)), make_batch()
     cluster = two_hosts(arguments.megabits)
     steps, plans = {}, {}
-    for name, fixed in {PICKED: {}, **OTHERS}.items():
+    for name, fixed in PLANS.items():
         model = autopar.parallelize(make_model(), mesh, options=Options(**fixed), cluster=cluster)
         steps[name] = make_step(model, model.optimizer(torch.optim.AdamW, lr=1e-4, foreach=False), batch)
         steps[name]()
@@ -69,27 +66,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 def report(plans: Mapping[str, autopar.Plan], measured: Mapping[str, float], arguments: argparse.Namespace) -> None:
     """Prints and writes the figures."""
-    names = sorted(measured, key=measured.__getitem__)
-    predicted = {name: plans[name].predicted.step_seconds for name in names}
-    fastest = min(measured[name] for name in names if name != PICKED)
-    picked = plans[PICKED]
-    described = f"{picked.stages} stages of mesh {picked.mesh}, {picked.schedule}, {picked.microbatches} microbatches"
     figures = {
         "benchmark": "two_hosts",
         "model": f"GPT-2, 8 layers, width 256, batch {BATCH} x {SEQUENCE}, fp32, AdamW",
         "hosts": f"{HOSTS} of {PER_HOST} processes, {arguments.megabits} Mbit/s",
-        "cluster": picked.cluster_source,
+        "cluster": next(iter(plans.values())).cluster_source,
         "machine": describe_machine(),
-        "picked": described,
-        "picked_to_fastest_other": measured[PICKED] / fastest,
-        "kendall_tau": rank_correlation([predicted[n] for n in names], [measured[n] for n in names]),
-        "plans": {n: {"predicted_seconds": predicted[n], "measured_seconds": measured[n]} for n in names},
+        **accuracy(plans, measured),
     }
-    rows = [(n, f"{measured[n] * 1e3:.0f}", f"{predicted[n] * 1e3:.0f}") for n in names]
-    caption = f"picked: {described}; {figures['picked_to_fastest_other']:.2f} times the fastest other"
-    table = make_table(
-        f"{figures['model']}, {figures['hosts']}", ("plan", "measured ms", "predicted ms"), rows, caption
-    )
+    table = accuracy_table(f"{figures['model']}, {figures['hosts']}", figures)
     emit(figures, table, arguments.json, arguments.output)
 
 
