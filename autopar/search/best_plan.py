@@ -52,9 +52,9 @@ from .pipelines import whole_step, with_stages
 from .proposed import tried_proposals
 from .segments import stage_pins
 
-# Pipelines whose processes share cores took up to this many times their predicted seconds, relative to plans without
-# stages (benchmarks/results/two_hosts.json, pipeline_plans.json).
-SHARED_CORES_SAFETY_FACTOR = 1.2
+# Pipelines whose processes share cores took up to this many times their predicted seconds, relative to the plan of one
+# stage (benchmarks/results/two_hosts.json, pipeline_plans.json).
+SHARED_CORES_SAFETY_FACTOR = 1.1
 
 
 def best_plan(request: PlanRequest, timings: Timings) -> Plan:
