@@ -21,7 +21,7 @@ from autopar.planner.memory_advice import (
     single_change,
     twice_the_devices,
 )
-from autopar.planner.request import PlanRequest, asked_mesh, memory_limit_of
+from autopar.planner.request import UNLIMITED, PlanRequest, asked_mesh, memory_limit_of
 from autopar.plans.views.quantities import size
 
 from .stage_meshes import StageLayout
@@ -31,8 +31,6 @@ LOWER = 0.8
 # A first guess of the limit, relative to what the program of all stages together needs. Chosen: stages are not all as
 # full.
 FULLER = 1.2
-# More bytes than any pipeline holds.
-UNLIMITED = 2**60
 
 # Returns the bytes of the fullest device of the pipeline found under the options within a limit; None if none is found.
 Peak = Callable[[Options, int], int | None]
