@@ -143,6 +143,8 @@ def test_options_that_prices_depend_on_are_written_if_they_are_not_the_defaults(
     for wrong in ({"optimizer": "sdg"}, {"compile": "yes"}, {"imbalance": 0.5}, {"imbalance": "much"}):
         with pytest.raises(OptionsError, match=f"{next(iter(wrong))} is"):
             Plan.from_json(json.dumps(plan_to_dict(plan) | wrong))
+    with pytest.raises(OptionsError, match=r"compile is 'yes', not auto or true or false$"):
+        Plan.from_json(json.dumps(plan_to_dict(plan) | {"compile": "yes"}))
 
 
 def test_folded_tables_hold_what_equal_layers_share_once(plan: Plan) -> None:
