@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 
@@ -91,6 +90,8 @@ def load_target(text: str, meta: bool = False) -> tuple[nn.Module, Batch]:
 
 
 def _load_file(path: Path) -> ModuleType:
+    import cloudpickle
+
     if not path.is_file():
         raise OptionsError(f"there is no file {str(path)!r} in {os.getcwd()}")
     # A file called random.py must not replace the module everyone else imports.
