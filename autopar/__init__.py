@@ -10,6 +10,7 @@ devices.
 
 # ruff: noqa: E402 - the imports below may fail on a torch that is not supported: warn first.
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .supported import installed_version, warn_of_other_torch
@@ -121,13 +122,11 @@ _LATER = {
     "stopping": "autopar.runtime.faults.stopping",
     "verify": "autopar.verification.verify",
 }
-# Modules that are public too, and attributes as soon as one is asked for.
-_MODULES = ("checkpoint", "integrations", "monitor", "runtime")
 
 
 def __getattr__(name: str) -> object:
-    """A name of ``_LATER`` or ``_MODULES``, imported now. Raises ``AttributeError`` for any other."""
-    if name in _MODULES:
+    """A name of ``_LATER`` or a module, imported now. Raises ``AttributeError`` for any other."""
+    if not name.startswith("_") and name not in _LATER and find_spec(f"autopar.{name}") is not None:
         return import_module(f"autopar.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -30,16 +30,18 @@ def check_division(
     divided: Callable[[Node], bool] = lambda node: True,
     ranks: int = 0,
     devices: int = 0,
+    written: bool = False,
 ) -> None:
     """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
     sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
     ranks. ``words``: the layout as its user wrote it, if it restricts a plan; ``divided``: which operations tensor
     ranks divide; ``ranks``: how many tensor ranks there may be at most, which those that errors name divide; if only
-    one does, those that divide all ``devices``, with other degrees than those given."""
+    one does, those that divide all ``devices``, with other degrees than those given. ``written``: whether heads of
+    attention that is written out in products have to divide too."""
     for node in graph.placeholders("input"):
         if layout.context > 1 and node.type.rank > 1:
             _check_sequence(graph, node, layout, words or str(layout))
-    counts = {node: count for node, count in _counted(graph) if divided(node)}
+    counts = {node: count for node, count in _counted(graph, written) if divided(node)}
     common = math.gcd(*counts.values())
     for node, count in counts.items():
         if count % layout.tensor:
@@ -51,7 +53,7 @@ def check_division(
             )
 
 
-def _counted(graph: Graph) -> Iterator[tuple[Node, int]]:
+def _counted(graph: Graph, written: bool) -> Iterator[tuple[Node, int]]:
     """Nodes whose heads or experts tensor ranks divide, with their number. Query heads of attention: no system with
     such a layout gives some ranks one more head, since all would wait for them. Experts: each tensor rank has its
     own."""
@@ -60,7 +62,8 @@ def _counted(graph: Graph) -> Iterator[tuple[Node, int]]:
             yield node, number_of_experts(graph, node)
         elif node.phase == "forward" and family_of(node.op).is_attention:
             yield node, int(graph.type_of(node.operands[0]).shape[1])
-    yield from _written_heads(graph)
+    if written:
+        yield from _written_heads(graph)
 
 
 def _written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:

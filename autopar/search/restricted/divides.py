@@ -25,7 +25,8 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     words = words_of(request.options.layout)
     devices = math.prod(request.mesh)
     others = math.prod(n or 1 for n in (restriction.pipeline, restriction.data, restriction.context))
-    check_division(graph, Layout(tensor=tensor, context=context), words, ranks=_left(devices, others), devices=devices)
+    layout, ranks = Layout(tensor=tensor, context=context), _left(devices, others)
+    check_division(graph, layout, words, ranks=ranks, devices=devices, written=True)
     if (restriction.expert or 1) > 1:
         among = _left(devices, tensor * (restriction.pipeline or 1))
         _check_experts(graph, restriction.expert or 1, tensor, among)
