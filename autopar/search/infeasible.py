@@ -93,7 +93,8 @@ def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: in
         below, share = limit, share * share
         limit = math.ceil(limit / share)
     while (lower := _next_below(limit, held, below)) is not None:
-        if budget.searches < LEAST_SEARCHES or not budget.allows(_SMALLER):  # What is left is for other advice.
+        # What is left is for other advice, but for the one limit in which something is known to fit.
+        if budget.searches < (1 if lower == held else LEAST_SEARCHES) or not budget.allows(_SMALLER):
             return Enough(limit, is_least=False)
         found = peak(options, lower)
         limit, held, below = (limit, held, lower) if found is None else (lower, found, below)
@@ -102,13 +103,13 @@ def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: in
 
 def _next_below(limit: int, held: int, below: int) -> int | None:
     """The limit to try next, between ``limit``, in which a pipeline was found that has ``held`` bytes, and ``below``,
-    in which none was: far below what it holds, then just that, then between. None if these are near each other."""
+    in which none was: what it holds, if that is far less, then still less, then between. None if these are near each
+    other."""
     if limit <= below / NEAR_LEAST:
         return None
-    lower = math.ceil(LOWER * held)
-    if lower > below:
-        return lower
-    return held if below < NEAR_LEAST * held and held < NEAR_LEAST * limit else math.ceil(math.sqrt(below * limit))
+    if below < held < NEAR_LEAST * limit:
+        return held
+    return max(math.ceil(LOWER * held), math.ceil(math.sqrt(below * limit)))
 
 
 def _advice(
