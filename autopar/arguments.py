@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from .errors import OptionsError
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 # Chosen: by it `autopar run --plan` tells the script's processes which plan to train under.
 PLAN_VARIABLE = "AUTOPAR_PLAN"
-# How alike the name of an input is to that of a parameter which it is taken for, where forward takes any names.
-# Chosen: between that of input_idz and input_ids (0.89), and of label_ids and labels (0.8), which are two inputs.
-MISSPELT = 0.85
+# Letters of a name, where forward takes any names, of which one may be wrong.
+# Chosen: short names that differ in one letter are mostly two inputs (xs, ys).
+LEAST_LETTERS = 5
 
 
 def split_batch(batch: Batch, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,9 +73,27 @@ def check_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     absent = [name for name in taken if name not in (*kwargs, *list(signatures[0].parameters)[: len(args)])]
     for name in kwargs:
-        # Names of more or fewer words are other inputs: token_type_ids is no misspelt mm_token_type_ids.
-        alike = [each for each in absent if each.count("_") == name.count("_")]
-        if name in (*taken, TARGETS) or (takes_any and not get_close_matches(name, alike, 1, MISSPELT)):
+        if name in (*taken, TARGETS) or (takes_any and not any(_is_slip(name, each) for each in absent)):
             continue
         hint = did_you_mean(name, absent) or f"; it takes {', '.join(map(repr, taken)) or 'none by name'}"
         raise OptionsError(f"the batch has an input {name!r}, which {type(model).__name__}.forward does not take{hint}")
+
+
+def _is_slip(name: str, meant: str) -> bool:
+    """Whether ``name`` is ``meant`` but for a letter that is missing, wrong or too many, or two that changed places.
+    Names that differ in more are of other inputs, like ``encoder_attention_mask`` and ``decoder_attention_mask``, and
+    so are those that differ in a number or in their words."""
+    if min(len(name), len(meant)) < LEAST_LETTERS or name.count("_") != meant.count("_"):
+        return False
+    start = _same_letters(name, meant)
+    one, other = name[start:], meant[start:]
+    end = _same_letters(one[::-1], other[::-1])
+    one, other = one[: len(one) - end], other[: len(other) - end]
+    swapped = len(one) == 2 and one == other[::-1]
+    return (swapped or max(len(one), len(other)) == 1) and not any(map(str.isdecimal, one + other))
+
+
+def _same_letters(one: str, other: str) -> int:
+    """How many letters of two texts are the same before the first that differs."""
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))

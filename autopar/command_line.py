@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autopar.cli.commands import COMMANDS, Command
+from autopar.cli.commands import NAMES, Command, load
 from autopar.cli.output import Output
 from autopar.cli.status import OK, USAGE
 
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed words. A command's optional ``name`` may also stand behind options: argparse before Python 3.12.7
     takes it only directly behind the first word."""
-    parser = make_parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser(words[:1] if words and words[0] in NAMES else NAMES)
     parsed, left = parser.parse_known_args(arguments)
     if len(left) == 1 and not left[0].startswith("-") and getattr(parsed, "name", "") is None:
         parsed.name = left[0]
@@ -57,8 +58,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets ``command`` to its module."""
+def make_parser(names: Sequence[str] = NAMES) -> argparse.ArgumentParser:
+    """The parser of the commands ``names``; each sets ``command`` to its module."""
     parser = argparse.ArgumentParser(
         prog="autopar",
         description="Automatic parallelism for PyTorch models.",
@@ -68,8 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     parser.set_defaults(make_parser=make_parser)
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for command in COMMANDS:
-        _add(subparsers, command)
+    for name in names:
+        _add(subparsers, load(name))
     return parser
 
 

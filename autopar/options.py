@@ -9,7 +9,9 @@ from typing import Literal
 
 from autopar.schedule.named import SCHEDULES
 
+from .byte_sizes import parse_bytes
 from .errors import OptionsError, PlanMismatchError
+from .given_fields import remembers_given
 from .keywords import suggests_fields
 from .layout import Layout
 from .offload import asked
@@ -39,12 +41,14 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
 
 
 @suggests_fields
+@remembers_given
 @dataclass(frozen=True)
 class Options:
     """Options of :func:`autopar.plan`, :func:`autopar.parallelize` and :func:`autopar.verify`.
 
     Args:
-        memory_limit: bytes per device that a plan may use; default: the device's memory less the allocator's reserve.
+        memory_limit: bytes per device that a plan may use, as a number or as text with a unit: ``"40GiB"`` (2**30
+            bytes each), ``"80GB"`` (10**9); default: the device's memory less the allocator's reserve.
         zero: the ZeRO stage. 0 keeps weights, gradients and optimizer state where computation needs them; 1 shards the
             optimizer state over every axis; 2 also gradients; 3 also weights (fully sharded).
         optimizer: the kind of optimizer, which decides the bytes of its state: ``"adamw"``, ``"sgd"``,
@@ -144,11 +148,13 @@ class Options:
         layout: restricts the search to plans of this layout, by those of its fields that are given; the rest is
             searched (docs/layouts.md, "A layout as a restriction"). What it says of ``stages`` (``pipeline``),
             ``schedule``, ``recompute``, ``zero``, ``offload`` and ``precision`` becomes the value of these options.
+        given: the options that were given, set by itself: beside a plan, these are asked for even where they have the
+            defaults.
         from_layout: which values came from ``layout``, so that :func:`dataclasses.replace` may give another. Not for
             users.
     """
 
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None
     microbatches: int | None = None
     batch_statistics: Literal["batch", "microbatch"] = "batch"
     stages: int | tuple[int, ...] | None = None
@@ -178,6 +184,7 @@ class Options:
     cache_length: int | None = None
     imbalance: float | None = None
     layout: Layout | None = None
+    given: tuple[str, ...] = field(default=(), repr=False, compare=False, kw_only=True)
     from_layout: tuple[tuple[str, object], ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -247,6 +254,11 @@ class Options:
                 object.__setattr__(self, "from_layout", (*self.from_layout, (name, value)))
 
     @property
+    def memory_bytes(self) -> int | None:
+        """``memory_limit`` as a number."""
+        return None if self.memory_limit is None else int(self.memory_limit)
+
+    @property
     def solver_seconds(self) -> float:
         """What the solvers of one plan may take together: seconds, or counted work if no limit is given."""
         return COUNTED_SECONDS if self.time_limit is None else self.time_limit
@@ -270,9 +282,11 @@ class Options:
         for name, none in counts.items():
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")
+        if isinstance(self.memory_limit, str):
+            object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
         if self.memory_limit is not None and not _is_number(self.memory_limit, 1):
             raise OptionsError(
-                f"memory_limit={self.memory_limit!r} is not a positive number of bytes; 40 * 2**30 is 40 GiB"
+                f"memory_limit={self.memory_limit!r} is not a positive number of bytes; write 40 * 2**30 or '40GiB'"
             )
         numbers = (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01"), ("timeout", "seconds"))
         for name, what in numbers:

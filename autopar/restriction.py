@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import OptionsError
+from .given_fields import own_fields
 from .layout import Layout
 
 # Fields of a layout that are options of a plan too, by the names of the options.
@@ -55,6 +56,11 @@ def shared_options(layout: Layout) -> dict[str, Any]:
 
 
 def words_of(layout: Layout | None) -> str:
-    """A layout as its user wrote it, for messages: ``Layout(tensor=2, data=4)``."""
-    given = () if layout is None else layout.given
-    return "" if layout is None else f"Layout({', '.join(f'{name}={getattr(layout, name)!r}' for name in given)})"
+    """A layout as its user wrote it, for messages: ``Layout(tensor=2, data=4)``. Of one that was completed, of which
+    nobody wrote every field, what differs from the defaults."""
+    if layout is None:
+        return ""
+    shown, usual = layout.given, {each.name: each.default for each in own_fields(layout)}
+    if {*layout.numbers, *layout.flags} <= set(shown):
+        shown = tuple(name for name in shown if getattr(layout, name) != usual[name])
+    return f"Layout({', '.join(f'{name}={getattr(layout, name)!r}' for name in shown)})"

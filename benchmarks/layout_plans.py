@@ -25,6 +25,7 @@ from autopar.ir.node import RECOMPUTED
 from autopar.ir.plan_record import PlanLine
 from autopar.layout import Layout
 from autopar.placement.overlap_windows import REDUCTIONS
+from autopar.planner.request import UNLIMITED
 from autopar.plans.plan import Plan
 from benchmarks.emulator.model import LayoutModel
 from benchmarks.emulator.price import Priced
@@ -112,7 +113,7 @@ def planned(shape: Shape, layout: Layout) -> Plan:
     pins = {f"layers.{i}": f"stage {i // each % layout.pipeline}" for i in range(shape.layers)}
     options = autopar.Options(
         layout=layout,
-        memory_limit=1 << 50,
+        memory_limit=UNLIMITED,
         offload=False,
         compile=True,
         gap=1e-4,

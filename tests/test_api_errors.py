@@ -236,6 +236,28 @@ def test_names_of_other_words_are_other_inputs() -> None:
         check_names(TypedTokens(), (), {"x": 0, "mm_token_type_id": 0})
 
 
+class Decodes(nn.Module):
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        decoder_attention_mask: torch.Tensor | None = None,
+        pixels_1: torch.Tensor | None = None,
+        **others: object,
+    ) -> torch.Tensor:
+        return input_ids
+
+
+@pytest.mark.parametrize("name", ["encoder_attention_mask", "pixels_2", "input_id_s", "decoder_mask"])
+def test_similar_names_are_other_inputs(name: str) -> None:
+    check_names(Decodes(), (), {"input_ids": 0, name: 0})
+
+
+@pytest.mark.parametrize("name", ["decoder_atention_mask", "decoder_attention_maks", "decodr_attention_mask"])
+def test_names_with_a_slip_are_misspelt(name: str) -> None:
+    with pytest.raises(OptionsError, match=r"did you mean 'decoder_attention_mask'\?"):
+        check_names(Decodes(), (), {"input_ids": 0, name: 0})
+
+
 def test_a_training_plan_without_a_loss_says_so() -> None:
     x = torch.randn(2, 4)
     made = autopar.plan(nn.Linear(4, 4), (1,), (x,))

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 
+from autopar.byte_sizes import parse_bytes
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.optimizers import OPTIMIZERS
@@ -32,20 +32,6 @@ GIVEN = (
     *("time_limit", "gap", "seed", "optimizer", "layout"),
 )
 
-# Prefixes of SI and IEC.
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*$")
 _EXAMPLE = "a function without arguments that returns (model, batch), written file.py:function or module:function"
 
 
@@ -59,18 +45,6 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     if not all(re.fullmatch(r"\s*[1-9]\d*\s*", part) for part in parts):
         raise OptionsError(f"{text!r} is not a mesh; write positive sizes, outermost first: 4 or 2,2 or 2,1,2")
     return tuple(map(int, parts))
-
-
-def parse_bytes(text: str) -> int:
-    """``"10GiB"``, ``"80GB"``, ``"1.5e9"`` or ``"1024"`` in bytes.
-
-    Raises:
-        OptionsError: if it is not a size.
-    """
-    match = _SIZE.match(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise OptionsError(f"{text!r} is not a size in bytes; write 10GiB, 80GB or 1024")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_pins(texts: list[str]) -> dict[str, str]:
@@ -116,6 +90,8 @@ def load_target(text: str, meta: bool = False) -> tuple[nn.Module, Batch]:
 
 
 def _load_file(path: Path) -> ModuleType:
+    import cloudpickle
+
     if not path.is_file():
         raise OptionsError(f"there is no file {str(path)!r} in {os.getcwd()}")
     # A file called random.py must not replace the module everyone else imports.

@@ -12,7 +12,6 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.ir.placements import StridedShard, UnequalShard, short
@@ -86,6 +85,8 @@ class Output:
     @contextlib.contextmanager
     def progress(self, message: str) -> Iterator[None]:
         """Shows ``message`` with a spinner while the body runs, if standard error is a terminal."""
+        from rich.console import Console  # Here, since what shows no progress does without.
+
         console = Console(stderr=True)
         if not console.is_terminal:
             yield

@@ -6,18 +6,19 @@ import argparse
 
 from torch import nn
 
-from autopar.api import plan as plan_model
 from autopar.files import check_folder
 from autopar.plans.plan import Plan
 
 from .arguments import load_target, options_from
 from .output import Output
 
-TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
+TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage", "division")
 
 
 def make_plan(arguments: argparse.Namespace, output: Output) -> Plan:
     """The plan that a command line asks for."""
+    from autopar.api import plan as plan_model  # Here, since it loads what traces, and viewing a plan does without.
+
     options = options_from(arguments)
     check_files(arguments)
     model, batch = load_target(arguments.target, meta=arguments.meta)

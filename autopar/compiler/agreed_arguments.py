@@ -29,7 +29,7 @@ def check_same_arguments(model: nn.Module, options: Options, names: Sequence[int
     and modules that only some have, or have with another shape or dtype."""
     if ranks.size == 1:
         return
-    own = {field.name: repr(_plain(getattr(options, field.name))) for field in fields(options)}
+    own = {field.name: repr(_plain(getattr(options, field.name))) for field in fields(options) if field.compare}
     parts = _parts(model)
     digest = sha256(repr(list(parts.items())).encode()).hexdigest()
     everyone = gather_objects(ranks, (own, digest))

@@ -39,7 +39,7 @@ _plans: OrderedDict[str, Plan] = OrderedDict()
 # Chosen: as many as programs of a model are kept (runtime/calls/programs.py).
 _PLANS_LIMIT = 64
 # Options that no plan depends on.
-_NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite", "pad_to", "sync")
+_NOT_PLANNED = ("check_inputs", "timeout", "compile", "check_every", "nonfinite", "pad_to", "sync", "given")
 _log = logging.getLogger(__name__)
 
 

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class TriedDivision:
+    """A division that was looked at, as ``described``: its program was ``"solved"``, and its step takes ``seconds``, or
+    these are ``"estimated"`` (docs/layouts.md, "Pipelines on many devices")."""
+
+    described: str
+    how: Literal["solved", "estimated"]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +28,8 @@ class Searched:
         excluded: how many others cannot be quicker than the plan, by their bounds.
         bound: seconds that none of all divisions can beat, by these prices.
         first: of those that are neither solved nor excluded, the one that is bounded least; "" if there is none.
+        first_bound: seconds that it takes at least.
+        tried: what was solved, and what was only estimated, the quickest first.
     """
 
     divisions: int
@@ -25,6 +38,14 @@ class Searched:
     excluded: int
     bound: float
     first: str = ""
+    first_bound: float = 0.0
+    tried: tuple[TriedDivision, ...] = ()
+
+    @staticmethod
+    def of(data: dict[str, Any]) -> Searched:
+        """What :func:`dataclasses.asdict` wrote."""
+        tried = tuple(TriedDivision(**each) for each in data.get("tried", ()))
+        return Searched(**{**data, "tried": tried})
 
     @property
     def left(self) -> int:

@@ -4,7 +4,8 @@ Each is a restriction of the placement program, so it computes the same numbers 
 
 - *data parallel* (DDP): every device has all weights, every operation that reads a weight runs on the device's own
   samples, and gradients are all-reduced in buckets.
-- *FSDP* (FSDP2): the same, with weights, gradients and optimizer state sharded over all devices.
+- *FSDP* (FSDP2): the same, with weights, gradients and optimizer state sharded over all devices. Weights outside of
+  blocks (elements of a list of modules) may be gathered once a step instead, as FSDP2 keeps those of the root.
 - *tensor parallel t* (Megatron, Shoeybi et al. 2019, section 3): matrices and tables are sharded over the innermost
   axis, samples over the other axes.
 
@@ -12,9 +13,10 @@ A rank may read any slice of the batch, so an input may also be replicated if th
 knows the number of labels that count. Under DDP no rank does, and DDP averages the ranks' means instead. Statistics of
 batch norm are those of the whole batch, as under SyncBatchNorm.
 
-FSDP2 gathers the weights of a block (an element of a list of modules) in one all-gather, and weights outside of blocks
-once a step. A plan gathers small weights in messages of its own (:mod:`autopar.ir.weight_messages`), large ones singly.
-The figures of the FSDP baseline are those of FSDP2.
+All are priced as plans, so that a plan can be any of them. FSDP2 gathers the weights of a block in one all-gather and
+copies them out of it, where a plan gathers small weights in messages (:mod:`autopar.ir.weight_messages`) and large ones
+singly, without copies. A joint gather saves what a message takes to begin, of which copying costs a twentieth for each
+MiB: with weights of a few MiB, FSDP2 is a little quicker than its row says.
 """
 
 from __future__ import annotations
@@ -26,34 +28,25 @@ from functools import cached_property
 
 from torch.distributed.tensor import Shard
 
-from autopar.cost import bucketed_seconds, collective_seconds
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import block_of
 from autopar.ir.node import Node
 from autopar.ir.placements import REPLICATE, is_shard
-from autopar.ir.reshard import Collective
 
 from .axis_names import weight_values
-from .breakdown import CostBreakdown, CostLine, with_lines
 from .choices import Choice
 from .constraints import Allowed, live_axes, with_choices, zero_allows
 from .formulation import Instance
-from .placed_step import PlacedStep
 
 
 @dataclass(frozen=True)
 class Baseline:
     """A layout that people choose by hand, as a restriction of the search. Its price is the best that is possible
-    within the restriction. ``gathers_blocks``: weights are gathered block by block; see the module docstring."""
+    within the restriction."""
 
     name: str
     instance: Instance
-    gathers_blocks: bool = False
-
-    def as_run(self, step: PlacedStep, breakdown: CostBreakdown) -> CostBreakdown:
-        """The cost breakdown of the layout as it is run in practice, from that of a plan with the same placements."""
-        return with_lines(step, breakdown, _by_blocks(breakdown, self.instance)) if self.gathers_blocks else breakdown
 
 
 def baselines(instance: Instance) -> Iterator[Baseline]:
@@ -65,7 +58,7 @@ def baselines(instance: Instance) -> Iterator[Baseline]:
     outer, inner = live[:-1], live[-1]
     replicated = _narrowed(instance, samples, live)
     yield Baseline("data parallel", with_choices(replicated, _replicated, gathers=False))
-    yield Baseline("FSDP", with_choices(replicated, _of_parameters(zero_allows(instance, 3))), gathers_blocks=True)
+    yield Baseline("FSDP", with_choices(replicated, _fully_sharded(instance)))
     tensor = with_choices(instance, samples.divided_over(outer)) if outer else instance
     for allowed in (_whole_outside(inner), _sharded_on(inner)):
         tensor = with_choices(tensor, allowed)
@@ -78,8 +71,17 @@ def _narrowed(instance: Instance, samples: Samples, axes: tuple[int, ...]) -> In
     return with_choices(with_choices(instance, samples.takes_whole_weights), samples.divided_over(axes))
 
 
-def _of_parameters(allowed: Allowed) -> Allowed:
-    return lambda node, choice: not isinstance(choice, ParameterPlacement) or allowed(node, choice)
+def _fully_sharded(instance: Instance) -> Allowed:
+    """Allows parameters in shards, and weights outside of blocks also whole, which are gathered when they change."""
+    shards_all, shards_state = zero_allows(instance, 3), zero_allows(instance, 2)
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement) or shards_all(node, choice):
+            return True
+        is_whole = all(place == REPLICATE for place in choice.weight)
+        return is_whole and not block_of(node.target) and shards_state(node, choice)
+
+    return allowed
 
 
 def _replicated(node: Node, choice: Choice) -> bool:
@@ -152,37 +154,3 @@ class Samples:
             return all(is_shard(place[axis]) for place in own for axis in axes)
 
         return allowed
-
-
-def _by_blocks(breakdown: CostBreakdown, instance: Instance) -> dict[int, CostLine]:
-    """The lines of ``breakdown``, by position, that cost something else if weights are gathered block by block."""
-    gathers = {i: line for i, line in enumerate(breakdown.lines) if line.kind == "weight"}
-    sums = Counter[object]()
-    for line in gathers.values():
-        for wire in line.collectives:
-            sums[_group(line, wire)] += wire.bytes
-    changed = {}
-    for i, line in gathers.items():
-        if not block_of(line.module) and line.phase == "backward":
-            changed[i] = line.taking(0.0)
-            continue
-        saved = sum(_saved(instance, wire, sums[_group(line, wire)]) for wire in line.collectives)
-        saved -= _saved_by_messages(instance, line)
-        changed[i] = line.taking(max(0.0, line.seconds - line.times * saved))
-    return changed
-
-
-def _saved_by_messages(instance: Instance, line: CostLine) -> float:
-    """Seconds that a weight saves each time because it is gathered in a message."""
-    kind, hop = instance.graph[line.name].type, instance.prices.hop
-    return sum(hop(kind, each) - hop(kind, each, sent=line.phase) for each in line.hops)
-
-
-def _group(line: CostLine, wire: Collective) -> object:
-    return line.phase, block_of(line.module), wire.kind, wire.axes
-
-
-def _saved(instance: Instance, wire: Collective, together: int) -> float:
-    """Seconds that a collective saves as a part of one collective of ``together`` bytes."""
-    where = instance.prices.cluster, instance.prices.mesh, wire.kind, wire.axes
-    return collective_seconds(*where, wire.bytes) - bucketed_seconds(*where, wire.bytes, together)

@@ -6,7 +6,7 @@ is a real check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -45,10 +45,6 @@ class CostLine(NamedTuple):
     seconds: float
     hops: tuple[Hop, ...] = ()
     times: int = 1
-
-    def taking(self, seconds: float) -> CostLine:
-        """The line with other seconds."""
-        return CostLine(self.kind, self.name, self.module, self.phase, seconds, self.hops, self.times)
 
     def named(self, name: str) -> CostLine:
         """The line with another name."""
@@ -101,13 +97,6 @@ def cost_breakdown(
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     hidden = _hidden_lines(lines, windows, section_of)
     return CostBreakdown((*lines, *hidden), memory(step) if held is None else held)
-
-
-def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int, CostLine]) -> CostBreakdown:
-    """``breakdown`` with the lines in some positions replaced. Its hidden lines are computed again."""
-    lines = [changed.get(i, line) for i, line in enumerate(breakdown.lines) if line.kind != "hidden"]
-    windows = windows_of(step.graph, step.prices.cluster, step.repeats)
-    return CostBreakdown((*lines, *_hidden_lines(lines, windows, lambda line: line.phase)), breakdown.memory)
 
 
 def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.placements import is_shard
@@ -21,7 +21,7 @@ PRICED = ("optimizer", "compile", "imbalance")
 
 def options_under(options: Options, plan: PlanRecord) -> Options:
     """``options`` with the precision that ``plan`` was made for, and with its optimizer, ``compile`` and ``imbalance``
-    where they have the defaults. Raises :class:`PlanMismatchError` if they ask for what it is not, as far as that can
+    where they are not given. Raises :class:`PlanMismatchError` if they ask for what it is not, as far as that can
     be told from it: a plan does not say whether it was searched under ``recompute="full"``, and of ZeRO only what it
     shards."""
     for wanted, found in _contradictions(options, plan):
@@ -33,10 +33,9 @@ def options_under(options: Options, plan: PlanRecord) -> Options:
 
 
 def priced_as(options: Options, plan: PlanRecord) -> Options:
-    """``options`` as ``plan`` was priced: with its precision and, where they have the defaults, its :data:`PRICED`
+    """``options`` as ``plan`` was priced: with its precision and, where they are not given, its :data:`PRICED`
     options. Raises :class:`PlanMismatchError` if they fix another precision."""
-    usual = {field.name: field.default for field in fields(Options)}
-    planned = {name: getattr(plan, name) for name in PRICED if getattr(options, name) == usual[name]}
+    planned = {name: getattr(plan, name) for name in PRICED if name not in options.given}
     return replace(under_policy(options, plan.precision), **planned)
 
 
@@ -58,8 +57,8 @@ def _contradictions(options: Options, plan: PlanRecord) -> Iterator[tuple[str, s
         yield f"pins={dict(options.pins)}", f"pins={dict(plan.pinned)}"
     if options.layout is not None and options.layout.restriction != plan.layout:
         yield f"layout={words_of(options.layout)}", f"the layout {plan.layout!r}" if plan.layout else "no layout"
-    if options.memory_limit is not None and plan.predicted.peak_bytes > options.memory_limit:
-        yield f"memory_limit={options.memory_limit}", f"a peak of {plan.predicted.peak_bytes} bytes"
+    if options.memory_bytes is not None and plan.predicted.peak_bytes > options.memory_bytes:
+        yield f"memory_limit={options.memory_bytes}", f"a peak of {plan.predicted.peak_bytes} bytes"
 
 
 def _contradicted_offload(offload: object, plan: PlanRecord) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,8 @@ from autopar.planner.roles.axis_roles import AxisRole
 
 from .shared_work import SharedWork
 
+# More bytes than any step needs on a device: a limit of memory that is none.
+UNLIMITED = 1 << 50
 # By how much a quick price may be off, relative to that of another layout.
 # Chosen: those of the largest models are within 3.5% of their plans (docs/layouts.md).
 NEAR = 1.05
@@ -33,11 +35,12 @@ MOST_AXES = 3
 class Proposals:
     """Layouts worth trying, the most promising first, and what a rule of thumb chooses (None: nothing). ``quick``: what
     these take in seconds by prices that are quick to have, and what others take at least: infinite if they do not
-    fit."""
+    fit. ``estimated``: what each layout takes that has an estimate of its own."""
 
     layouts: tuple[Layout, ...] = ()
     rule: Layout | None = None
     quick: Mapping[Layout, float] = field(default_factory=dict)
+    estimated: Mapping[Layout, float] = field(default_factory=dict)
 
     def is_near(self, layout: Layout) -> bool:
         """Whether quick prices leave open that ``layout`` is the quickest. They do where it has none."""
@@ -167,7 +170,7 @@ def memory_limit_of(request: PlanRequest) -> int:
     kinds that is the smallest, and a request for more than a device has means all that it has."""
     if request.memory_limit is None and request.cluster.groups:
         return _within(request, request.cluster.at(0, math.prod(request.mesh)))
-    return int(request.memory_limit or request.options.memory_limit or usable_bytes(request.cluster))
+    return int(request.memory_limit or request.options.memory_bytes or usable_bytes(request.cluster))
 
 
 def stage_limits(request: PlanRequest, blocks: Sequence[range]) -> tuple[int, ...]:
@@ -187,7 +190,7 @@ def rank_limits(request: PlanRequest) -> tuple[int, ...]:
 
 def _within(request: PlanRequest, cluster: Cluster) -> int:
     usable = usable_bytes(cluster)
-    return int(min(request.memory_limit or request.options.memory_limit or usable, usable))
+    return int(min(request.memory_limit or request.options.memory_bytes or usable, usable))
 
 
 def host_limit_of(request: PlanRequest) -> float:

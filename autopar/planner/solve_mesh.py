@@ -16,7 +16,6 @@ from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.steps.exact_memory import is_rehearsed
-from autopar.restriction import words_of
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Problem, Solution, evaluate, host_binds, memory_of
@@ -36,7 +35,7 @@ from .memory_limit import (
     with_limit,
     without_limit,
 )
-from .mesh_solution import COUNTED_AT_MOST, MeshSolution, peak_bytes, placed_step
+from .mesh_solution import COUNTED_AT_MOST, MeshSolution, peak_bytes
 from .peaks import LEAST_NODES, Peaks
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
@@ -136,7 +135,8 @@ def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Gr
         of, limits = (annotated, cluster, fused), request.rank_limits if any(shares) else ()
         prices = once("prices", of, mesh, limits, make=lambda: Prices.of(cluster, mesh, annotated, fused, limits))
     options = request.options
-    restrictions = tuple(options.pins.items()), options.zero, words_of(options.layout), request.roles
+    layout = "" if options.layout is None else options.layout.restriction
+    restrictions = tuple(options.pins.items()), options.zero, layout, request.roles
     settings = *restrictions, options.optimizer, request.repeats, host_limit_of(request)
 
     def make() -> Instance:
@@ -381,13 +381,12 @@ def _refine_untied(
 
 
 def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:
-    """Predicts a baseline as it is run in practice. Near the memory limit, its memory is that of its program where
+    """Predicts a baseline. Near the memory limit, its memory is that of its program where
     that is soon known, so that it is said to fit only if a plan with its placements would."""
     if not _is_feasible(solution):
         return None
     solved = MeshSolution.of(line.instance, solution)
-    breakdown = line.as_run(placed_step(line.instance, solved.assignment), solved.breakdown)
     counted, limit = solved.step.counted.peak, memory_limit_of(request)
     in_doubt = limit < IN_DOUBT * counted + BUCKET_BYTES and counted <= COUNTED_AT_MOST * limit
     exact = solved.step.memory.memory if in_doubt and len(line.instance.graph) < LEAST_NODES else None
-    return predicted(breakdown, line.instance, request.cluster, exact)
+    return predicted(solved.breakdown, line.instance, request.cluster, exact)

@@ -19,6 +19,9 @@ from autopar.ir.placements import OWN_KINDS
 
 from .fitting_types import MOST, UNBOUNDED, fitting, hints
 
+# What kinds of values are called in JSON.
+_CALLED: dict[type, str] = {str: "a text", bool: "true or false"}
+
 
 def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
     """Yields, for each part of ``value`` that is not of the declared type ``kind``, where it is and what is wrong."""
@@ -27,7 +30,8 @@ def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
         return
     if origin is typing.Literal:
         if not isinstance(value, str) or value not in arguments:
-            yield f"{where} is {value!r}, not one of {', '.join(map(str, arguments))}"
+            one_of = "one of " * (len(arguments) > 1)
+            yield f"{where} is {value!r}, not {one_of}{', '.join(map(str, arguments))}"
     elif origin in (typing.Union, types.UnionType):
         yield from _of_union(value, arguments, where)
     elif origin is tuple:
@@ -59,7 +63,9 @@ def _of_union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
     real = [kind for kind in kinds if kind is not type(None)]
     problems = [list(wrong_types(value, kind, where)) for kind in real]
     if all(problems):
-        yield from problems[0]
+        begin = f"{where} is {value!r}, not "
+        alone = [own[0].removeprefix(begin) for own in problems if len(own) == 1 and own[0].startswith(begin)]
+        yield from [begin + " or ".join(alone)] if len(alone) == len(real) else problems[0]
 
 
 def _of_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
@@ -97,4 +103,4 @@ def _of_plain(value: Any, kind: Any, where: str) -> Iterator[str]:
         elif abs(value) >= 1 << 62:
             yield f"{where} is {value!r}, too large a number"
     elif isinstance(kind, type) and not isinstance(value, kind):
-        yield f"{where} is {value!r}, not {'a text' if kind is str else kind.__name__}"
+        yield f"{where} is {value!r}, not {_CALLED.get(kind, kind.__name__)}"

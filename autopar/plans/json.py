@@ -207,7 +207,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["tied"] = {_string(k): _string(v) for k, v in data.get("tied", {}).items()}
     fields["excluded"] = {_string(k): _string(v) for k, v in data.get("excluded", {}).items()}
     fields["sync"] = PlannedSync(**data["sync"]) if "sync" in data else None
-    fields["searched"] = Searched(**data["searched"]) if "searched" in data else None
+    fields["searched"] = Searched.of(data["searched"]) if "searched" in data else None
     fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))
     fields |= {name: tuple(map(_count, data.get(name, ()))) for name in _DEVICES}
     fields |= {name: data.get(name, usual) for name, usual in _PRICED.items()}

@@ -24,13 +24,13 @@ def moves(plan: PlanRecord) -> Iterator[str]:
             text, mesh = plan.nodes[line.name].type, plan.stage_meshes.meshes[line.stage]
             key = id(line.steps), text, mesh
             if key not in problems:  # Lines of a plan that was read share their steps.
-                types = _types(text)
+                types = types_of(text)
                 problems[key] = [problem for step in line.steps for problem in _hop(mesh, step, types)]
             yield from (f"lines[{position}] ({line.kind} {line.name}): {problem}" for problem in problems[key])
     yield from _ends(plan, by_value)
 
 
-def _types(text: str) -> list[TensorType]:
+def types_of(text: str) -> list[TensorType]:
     """The types of a node's results, and the type in which a parameter is stored."""
     results = [
         TensorType(tuple(map(int, re.findall(r"\d+", dims))), SHORT_DTYPES[dtype])

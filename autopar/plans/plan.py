@@ -76,6 +76,7 @@ class Plan(PlanRecord):
 
     def table(self, by: str = "module") -> PlanTable:
         """The step's seconds and bytes summed ``by`` "module", "kind", "op", "rule", "phase", "collective" or "stage".
+        By "division": what the search knows of each division of the devices into stages, data and tensor ranks.
 
         Raises:
             OptionsError: for another ``by``.
@@ -86,7 +87,7 @@ class Plan(PlanRecord):
     def whatif(
         self,
         *,
-        memory_limit: Sequence[int] | int | None = None,
+        memory_limit: Sequence[int | str] | int | str | None = None,
         devices: Sequence[int | tuple[int, ...]] | int | None = None,
         batch: Sequence[int] | int | None = None,
         precision: Sequence[str] | str | None = None,
@@ -96,7 +97,7 @@ class Plan(PlanRecord):
         plan was asked for. Each answer is the plan that :func:`autopar.plan` returns for the changed question.
 
         Args:
-            memory_limit: bytes per device.
+            memory_limit: bytes per device, as numbers or as text such as "40GiB".
             devices: numbers of devices, of which the outermost axis takes more or fewer, or shapes of meshes.
             batch: global batch sizes; the example batch is repeated or cut to them.
             precision: "fp32", "bf16", "fp16".

@@ -35,6 +35,7 @@ from autopar.plans.views.stages import busiest_stage
 
 from .field_types import wrong_fields
 from .moves import moves
+from .resting import resting
 
 # Findings that a message names. Chosen: what a reader takes in.
 SHOWN = 5
@@ -59,7 +60,7 @@ def validate(plan: PlanRecord) -> None:
 
 def _wrong(plan: PlanRecord) -> Iterator[str]:
     """The problems of the first check that finds any. Each check relies on those before it."""
-    for check in (_settings, _names, _places, _lines, moves, _figures, _pipeline):
+    for check in (_settings, _names, _places, _lines, moves, resting, _figures, _pipeline):
         problems = list(itertools.islice(check(plan), SHOWN))
         if problems:
             yield from problems
@@ -88,6 +89,9 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
         counts = found.divisions, found.indivisible, found.solved, found.excluded, found.left
         if min(counts) < 0 or found.bound < 0:
             yield f"searched counts {', '.join(map(str, counts))} and bounds {found.bound}: none may be below 0"
+        for each in found.tried:
+            if each.seconds < 0:
+                yield f"searched.tried: {each.described!r} takes {each.seconds} seconds"
     if plan.optimizer not in OPTIMIZERS:
         yield f"optimizer is {plan.optimizer!r}{did_you_mean(plan.optimizer, list(OPTIMIZERS))}"
     if plan.imbalance is not None and plan.imbalance < 1:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autopar.byte_sizes import parse_bytes
 from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.plan_record import PlanRecord
@@ -54,6 +55,8 @@ def _unasked(plan: PlanRecord, question: Question) -> Iterator[tuple[Sweep, tupl
 def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
     """The values of one sweep, each once. Raises :class:`OptionsError` for what cannot be asked."""
     given = tuple(values) if isinstance(values, (list, tuple, range)) else (values,)
+    if sweep == "memory_limit":
+        given = tuple(parse_bytes(value, sweep) if isinstance(value, str) else value for value in given)
     if not given:
         raise OptionsError(f"{sweep}={values!r} asks nothing: give at least one value, or leave it out")
     for value in given:

@@ -14,19 +14,22 @@ from torch import nn
 from autopar.api import make_plan
 from autopar.arguments import Batch, check_model, split_batch
 from autopar.cluster.description import Cluster
-from autopar.errors import OptionsError
+from autopar.errors import InfeasibleError, OptionsError
 from autopar.keywords import suggests
 from autopar.layout import Layout
 from autopar.optimizers import OPTIMIZERS
 from autopar.options import Options
 from autopar.planner.prepare import batch_size
 from autopar.planner.shared_work import SharedWork
+from autopar.plans.plan import Plan
 from autopar.plans.question import resized
 from autopar.precision import Precision
+from autopar.search.segments import pinned_stage, stage_pins
 
 from .figures import device_flops, notes_on
 from .precision import planned_precision
-from .price import check_kind, price_with
+from .price import check_kind, mesh_of, price_with
+from .priced import Priced
 from .report import LayoutReport
 
 # Up to so many devices a mesh is one axis, which the search divides in every way.
@@ -46,7 +49,7 @@ def plan_layouts(
     compare: Mapping[str, Layout] | None = None,
     options: Options | None = None,
     precision: Precision | None = None,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     zero: Literal[0, 1, 2, 3] | None = None,
     recompute: Literal["none", "selective", "full"] | None = None,
     offload: bool | str | Mapping[str, str | None] | None = None,
@@ -89,10 +92,14 @@ def plan_layouts(
     plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, work=work, **given)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     beside = _beside_layouts(own)
-    named = {
-        name: price_with(model, inputs, hardware, layout, beside, work=work, **given)
-        for name, layout in (compare or {}).items()
-    }
+
+    def priced(layout: Layout) -> Priced:
+        def under(pins: Mapping[str, str]) -> Priced:
+            return price_with(model, inputs, hardware, layout, replace(beside, pins=pins), work=work, **given)
+
+        return _under_pins(beside.pins, layout, plan, under)
+
+    named = {name: priced(layout) for name, layout in (compare or {}).items()}
     return LayoutReport(
         plan=plan,
         model=type(model).__name__,
@@ -118,9 +125,29 @@ def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
 
 
 def _beside_layouts(options: Options) -> Options:
-    """The options of layouts for comparison: without those that a layout says, or that refer to placements."""
+    """The options of layouts for comparison: without those that a layout says."""
     said: dict[str, Any] = dict.fromkeys(("stages", "schedule", "microbatches", "zero", "recompute", "offload"))
-    return replace(options, layout=None, precision=None, pins={}, **said)
+    return replace(options, layout=None, precision=None, **said)
+
+
+def _under_pins(pins: Mapping[str, str], layout: Layout, plan: Plan, price: Callable[[Any], Priced]) -> Priced:
+    """The price of a layout under those of the ``pins`` of ``plan`` that it does not contradict: it has the stage, or
+    the axes, that they name. If there is no such plan either, under none. Says which are left out."""
+    stages, placements = stage_pins(pins)
+    kept = {path: text for path, text in stages.items() if pinned_stage(text) < layout.pipeline > 1}
+    if mesh_of(replace(layout, pipeline=1)) == (tuple(n for n in plan.mesh if n > 1) or (1,)):
+        kept |= placements
+    try:
+        found = price(kept)
+    except (OptionsError, InfeasibleError):
+        if not kept:
+            raise
+        kept, found = {}, price({})
+    left_out = [path for path in pins if path not in kept]
+    if not left_out:
+        return found
+    note = f"pins that {layout} contradicts are left out: {', '.join(left_out)}"
+    return replace(found, notes=(*found.notes, note))
 
 
 def _checked_options(options: Options | None, named: Mapping[str, Any]) -> Options:

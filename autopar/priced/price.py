@@ -19,6 +19,7 @@ from autopar.given_fields import own_fields
 from autopar.keywords import suggests
 from autopar.layout import Layout
 from autopar.options import Options
+from autopar.planner.request import UNLIMITED
 from autopar.planner.shared_work import SharedWork
 from autopar.plans.plan import Plan
 from autopar.plans.question import question_of, remember
@@ -28,8 +29,6 @@ from .figures import device_flops, notes_on
 from .precision import planned_precision
 from .priced import Priced
 
-# More bytes than any plan needs.
-UNLIMITED = 1 << 50
 # What options must not say beside a layout: it says so by a field, or its devices and its batch would be others.
 _OF_LAYOUTS = {option: name for name, option in SHARED.items()} | {"microbatches": "microbatch"}
 
@@ -50,7 +49,7 @@ def price(
     default: degrees are 1, the schedule is ``"1f1b"`` (with several chunks ``"interleaved"``). No devices are needed.
 
     A layout that does not fit is planned once more without a limit of memory: ``fits`` is then False, and
-    ``excess_bytes`` says by how much.
+    ``excess_bytes`` says by how much at most.
 
     Args:
         cluster: the hardware: a name, a file or a :class:`Cluster`.
@@ -92,17 +91,20 @@ def price_with(
         arguments: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": work, "advises": False}
         return make_plan(model, mesh_of(full), batch, options=options, cluster=cluster, **arguments)
 
+    needed = None
     try:
         plan = planned(restricted, hardware)
         limit = plan.memory_limit
-    except InfeasibleError:
+    except InfeasibleError as error:
+        # Of a stage, errors know what the average one needs.
+        needed = error.needed_bytes if full.pipeline == 1 and not hardware.groups else None
         usable = usable_bytes(hardware.among(full.devices))
-        limit = int(min(options.memory_limit or usable, usable) if hardware.groups else options.memory_limit or usable)
-        allowed = (options.memory_limit or 0) + UNLIMITED if options.memory_limit or not hardware.groups else None
+        limit = int(min(options.memory_bytes or usable, usable) if hardware.groups else options.memory_bytes or usable)
+        allowed = (options.memory_bytes or 0) + UNLIMITED if options.memory_bytes or not hardware.groups else None
         plan = planned(replace(restricted, memory_limit=allowed), _with_memory(hardware))
         plan = _within(plan, limit, options=restricted, cluster=hardware)
     rate, notes = device_flops(plan, hardware.among(full.devices)), notes_on(plan, hardware)
-    return Priced(plan, full, limit, plan.predicted.mfu * rate, notes)
+    return Priced(plan, full, limit, plan.predicted.mfu * rate, notes, needed)
 
 
 def _within(plan: Plan, limit: int, **asked: Any) -> Plan:

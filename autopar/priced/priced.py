@@ -22,6 +22,8 @@ class Priced:
         memory_limit: bytes that a device may use.
         flops_per_second: FLOP/s of the model per device.
         notes: what was assumed because the cluster's description omits it, and the plan's warnings.
+        needed_bytes: of a layout that does not fit, what the fullest device holds under the smallest plan of it that is
+            known; None if none is known but ``plan``.
     """
 
     plan: Plan
@@ -29,6 +31,7 @@ class Priced:
     memory_limit: int
     flops_per_second: float
     notes: tuple[str, ...] = ()
+    needed_bytes: int | None = None
 
     @property
     def predicted(self) -> Predicted:
@@ -47,8 +50,10 @@ class Priced:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes by which the fullest device exceeds the limit; negative: bytes left free."""
-        return self.predicted.peak_bytes - self.memory_limit
+        """Bytes by which the fullest device exceeds the limit (that of the smallest device, where these differ);
+        negative: bytes left free. Of a layout that does not fit, by the smallest plan that is known: an upper bound,
+        and where only the quickest is known (``needed_bytes`` is None), one that may be far too high."""
+        return min(self.needed_bytes or self.predicted.peak_bytes, self.predicted.peak_bytes) - self.memory_limit
 
     @property
     def fits(self) -> bool:
@@ -57,7 +62,11 @@ class Priced:
     def __str__(self) -> str:
         """The layout, its step and its memory; ``print(priced.plan)`` has the whole plan."""
         predicted, tera = self.predicted, self.flops_per_second / 1e12
-        fits = "fits" if self.fits else f"does not fit: {self.excess_bytes} bytes ({size(self.excess_bytes)}) too many"
+        excess = f"{self.excess_bytes} bytes ({size(self.excess_bytes)}) too many"
+        if self.needed_bytes is None:
+            fits = "fits" if self.fits else f"does not fit: at most {excess}"
+        else:
+            fits = f"does not fit: the smallest plan found needs {size(self.needed_bytes)}, {excess}"
         return "\n".join(
             (
                 f"{self.layout}",

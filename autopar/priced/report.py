@@ -40,14 +40,21 @@ class Row:
     predicted: Predicted
     memory_limit: int
     notes: tuple[str, ...] = ()
+    needed_bytes: int | None = None
+
+    @staticmethod
+    def of(priced: Priced) -> Row:
+        return Row(str(priced.layout), priced.predicted, priced.memory_limit, priced.notes, priced.needed_bytes)
 
     @property
     def fits(self) -> bool:
-        return self.excess_bytes <= 0
+        return self.predicted.peak_bytes <= self.memory_limit
 
     @property
-    def excess_bytes(self) -> int:
-        return self.predicted.peak_bytes - self.memory_limit
+    def excess(self) -> str:
+        """By how much it does not fit: at most, where no smaller plan of its kind is known."""
+        least = self.predicted.peak_bytes if self.needed_bytes is None else self.needed_bytes
+        return f"{'up to ' * (self.needed_bytes is None)}{size(least - self.memory_limit)}"
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,7 @@ class LayoutReport:
     def compared(self) -> dict[str, Row]:
         """What the plan is compared with, by name: the layouts given, and what a rule of thumb chooses ("tensor ranks
         within a node, fewest stages that fit, the rest data ranks"), if the search priced it beside the plan."""
-        rows = {
-            name: Row(str(priced.layout), priced.predicted, priced.memory_limit, priced.notes)
-            for name, priced in self.named.items()
-        }
+        rows = {name: Row.of(priced) for name, priced in self.named.items()}
         for name, priced in self.plan.baselines.items():
             kind, _, text = name.partition(": ")
             if kind == RULE and priced is not None:
@@ -171,7 +175,7 @@ class LayoutReport:
         # Descriptions are the last column, so that they may have any length.
         for line, text in zip(table, ["plan", *(row.described for row in rows.values())], strict=True):
             yield f"{line}  {text}"
-        too_big = [f"{name} by {size(row.excess_bytes)}" for name, row in rows.items() if not row.fits]
+        too_big = [f"{name} by {row.excess}" for name, row in rows.items() if not row.fits]
         if too_big:
             yield f"! does not fit: {', '.join(too_big)}"
         if len(self.found) > SHOWN + 1:

@@ -44,6 +44,7 @@ from .candidate import (
     keep_shown,
     named_axes,
     needed,
+    tried_divisions,
     why_excluded,
 )
 from .division_bounds import Division, bounds_of, covered, searched
@@ -97,7 +98,7 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
         layout = request.options.layout
         restriction = "" if layout is None else layout.restriction
         plan = replace(plan, pinned=dict(request.options.pins), layout=restriction)
-        notes = (*rejected, *_quicker_baselines(plan, baselines), *idle_devices(plan, baselines))
+        notes = (*rejected, *idle_devices(plan, baselines))
         return replace(
             plan,
             baselines=baselines,
@@ -128,7 +129,8 @@ def _searched(request: PlanRequest, tried: Tried, seconds: float) -> Searched | 
         return None
     solved = {division for candidate in tried.candidates for division in candidate.divisions}
     solved |= {division for excluded in tried.excluded for division in excluded.divisions}
-    return searched(bounds_of(request, whole_step(request)), request.batch, MOST_CHUNKS, solved, seconds)
+    known = tried_divisions(tried, request.batch)
+    return searched(bounds_of(request, whole_step(request)), request.batch, MOST_CHUNKS, solved, seconds, known)
 
 
 def _check_stages_are_searched(request: PlanRequest) -> None:
@@ -153,7 +155,7 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
         return _of_arrangements(arrangements(own), pinned, timings)
 
     tried = tried_proposals(request, proposals, timings, solve, partial(_worth, request))
-    return tried if tried.candidates else solve(request)
+    return replace(tried if tried.candidates else solve(request), estimated=proposals.estimated)
 
 
 def _worth(request: PlanRequest, tried: Tried) -> float:
@@ -246,18 +248,6 @@ def _rejected(candidates: Sequence[Candidate], chosen: Candidate) -> Iterator[st
             f"{quickest.layout.described} are predicted at {quickest.seconds / chosen.seconds:.0%} of this, but "
             f"on shared cores, pipelines ran up to {SHARED_CORES_SAFETY_FACTOR - 1:.0%} slower than predicted relative "
             f"to single-stage plans; Options(stages={quickest.layout.counts or quickest.layout.stages}) chooses them"
-        )
-
-
-def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> Iterator[str]:
-    """A note if FSDP2 is quicker than the plan. FSDP2 can do one thing that plans cannot, see
-    :mod:`autopar.placement.baselines`."""
-    fsdp, seconds = listed.get("FSDP"), plan.predicted.step_seconds
-    # Chosen: what tables of plans show as quicker.
-    if fsdp is not None and fsdp.peak_bytes <= plan.least_limit and fsdp.step_seconds < 0.995 * seconds:
-        yield (
-            f"FSDP2 is priced at {fsdp.step_seconds / seconds:.1%} of this: it gathers all weights of a block in one "
-            "all-gather and keeps those outside of blocks, where a plan has messages of its own"
         )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import InfeasibleError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
+from autopar.ir.searched import TriedDivision
+from autopar.layout import Layout
 from autopar.placement.axis_names import default_names
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest
@@ -46,12 +48,17 @@ class Candidate:
 @dataclass(frozen=True)
 class Excluded:
     """Plans of a ``kind`` of which none fits, or none is quick enough, as ``error`` says. ``baselines`` were priced on
-    their mesh, whose program covers ``divisions``."""
+    their mesh, whose program covers ``divisions``. ``layout``: what of a kind they are, if there are others."""
 
     kind: str
     error: InfeasibleError
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
     divisions: frozenset[Division] = frozenset()
+    layout: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.layout}" if self.layout else self.kind
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,13 @@ class Failure:
 @dataclass(frozen=True)
 class Tried:
     """What a search tried. ``rule``: of the candidates, the one that a rule of thumb chooses. ``failures``: of what has
-    no candidate."""
+    no candidate. ``estimated``: seconds of the divisions that have an estimate, by their layouts."""
 
     candidates: tuple[Candidate, ...] = ()
     excluded: tuple[Excluded, ...] = ()
     failures: tuple[Failure, ...] = ()
     rule: Candidate | None = None
+    estimated: Mapping[Layout, float] = field(default_factory=dict)
 
     def __add__(self, other: Tried) -> Tried:
         return Tried(
@@ -79,6 +87,7 @@ class Tried:
             self.excluded + other.excluded,
             self.failures + other.failures,
             self.rule or other.rule,
+            {**self.estimated, **other.estimated},
         )
 
     @property
@@ -122,7 +131,7 @@ def also_priced(tried: Tried, best: Candidate) -> dict[str, Predicted | None]:
     listed |= {name: priced for candidate in quickest.values() for name, priced in candidate.baselines.items()}
     others = [candidate for candidate in quickest.values() if candidate.layout != best.layout]
     listed.update(candidate.figures() for candidate in others if candidate is not tried.rule)
-    if tried.rule is not None and tried.rule is not best:
+    if tried.rule is not None:
         name, figures = tried.rule.figures()
         listed[f"{RULE}: {name}"] = figures
     return listed
@@ -142,8 +151,22 @@ def why_excluded(tried: Tried, limit: int) -> dict[str, str]:
     reasons: dict[str, list[InfeasibleError]] = {}
     for excluded in tried.excluded:
         if excluded.kind not in found:
-            reasons.setdefault(excluded.kind, []).append(excluded.error)
+            reasons.setdefault(excluded.name, []).append(excluded.error)
     return {kind: _reason(errors, limit) for kind, errors in reasons.items()}
+
+
+def tried_divisions(tried: Tried, batch: int) -> Iterator[TriedDivision]:
+    """What was solved, by name, and what was estimated and not solved."""
+    solved: dict[str, float] = {}
+    for candidate in tried.candidates:
+        name = candidate.figures()[0]
+        solved[name] = min(candidate.seconds, solved.get(name, math.inf))
+    yield from (TriedDivision(name, "solved", seconds) for name, seconds in solved.items())
+    covered = {division for candidate in tried.candidates for division in candidate.divisions}
+    for layout, seconds in tried.estimated.items():
+        count = batch // (layout.data * layout.microbatch)
+        if Division(layout.pipeline, layout.data, layout.tensor, count, 1) not in covered:
+            yield TriedDivision(str(layout), "estimated", seconds)
 
 
 def _reason(errors: list[InfeasibleError], limit: int) -> str:

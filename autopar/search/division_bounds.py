@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
-from autopar.ir.searched import Searched
+from autopar.ir.searched import Searched, TriedDivision
 from autopar.layout import divisors
 from autopar.passes.pipeline.chunk_assignment import gradient_parts
 from autopar.passes.pipeline.data_only import data_only_nodes
@@ -230,8 +230,10 @@ def searched(
     most_chunks: int,
     solved: Collection[Division],
     seconds: float,
+    tried: Iterable[TriedDivision] = (),
 ) -> Searched:
-    """What a search covered that found a plan of ``seconds``. ``solved``: the divisions whose programs it solved."""
+    """What a search covered that found a plan of ``seconds``. ``solved``: the divisions whose programs it solved;
+    ``tried``: what it knows of these, and of others."""
     every = list(all_divisions(bounds.devices, batch, bounds.pieces, most_chunks))
     possible = [division for division in every if divides(division, batch) or division in solved]
     least = {division: bounds.seconds(division) for division in possible}
@@ -245,6 +247,8 @@ def searched(
         # What was found is no bound of what its division could be: in the program, equal layers choose alike.
         bound=min(least.values(), default=0.0),
         first="" if first is None else str(first) or "one device",
+        first_bound=0.0 if first is None else least[first],
+        tried=tuple(sorted(tried, key=lambda each: (each.seconds, each.described))),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from autopar.errors import InfeasibleError
@@ -21,21 +22,32 @@ from autopar.planner.memory_advice import (
     single_change,
     twice_the_devices,
 )
-from autopar.planner.request import PlanRequest, asked_mesh, memory_limit_of
+from autopar.planner.request import UNLIMITED, PlanRequest, asked_mesh, memory_limit_of
 from autopar.plans.views.quantities import size
 
 from .stage_meshes import StageLayout
 
 # The factor by which a limit that fits is lowered. Chosen: each try plans once more, and takes long.
 LOWER = 0.8
+# How near a limit that fits is to one that does not, relative to it, where neither is sought further. Chosen, as above.
+NEAR_LEAST = 0.9
 # A first guess of the limit, relative to what the program of all stages together needs. Chosen: stages are not all as
 # full.
 FULLER = 1.2
-# More bytes than any pipeline holds.
-UNLIMITED = 2**60
+
+_SMALLER = "smaller limits of pipelines"
 
 # Returns the bytes of the fullest device of the pipeline found under the options within a limit; None if none is found.
 Peak = Callable[[Options, int], int | None]
+
+
+@dataclass(frozen=True)
+class Enough:
+    """A limit within which a pipeline was found. ``is_least``: whether none was found within much less; otherwise that
+    was not searched."""
+
+    bytes: int
+    is_least: bool
 
 
 def pipeline_infeasible(
@@ -51,35 +63,53 @@ def pipeline_infeasible(
     limit = memory_limit_of(request)
     stages = layout.described if layout.stages > 1 else "one stage"
     problem = f"no plan in {stages} on mesh {asked_mesh(request)} fits into {size(limit)} per device"
-    least = smallest_limit(request.options, peak, budget, start)
-    if least is None:
+    enough = smallest_limit(request.options, peak, budget, start)
+    if enough is None:
         return None
+    least = enough.bytes
     count = f"{microbatches} microbatch{'es' * (microbatches > 1)}"
     settings = f"memory_limit={least}, stages={layout.counts or layout.stages}, microbatches={microbatches}"
     advice = [*_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, budget=budget))]
+    needed = f"{least} bytes ({size(least)}) are enough" if enough.is_least else f"at most {least} bytes are needed"
     return InfeasibleError(
-        f"{problem}. With {count} {least} bytes ({size(least)}) are enough, {least - limit} ({size(least - limit)}) "
+        f"{problem}. With {count} {needed}, {least - limit} ({size(least - limit)}) "
         f"more: Options({settings}).{ADVICE}{listed(advice)}. "
         f"{single_change(advice, limit)}{budget.remark}"
     ).needing(least)
 
 
-def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: int | None = None) -> int | None:
-    """About the smallest limit within which a pipeline can be found, as far as the ``budget`` tells: from ``start``
-    upwards, or from what the quickest pipeline holds. None if no pipeline was found."""
-    what = "smaller limits of pipelines"
-    limit = start if start is not None else peak(options, UNLIMITED) if budget.allows(what) else None
+def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: int | None = None) -> Enough | None:
+    """About the smallest limit within which a pipeline can be found, as far as the ``budget`` tells: from ``start``, or
+    what the quickest pipeline holds, upwards, then below what the pipelines that were found hold. None if no pipeline
+    was found."""
+    limit = start if start is not None else peak(options, UNLIMITED) if budget.allows(_SMALLER) else None
     below, share = 0, LOWER
-    if limit is not None and not budget.allows(what):
+    if limit is None or not budget.allows(_SMALLER):
         return None
-    while limit is not None and peak(options, limit) is None:
+    while (held := peak(options, limit)) is None:
+        if not budget.allows(_SMALLER):
+            return None
         # In larger and larger steps: each try takes long, and a limit that is enough is what a user needs first.
         below, share = limit, share * share
-        limit = math.ceil(limit / share) if budget.allows(what) else None
-    if limit is None or budget.searches < LEAST_SEARCHES:  # What is left is for other advice.
-        return limit
-    lower = math.ceil(max(LOWER * limit, math.sqrt(below * limit)))
-    return lower if lower < limit and budget.allows(what) and peak(options, lower) is not None else limit
+        limit = math.ceil(limit / share)
+    while (lower := _next_below(limit, held, below)) is not None:
+        # What is left is for other advice, but for the one limit in which something is known to fit.
+        if budget.searches < (1 if lower == held else LEAST_SEARCHES) or not budget.allows(_SMALLER):
+            return Enough(limit, is_least=False)
+        found = peak(options, lower)
+        limit, held, below = (limit, held, lower) if found is None else (lower, found, below)
+    return Enough(limit, is_least=True)
+
+
+def _next_below(limit: int, held: int, below: int) -> int | None:
+    """The limit to try next, between ``limit``, in which a pipeline was found that has ``held`` bytes, and ``below``,
+    in which none was: what it holds, if that is far less, then still less, then between. None if these are near each
+    other."""
+    if limit <= below / NEAR_LEAST:
+        return None
+    if below < held < NEAR_LEAST * limit:
+        return held
+    return max(math.ceil(LOWER * held), math.ceil(math.sqrt(below * limit)))
 
 
 def _advice(
@@ -87,7 +117,7 @@ def _advice(
     layout: StageLayout,
     microbatches: int,
     least: int,
-    smallest: Callable[[Options], int | None],
+    smallest: Callable[[Options], Enough | None],
 ) -> Iterator[Advice]:
     """Changes that help, with the bytes per device that each of them leads to."""
     options, device = request.options, request.cluster.device
@@ -95,8 +125,8 @@ def _advice(
     useful = (options.recompute in ("none", "selective"), may_offload)
     for (text, changed), helps in zip((recompute_more(options), offload_more(options)), useful, strict=True):
         lower = smallest(changed) if helps else None
-        if lower is not None and lower < least:
-            yield Advice(text, lower)
+        if lower is not None and lower.bytes < least:
+            yield Advice(text, lower.bytes)
     if microbatches < request.batch:
         yield Advice("more microbatches, each with fewer samples", None)
     if options.zero is not None and max(layout.sizes) > 1:

@@ -188,7 +188,7 @@ def _too_full(request: PipelineRequest, worst: _Overfull) -> InfeasibleError:
     return InfeasibleError(
         f"{_where(request.layout)} with {request.microbatches} microbatches do "
         f"not fit into {limits} bytes per device{fullest}. More stages or microbatches hold less each"
-    )
+    ).needing(worst.bytes if known and alike else None)
 
 
 def _where(layout: StageLayout) -> str:

@@ -21,7 +21,7 @@ from autopar.restriction import Restriction
 from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import attempts
-from .candidate import Candidate, Failure, named_axes
+from .candidate import Candidate, Failure, named_axes, needed
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .fitting_schedules import PipelineSolution
@@ -49,8 +49,8 @@ _NO_LOSS = (
 def with_stages(
     request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float, lacks_memory: bool = False
 ) -> tuple[list[Candidate], Failure]:
-    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and why the last one that was
-    impossible was so. That is an error for the user only if nothing else was found.
+    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and why others were impossible: of
+    those that do not fit, that which needs fewest bytes. That is an error for the user only if nothing else was found.
 
     Args:
         pinned: the stages of modules, by path.
@@ -75,7 +75,7 @@ def with_stages(
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
         solved, last = _of_layout(pipeline, counts, timings, best, quickest)
         candidates += solved
-        failure = last or failure
+        failure = failure if last is None else _nearer(last, failure)
     return candidates, failure
 
 
@@ -85,6 +85,14 @@ def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed
     if has_failed and (timings.is_up(request.options) or never_fits(request)):
         return True
     return timings.is_spent(request.options) and math.isfinite(quickest)
+
+
+def _nearer(last: Failure, before: Failure | None) -> Failure:
+    """Which of two failures explains why nothing was found: the later one, but of pipelines that do not fit that which
+    is known to need fewest bytes."""
+    errors = [each.error for each in (last, before) if each is not None]
+    needs = [needed(error) if isinstance(error, InfeasibleError) else math.inf for error in errors]
+    return before if before is not None and needs[1] < needs[0] < math.inf else last
 
 
 def _impossible(error: OptionsError) -> Failure:
@@ -101,7 +109,7 @@ def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
 ) -> tuple[list[Candidate], Failure | None]:
     """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, and why
-    the last one that was impossible was so. ``quickest``: seconds of the best plan found so far; ``best``: of the best
+    others were impossible (:func:`_nearer`). ``quickest``: seconds of the best plan found so far; ``best``: of the best
     plan without stages."""
     candidates, remaining = list[Candidate](), list(counts)
     failure: Failure | None = None
@@ -110,7 +118,7 @@ def _of_layout(
         try:
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
-            failure = Failure(error, partial(attempt.too_full, error, timings))
+            failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
             continue

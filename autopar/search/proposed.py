@@ -97,12 +97,13 @@ class ProposedSearch:
             return
         if rule not in self.solved and not self._may_win(rule):
             slow = TooSlowError(words_of(rule), self.proposals.quick[rule], is_proven=False)
-            self.tried += Tried(excluded=(Excluded(RULE, slow),))
+            self.tried += Tried(excluded=(Excluded(RULE, slow, layout=str(rule)),))
             return
         found = self.solved.get(rule) or self._restricted(rule)
         best = min(found.candidates, key=lambda candidate: candidate.seconds, default=None)
         errors = [failure.error for failure in found.failures if isinstance(failure.error, InfeasibleError)]
-        self.tried += Tried(excluded=tuple(Excluded(RULE, error) for error in errors), rule=best)
+        excluded = tuple(Excluded(RULE, error, layout=str(rule)) for error in errors)
+        self.tried += Tried(excluded=excluded, rule=best)
 
     def _restricted(self, layout: Layout) -> Tried:
         """What a layout has."""

@@ -146,9 +146,7 @@ def pinned_ranks(graph: Graph, segment_of: Mapping[str, int], count: int, pins: 
     pinned_by: dict[int, str] = {}
     repeated = {node.name for node in graph.nodes if node.op in VIEWS} | data_only_nodes(graph) if pins else set()
     for pattern, text in pins.items():
-        match = STAGE_PIN.match(text)
-        assert match is not None
-        rank = int(match[1])
+        rank = pinned_stage(text)
         if rank >= stages:
             there_are = f"there are {stages} stages, counted from 0" if stages > 1 else "there is one stage, stage 0"
             raise OptionsError(f"the pin {pattern!r}: {text!r}: {there_are}")
@@ -187,6 +185,13 @@ def _nodes_within(graph: Graph, pattern: str) -> list[str]:
         return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
     return [n.name for n in graph.nodes if n.phase == "forward" and n.module and is_named(n.module)]
+
+
+def pinned_stage(text: str) -> int:
+    """The number of the stage in the text of a pin that fixes one."""
+    match = STAGE_PIN.match(text)
+    assert match is not None
+    return int(match[1])
 
 
 def stage_pins(pins: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,9 +1,11 @@
-"""Finds the inside of attention where it is written out in products instead of called as one operation."""
+"""Finds attention that is written out in products instead of called as one operation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopar.ir.graph import Graph
-from autopar.ir.node import Value
+from autopar.ir.node import Node, Value
 
 # Matrix products; those of two activations belong to attention written out.
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm"))
@@ -12,6 +14,8 @@ _ENDS = _PRODUCTS | {
     *(f"aten.{name}.default" for name in ("addmm", "convolution", "embedding", "topk", "sort", "cumsum")),
     *("aten.index.Tensor", "autopar.attention.default"),
 }
+# What makes probabilities of scores: softmax, or what it is written out in.
+_SOFTMAX = frozenset(("aten._softmax.default", "aten._safe_softmax.default", "aten.exp.default"))
 
 
 def inside_attention(graph: Graph) -> frozenset[str]:
@@ -31,6 +35,23 @@ def inside_attention(graph: Graph) -> frozenset[str]:
         elif behind and node.op not in _ENDS:
             after.add(node.name)
     return frozenset(inside)
+
+
+def products_with_values(graph: Graph) -> Iterator[Node]:
+    """The forward products softmax(Q K^T) V: of two activations, one of which is computed by a softmax from another
+    such product."""
+    products, scores, probabilities = _of_activations(graph), set[str](), set[str]()
+    for node in graph.nodes:
+        if node.phase != "forward" or node.is_placeholder:
+            continue
+        taken = {value.node for value in node.operands}
+        if node.name in products:
+            if taken & probabilities:
+                yield node
+            scores.add(node.name)
+        elif node.op not in _ENDS and taken & (scores | probabilities):
+            is_probability = taken & probabilities or node.op in _SOFTMAX
+            (probabilities if is_probability else scores).add(node.name)
 
 
 def _of_activations(graph: Graph) -> frozenset[str]:

@@ -63,12 +63,12 @@ _COMPILING = threading.RLock()
 
 @dataclass
 class Compilation:
-    """Given if a model's sections are compiled: for which device, what has to be open ``meanwhile``, and what could not
-    be compiled, one line each."""
+    """Given if a model's sections are compiled: for which device, and what has to be open ``meanwhile``. ``failed``:
+    the pieces that could not be compiled, by the cause."""
 
     device: torch.device
     meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
-    problems: list[str] = field(default_factory=list)
+    failed: dict[str, list[str]] = field(default_factory=dict)
 
     @staticmethod
     def on(device: torch.device, meanwhile: Callable[[], AbstractContextManager[None]]) -> Compilation | None:
@@ -83,14 +83,27 @@ class Compilation:
         )
         return None
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be compiled, a line for each cause: it mostly is that of many pieces."""
+        return tuple(_problem(cause, pieces) for cause, pieces in self.failed.items())
+
     def noted_in(self, plan: Any) -> Any:
         """``plan`` with a warning for each problem."""
-        return replace(plan, warnings=(*plan.warnings, *self.problems)) if self.problems else plan
+        return replace(plan, warnings=(*plan.warnings, *self.problems)) if self.failed else plan
 
-    def report(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
-            _log.warning("%s", problem)
+    def report(self, piece: str, cause: str) -> None:
+        """Notes that ``piece`` cannot be compiled. Logs a cause once."""
+        pieces = self.failed.setdefault(cause, [])
+        if piece not in pieces:
+            pieces.append(piece)
+            _log.log(logging.WARNING if len(pieces) == 1 else logging.DEBUG, "%s", _problem(cause, [piece]))
+
+
+def _problem(cause: str, pieces: Sequence[str]) -> str:
+    others = len(pieces) - 1
+    more = f", and {others} other piece{'s' * (others > 1)}," if others else ""
+    return f"{pieces[0]}{more} run uncompiled: {cause}"
 
 
 @dataclass(frozen=True)
@@ -196,8 +209,8 @@ class PieceCall:
         lines = str(why).strip().splitlines()
         self._compilation.report(
             f"{len(self._section.instructions)} operations from {first.op}"
-            f"{first.module and f' of module {first.module}'} on run uncompiled: "
-            f"{type(why).__name__}: {lines[0] if lines else ''}"
+            f"{first.module and f' of module {first.module}'} on",
+            f"{type(why).__name__}: {lines[0] if lines else ''}",
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import plans as cli_plans
 from autopar.cli.arguments import options_from
 from autopar.cli.commands import calibrate as calibrate_command
 from autopar.cli.commands import verify as verify_command
@@ -184,7 +183,7 @@ def test_errors_are_one_message_and_status_2(
     def refuse(*_: object, **__: object) -> None:
         raise InfeasibleError("nothing fits into 1 KiB; 3 KiB would")
 
-    monkeypatch.setattr(cli_plans, "plan_model", refuse)
+    monkeypatch.setattr("autopar.api.plan", refuse)
     assert main(["plan", target, "--mesh", "2", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "autopar: nothing fits into 1 KiB; 3 KiB would\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cli.commands import COMMANDS
+from autopar.cli.commands import NAMES
 from autopar.command_line import main
 
 
@@ -20,6 +20,6 @@ def test_completions_know_every_command(capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("shtab")
     assert main(["completion", "bash"]) == 0
     text = capsys.readouterr().out
-    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    names = list(NAMES)
     assert [name for name in names if f"_shtab_autopar_{name}_option_strings=" not in text] == []
     assert "--memory-limit" in text

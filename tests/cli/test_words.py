@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autopar.cli.arguments import load_target, parse_bytes, parse_mesh, parse_pins
+from autopar.cli.arguments import load_target, parse_mesh, parse_pins
 from autopar.cli.output import Output, jsonable
 from autopar.errors import OptionsError
 from autopar.ir.placements import StridedShard
@@ -71,20 +71,6 @@ def test_mesh(text: str, mesh: tuple[int, ...]) -> None:
 def test_no_mesh(text: str) -> None:
     with pytest.raises(OptionsError, match="outermost first"):
         parse_mesh(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("1024", 1024), ("10GiB", 10 * 2**30), ("80 GB", 80 * 10**9), ("1.5e9", 1_500_000_000), ("0.5KiB", 512)],
-)
-def test_bytes(text: str, count: int) -> None:
-    assert parse_bytes(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "10 gigs", "-1", "ten"])
-def test_no_bytes(text: str) -> None:
-    with pytest.raises(OptionsError, match="10GiB"):
-        parse_bytes(text)
 
 
 def test_pins() -> None:

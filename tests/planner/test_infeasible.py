@@ -101,7 +101,7 @@ def whole(request: PlanRequest) -> None:
 
 @pytest.mark.parametrize(
     ("least", "start", "expected"),
-    [(300, None, 384), (10**6, None, None), (120, None, 157), (100, None, 100), (90, 100, 100), (70, 100, 80)],
+    [(300, None, 384), (10**6, None, None), (120, None, 157), (100, None, 100), (90, 100, 90), (70, 100, 80)],
 )
 def test_only_a_limit_in_which_a_pipeline_was_found_is_named(
     least: int, start: int | None, expected: int | None
@@ -113,9 +113,37 @@ def test_only_a_limit_in_which_a_pipeline_was_found_is_named(
         return tried.setdefault(limit, 100 if limit >= least else None)
 
     budget = AdviceBudget(5)
-    limit = smallest_limit(Options(), peak, budget, start)
+    found = smallest_limit(Options(), peak, budget, start)
+    limit = None if found is None else found.bytes
     assert limit == expected and (limit is None or tried[limit] is not None)
     assert len(tried) <= 5 and (expected is not None or "Not searched" in budget.remark)
+
+
+@pytest.mark.slow
+def test_the_limit_that_is_named_for_stages_is_enough_and_less_is_not() -> None:
+    request = requested(narrow, (2,), stages=2, microbatches=2)
+    found = re.search(r"(\d+) bytes \(.* are enough, .*Options\(memory_limit=(\d+), ", refused(request, 77_000))
+    assert found is not None and found[1] == found[2]
+    limit = int(found[1])
+    plan = best_plan(replace(request, options=replace(request.options, memory_limit=limit)), Timings())
+    assert plan.predicted.peak_bytes <= limit
+    refused(request, int(0.9 * limit))
+
+
+@pytest.mark.parametrize("start", [None, 400, 90, 1000, 3000])
+@pytest.mark.parametrize("searches", [3, 6, 12])
+def test_the_limit_of_a_pipeline_that_is_named_is_near_the_least(searches: int, start: int | None) -> None:
+    """Of pipelines that hold less, the less they may, down to 100 bytes; but only half of what a generous limit is."""
+    tried = dict[int, int | None]()
+
+    def peak(_: Options, limit: int) -> int | None:
+        return tried.setdefault(limit, None if limit < 100 else min(max(100, limit // 2), 1000))
+
+    budget = AdviceBudget(searches)
+    found = smallest_limit(Options(), peak, budget, start)
+    assert found is not None and tried[found.bytes] is not None and len(tried) <= searches
+    assert not found.is_least or found.bytes <= 100 / 0.9
+    assert found.is_least or searches < 12
 
 
 def test_advice_ends_with_the_time_that_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,8 @@ def test_options_beside_a_plan_are_those_it_was_priced_with() -> None:
     assert (under.optimizer, under.compile, under.imbalance) == ("sgd", True, 1.5)
     own = options_under(Options(optimizer="momentum", compile=False, imbalance=1.2), plan)
     assert (own.optimizer, own.compile, own.imbalance) == ("momentum", False, 1.2)
+    usual = options_under(replace(Options(optimizer="adamw", compile="auto", imbalance=None), seed=1), plan)
+    assert (usual.optimizer, usual.compile, usual.imbalance) == ("adamw", "auto", None)
 
 
 def test_what_is_not_a_traced_model_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -124,6 +125,22 @@ def test_a_mutated_plan_computes_what_one_process_does_or_is_refused(name: str) 
         except AutoparError as error:
             assert len(str(error)) > 20
     assert ran
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("sharded", (1, 2)), ("sharded", (2, 4)), ("pinned", (4, 2))])
+def test_a_mesh_that_was_changed_alone_is_refused_by_a_line_that_disagrees(name: str, mesh: tuple[int, ...]) -> None:
+    with pytest.raises(OptionsError, match=r"(lines|holdings)\[\d+\]"):
+        replace(plan(name), mesh=mesh).validate()
+
+
+def test_what_rests_is_what_the_mesh_leaves_on_a_device() -> None:
+    made = plan("sharded")
+    with pytest.raises(OptionsError, match=re.escape("on the mesh (1, 2) takes ")) as caught:
+        replace(made, mesh=(1, 2)).validate()
+    found = re.search(r"holdings\[(\d+)\] has (\d+) bytes of (\w+) '(\w+)'", str(caught.value))
+    assert found is not None
+    held = made.holdings[int(found[1])]
+    assert (str(held.bytes), held.kind, held.name) == found.groups()[1:]
 
 
 def _with_strategy(made: Plan, name: str, change: Callable[[Any], Any]) -> Plan:

@@ -135,7 +135,7 @@ def test_a_plan_of_version_7_is_read(plan: Plan, printed: Callable[[Plan], str])
 
 
 def test_options_that_prices_depend_on_are_written_if_they_are_not_the_defaults(plan: Plan) -> None:
-    priced = {"optimizer": "sgd", "compile": False, "imbalance": 1.25}
+    priced = {"optimizer": "adam", "compile": False, "imbalance": 1.25}  # With as much state as adamw.
     assert not priced.keys() & plan_to_dict(plan).keys()
     made = replace(plan, **priced)  # type: ignore[arg-type]
     assert Plan.from_json(made.to_json()) == made == Plan.from_text(made.to_text()) != plan
@@ -143,6 +143,8 @@ def test_options_that_prices_depend_on_are_written_if_they_are_not_the_defaults(
     for wrong in ({"optimizer": "sdg"}, {"compile": "yes"}, {"imbalance": 0.5}, {"imbalance": "much"}):
         with pytest.raises(OptionsError, match=f"{next(iter(wrong))} is"):
             Plan.from_json(json.dumps(plan_to_dict(plan) | wrong))
+    with pytest.raises(OptionsError, match=r"compile is 'yes', not auto or true or false$"):
+        Plan.from_json(json.dumps(plan_to_dict(plan) | {"compile": "yes"}))
 
 
 def test_folded_tables_hold_what_equal_layers_share_once(plan: Plan) -> None:

@@ -105,7 +105,21 @@ def test_a_layout_for_comparison_that_does_not_fit_is_marked() -> None:
     priced = found.named["ours"]
     small = autopar.Priced(priced.plan, priced.layout, priced.predicted.peak_bytes - 1, priced.flops_per_second)
     text = str(dataclasses.replace(found, named={"ours": small}))
-    assert "! does not fit: ours by 1 B" in text
+    assert "! does not fit: ours by up to 1 B" in text
+    known = dataclasses.replace(small, memory_limit=10, needed_bytes=2058)
+    assert "! does not fit: ours by 2 KiB" in str(dataclasses.replace(found, named={"ours": known}))
+
+
+def test_pins_go_where_a_layout_contradicts_them() -> None:
+    pins, data, tensor = {"0.weight": "R"}, Layout(data=2, microbatch=8), Layout(tensor=2, microbatch=16)
+    found = autopar.plan_layouts(
+        layers(), (torch.zeros(16, 16),), A100, devices=2, loss_fn=summed, options=Options(stages=1, pins=pins),
+        compare={"data": data, "tensor": tensor},
+    )  # fmt: skip
+    assert found.named["data"].plan.pinned == pins and not found.named["data"].notes
+    assert found.named["tensor"].plan.pinned == {}
+    assert f"pins that {tensor} contradicts are left out: 0.weight" in found.named["tensor"].notes
+    assert "are left out: 0.weight" in str(found)
 
 
 def test_the_model_stays_as_it_is() -> None:

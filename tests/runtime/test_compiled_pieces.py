@@ -126,6 +126,18 @@ def test_what_cannot_be_compiled_runs_and_is_reported_once(monkeypatch: pytest.M
     assert "2 operations from aten.cos.default of module net.act" in str(compilation.noted_in(plan))
 
 
+def test_a_cause_of_many_pieces_is_one_problem(caplog: pytest.LogCaptureFixture) -> None:
+    compilation = Compilation(CPU)
+    for piece, cause in (("1", "no lowering"), ("2", "no lowering"), ("2", "no lowering"), ("3", "too large")):
+        compilation.report(f"{piece} operations from aten.sin.default on", cause)
+    assert compilation.problems == (
+        "1 operations from aten.sin.default on, and 1 other piece, run uncompiled: no lowering",
+        "3 operations from aten.sin.default on run uncompiled: too large",
+    )
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.rpartition(": ")[2] for text in logged] == ["no lowering", "too large"]
+
+
 def test_an_error_names_the_module() -> None:
     call, compilation = call_of(SECTION)
     with pytest.raises(autopar.AutoparError, match=r"module net\n.*aten.add.Tensor") as raised:

@@ -41,7 +41,7 @@ def request(
     ``quick`` prices of some."""
     open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
     asked = requested("stack", (2, 2), **{**open_ones, **options})
-    return replace(asked, propose=lambda _: Proposals(layouts, rule, quick))
+    return replace(asked, propose=lambda _: Proposals(layouts, rule, quick, {} if rule is None else {rule: 1.2}))
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,10 @@ def _four_devices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tried(plan: Plan) -> str:
     return " ".join(plan.baselines)
+
+
+def why_not(plan: Plan, kind: str) -> str:
+    return next((why for name, why in plan.excluded.items() if name.partition(":")[0] == kind), "")
 
 
 def test_a_proposal_is_solved_and_compared() -> None:
@@ -65,7 +69,7 @@ def test_the_best_of_each_kind_is_priced(layouts: tuple[Layout, ...]) -> None:
     plan = best_plan(request(*layouts, rule=TWO_STAGES), Timings())
     best = {1: "no stages", 2: "rule of thumb: 2 stages"}.get(plan.stages, "")
     for kind in {"no stages", "rule of thumb: 2 stages", "FSDP"} - {best}:
-        said = plan.excluded.get(kind.partition(":")[0], "")
+        said = why_not(plan, kind.partition(":")[0])
         assert (kind in tried(plan)) != said.startswith(("at least", "about")), f"{kind} is not among {tried(plan)}"
         assert kind[:9] in str(plan) and said in str(plan)
 
@@ -73,10 +77,19 @@ def test_the_best_of_each_kind_is_priced(layouts: tuple[Layout, ...]) -> None:
 def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
     rule = Layout(pipeline=4, microbatch=1)
     far = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.2}), Timings())
-    assert far.excluded["rule of thumb"] == "about 1.2 s"
+    assert far.excluded["rule of thumb: pipeline=4 microbatch=1"] == "about 1.2 s"
+    (named,) = (line for line in str(far).splitlines() if "pipeline=4 microbatch=1" in line)
+    assert named.startswith(" "), "below the line of its kind"
+    estimated = [each for each in far.searched.tried if each.how == "estimated"] if far.searched else []
+    assert [(each.described, each.seconds) for each in estimated] == [("pipeline=4 microbatch=1", 1.2)]
+    table = far.table(by="division")
+    known = {how for _, how, _ in table.rows}
+    assert known == {"solved", "estimated", "at least"} and "pipeline=4 microbatch=1" in str(table)
+    assert [row[2] for row in table.rows] == sorted(float(row[2]) for row in table.rows)
+    assert far.searched is not None and far.searched.first in " ".join(str(far).split())
     # Whether it fits is for its own program to say.
     unknown = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0}), Timings())
-    assert unknown.excluded["rule of thumb"] != "about 1.2 s" and far.predicted == unknown.predicted
+    assert why_not(unknown, "rule of thumb") != "about 1.2 s" and far.predicted == unknown.predicted
 
 
 def order_of(proposals: Proposals, without: float, **options: object) -> tuple[list[Layout | None], Tried]:
@@ -133,7 +146,7 @@ def test_a_kind_that_does_not_fit_says_by_how_much() -> None:
     plan = best_plan(request(TWO_STAGES, rule=Layout(pipeline=4, microbatch=8), memory_limit=SCARCE), Timings())
     needs = re.fullmatch(r"does not fit: ([\d.]+) KiB of 62.5 KiB", plan.excluded["no stages"])
     assert needs is not None and float(needs[1]) > 62.5
-    assert plan.excluded["rule of thumb"].startswith("does not fit")
+    assert why_not(plan, "rule of thumb").startswith("does not fit")
     assert plan.excluded["no stages"] in str(plan) and plan.excluded["no stages"] in render(plan)
     assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
 

@@ -152,6 +152,7 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
         ("llama", 6, {"tensor": 3}, "has 4 heads, which do not divide among 3 tensor ranks; tensor=2 does"),
         ("llama", 8, {"tensor": 3, "data": 4}, "which do not divide among 3 tensor ranks; tensor=2 does"),
         ("llama", 6, {"tensor": 3, "data": 2}, "which do not divide among 3 tensor ranks; tensor=2 does"),
+        ("llama", 64, {"pipeline": 64}, "has 16 of them, in 2 layers of 'model.model.layers'; pipeline=16 would do"),
         ("mixture", 8, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 and expert=4"),
         ("mixture", 6, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 does"),
         ("llama", 4, {"pipeline": 4, "interleave": 99}, "not 4 x 99; with 4 stages interleave="),

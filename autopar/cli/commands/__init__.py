@@ -33,6 +33,10 @@ def _place(name: str) -> tuple[int, str]:
     return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
 
 
-_NAMES = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=_place)
-COMMANDS = tuple(cast(Command, importlib.import_module(f".{name}", __name__)) for name in _NAMES)
-"""The modules of all commands."""
+NAMES = tuple(sorted((module.name for module in pkgutil.iter_modules(__path__)), key=_place))
+"""The names of all commands."""
+
+
+def load(name: str) -> Command:
+    """The module of a command, imported now: some bring much that others do without."""
+    return cast(Command, importlib.import_module(f".{name}", __name__))

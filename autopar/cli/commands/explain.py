@@ -11,7 +11,6 @@ from autopar.cli.plans import describe, make_plan
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
 from autopar.files import exists, is_url
-from autopar.pass_graphs import PASSES, after_pass
 from autopar.plans.plan import Plan
 from autopar.plans.views.step_timeline import step_timeline
 
@@ -24,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--solve", action="store_true", help="also solve again with the choice forbidden: what it is worth"
     )
     parser.add_argument(
-        "--after", metavar="PASS", help=f"print the graph after a pass instead: {', '.join(PASSES)} (rank 0's program)"
+        "--after",
+        metavar="PASS",
+        help="print the graph after a pass instead; `--after names` lists them",
     )
     parser.add_argument(
         "--timeline", metavar="STEP.json", help="write when each rank does what, for chrome://tracing or Perfetto"
@@ -64,6 +65,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 def _print_after(arguments: argparse.Namespace, plan: Plan, output: Output) -> int:
     """Prints the graph after a pass."""
+    from autopar.pass_graphs import after_pass  # Here, since it loads all passes.
+
     model, batch = load_target(arguments.target, meta=arguments.meta)
     with output.progress(f"the graph of {describe(model)} after {arguments.after}"):
         text = after_pass(model, batch, arguments.after, plan=plan, cluster=arguments.cluster)

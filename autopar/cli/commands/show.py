@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by",
         choices=("plan", "tree", *TABLES),
         default="plan",
-        help="print the plan (as without --by), the tree of modules, or what a step costs by module, kind, op, rule, "
-        "phase, collective or stage",
+        help="print the plan (as without --by), the tree of modules, what a step costs by module, kind, op, rule, "
+        "phase, collective or stage, or the divisions of the devices that were searched",
     )
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page, to a path or URL")
     parser.add_argument(

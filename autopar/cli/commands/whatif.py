@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning, checked, parse_bytes, parse_mesh, positive
+from autopar.byte_sizes import parse_bytes
+from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning, checked, parse_mesh, positive
 from autopar.cli.output import Output
 from autopar.cli.plans import make_plan
 from autopar.cli.status import FAILED, OK

@@ -4,7 +4,8 @@ would work."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -14,6 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placement, is_shard
 from autopar.layout import Layout, degrees
+from autopar.passes.recompute.attention import products_with_values
 from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import RULES
 from autopar.placement.axis_names import weight_values
@@ -28,16 +30,18 @@ def check_division(
     divided: Callable[[Node], bool] = lambda node: True,
     ranks: int = 0,
     devices: int = 0,
+    written: bool = False,
 ) -> None:
     """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
     sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
     ranks. ``words``: the layout as its user wrote it, if it restricts a plan; ``divided``: which operations tensor
     ranks divide; ``ranks``: how many tensor ranks there may be at most, which those that errors name divide; if only
-    one does, those that divide all ``devices``, with other degrees than those given."""
+    one does, those that divide all ``devices``, with other degrees than those given. ``written``: whether heads of
+    attention that is written out in products have to divide too."""
     for node in graph.placeholders("input"):
         if layout.context > 1 and node.type.rank > 1:
             _check_sequence(graph, node, layout, words or str(layout))
-    counts = dict(_counted(filter(divided, graph.nodes), graph))
+    counts = {node: count for node, count in _counted(graph, written) if divided(node)}
     common = math.gcd(*counts.values())
     for node, count in counts.items():
         if count % layout.tensor:
@@ -49,15 +53,29 @@ def check_division(
             )
 
 
-def _counted(nodes: Iterable[Node], graph: Graph) -> Iterator[tuple[Node, int]]:
+def _counted(graph: Graph, written: bool) -> Iterator[tuple[Node, int]]:
     """Nodes whose heads or experts tensor ranks divide, with their number. Query heads of attention: no system with
-    such a layout gives some ranks one more head, since all would wait for them. (Attention written out in products
-    shows no heads.) Experts: each tensor rank has its own."""
-    for node in nodes:
+    such a layout gives some ranks one more head, since all would wait for them. Experts: each tensor rank has its
+    own."""
+    for node in graph.nodes:
         if node.op == FORWARD:
             yield node, number_of_experts(graph, node)
         elif node.phase == "forward" and family_of(node.op).is_attention:
             yield node, int(graph.type_of(node.operands[0]).shape[1])
+    if written:
+        yield from _written_heads(graph)
+
+
+def _written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
+    """Attention written out in products, with its heads: how many matrices a product has for each sample. (If they are
+    of windows or blocks of a sequence too, they are a multiple of the heads, and what does not divide them does not
+    divide heads.) Without heads there is one."""
+    sizes = Counter(int(node.type.shape[0]) for node in graph.placeholders("input") if node.type.rank)
+    batch = max(sizes, key=sizes.__getitem__, default=0)
+    for node in products_with_values(graph) if batch else ():
+        count, rest = divmod(int(node.type.shape[0]), batch)
+        if node.type.rank == 3 and rest == 0 and count > 1:
+            yield node, count
 
 
 def _check_sequence(graph: Graph, node: Node, layout: Layout, words: str) -> None:

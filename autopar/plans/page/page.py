@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from typing import TYPE_CHECKING, Any
 
 from autopar.files import FileName, write_text
 from autopar.ir.plan_record import PlanRecord
@@ -29,6 +26,9 @@ from .mesh_picture import mesh_pictures
 from .rows import baseline_rows, parameter_rows, stage_table
 from .timeline_picture import timeline_picture
 
+if TYPE_CHECKING:  # Loaded where a page is made: most who look at a plan print it.
+    from jinja2 import Environment
+
 # The classes of colours in page.css, in the order in which parts of a bar take them.
 _COLOURS = "abcdefg"
 # Rows of a table of figures. Chosen: what a reader looks through; the method of the plan has all.
@@ -47,6 +47,8 @@ def write_html(
 
 def embedded(plan: PlanRecord) -> str:
     """The page in a frame, so that a notebook's styles and the page's do not meet."""
+    from markupsafe import Markup, escape
+
     frame = Markup('<iframe title="{}" srcdoc="{}" style="width:100%;height:{}px;border:0"></iframe>')
     return str(frame.format(f"Plan of {plan.model}", escape(render(plan)), _FRAME_PIXELS))
 
@@ -54,6 +56,8 @@ def embedded(plan: PlanRecord) -> str:
 @cache
 def environment() -> Environment:
     """The templates, and how quantities are written in them."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     made = Environment(
         loader=PackageLoader(__package__ or ""),
         autoescape=True,

@@ -1,5 +1,5 @@
 """Tables of a plan: the step summed by module, kind of line, operation, origin of its rule, phase, collective or
-stage."""
+stage; and the divisions of the devices that the search looked at."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ def plan_table(plan: PlanRecord, by: str) -> PlanTable:
         raise OptionsError(f"a plan has no table by {by!r}; one of {', '.join(map(repr, _TABLES))}")
     names, rows = _TABLES[by](plan)
     at = names.index("seconds")
-    ordered = sorted(rows, key=lambda row: (-float(row[at]), str(row[0])))
-    stages = 1 if by == "stage" else plan.stages
+    sign = 1.0 if by == "division" else -1.0
+    ordered = sorted(rows, key=lambda row: (sign * float(row[at]), str(row[0])))
+    stages = 1 if by in ("stage", "division") else plan.stages
     return PlanTable(by, names, tuple(ordered), plan.predicted.step_seconds * stages)
 
 
@@ -172,6 +173,25 @@ def _by_stage(plan: PlanRecord) -> _Rows:
     return ("stage", "ranks", "holds", "compute", "comm", "idle", "seconds", "communicated", "held"), rows
 
 
+def _by_division(plan: PlanRecord) -> _Rows:
+    """The divisions of the devices, with the seconds of a step: of what was solved or only estimated, and the bounds of
+    the rest, below which no step of it is. Where everything was solved that could win, the plan and what is listed
+    beside it."""
+    found, step = plan.searched, plan.predicted.step_seconds
+    rows: list[tuple[Cell, ...]] = []
+    if found is None:
+        others = {name: each.step_seconds for name, each in plan.baselines.items() if each is not None}
+        rows = [(name, "solved", seconds) for name, seconds in {**others, "the plan": step}.items()]
+    else:
+        rows = [(each.described, each.how, each.seconds) for each in found.tried]
+        if found.first:
+            more = f" and {found.left - 1} others" if found.left > 1 else ""
+            rows.append((f"{found.first}{more}", "at least", found.first_bound))
+        if found.excluded:
+            rows.append((f"{found.excluded} others, excluded by their bounds", "at least", step))
+    return ("division", "known", "seconds"), rows
+
+
 _TABLES: dict[str, Callable[[PlanRecord], _Rows]] = {
     "module": _by_module,
     "kind": _by("kind", lambda plan, line: line.kind),
@@ -180,4 +200,5 @@ _TABLES: dict[str, Callable[[PlanRecord], _Rows]] = {
     "phase": _by("phase", lambda plan, line: line.phase),
     "collective": _by_collective,
     "stage": _by_stage,
+    "division": _by_division,
 }

@@ -7,6 +7,7 @@ then solves the few best, as restrictions."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autopar.layout import divisors
 from autopar.planner.request import PlanRequest, Proposals
@@ -37,7 +38,8 @@ def proposed_layouts(request: PlanRequest) -> Proposals:
     quick |= {} if rule is None else {rule.layout: ranking.estimate(rule)}
     layouts = tuple(division.layout for division in found.values())
     proposals = Proposals(layouts, None if rule is None else rule.layout, quick)
-    return Proposals(tuple(filter(proposals.is_near, layouts)), proposals.rule, quick)
+    estimated = {d.layout: ranking.known[d] for d in sorted(ranking.estimated) if math.isfinite(ranking.known[d])}
+    return replace(proposals, layouts=tuple(filter(proposals.is_near, layouts)), estimated=estimated)
 
 
 def rule_of_thumb(ranking: Ranking) -> Degrees | None:

@@ -16,7 +16,7 @@ from autopar.layout import Layout
 from autopar.planner.formulate import with_memory_savers
 from autopar.planner.memory_limit import with_recomputed
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, memory_limit_of
+from autopar.planner.request import UNLIMITED, PlanRequest, memory_limit_of
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 from autopar.search.pipeline import inner_repeats
@@ -26,8 +26,6 @@ from autopar.solver.problem import Solution, evaluate
 from .few_layer_step import FewLayerStep, Microbatch
 from .stage_costs import PlacedStage
 
-# Bytes that no step needs: a limit of memory that is none.
-UNLIMITED = float(1 << 62)
 # The axes that a stage may have.
 _INSIDE = ("data", "tensor")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.layout import Layout, degrees
+from autopar.ir.module_paths import layers_among, outermost_layer
+from autopar.layout import Layout, degrees, divisors
 from autopar.planner.request import PlanRequest
 from autopar.planner.roles.divides import check_division
 from autopar.planner.roles.expert_blocks import expert_blocks
+from autopar.planner.roles.products import products_of
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.restriction import Restriction, words_of
 
@@ -22,7 +25,8 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     words = words_of(request.options.layout)
     devices = math.prod(request.mesh)
     others = math.prod(n or 1 for n in (restriction.pipeline, restriction.data, restriction.context))
-    check_division(graph, Layout(tensor=tensor, context=context), words, ranks=_left(devices, others), devices=devices)
+    layout, ranks = Layout(tensor=tensor, context=context), _left(devices, others)
+    check_division(graph, layout, words, ranks=ranks, devices=devices, written=True)
     if (restriction.expert or 1) > 1:
         among = _left(devices, tensor * (restriction.pipeline or 1))
         _check_experts(graph, restriction.expert or 1, tensor, among)
@@ -34,6 +38,37 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
                 f"Layout({name}={getattr(restriction, name)}): no input has a sequence, which would be its dim 1 "
                 f"({shapes}); leave {name} out"
             )
+
+
+def check_stages_divide(request: PlanRequest, restriction: Restriction) -> None:
+    """Raises :class:`OptionsError` if ``restriction`` asks for more stages than the model has products with weights:
+    cuts need not be between layers, but some stages would have nothing that a degree counts."""
+    stages, whole = restriction.pipeline or 1, request.graph
+    if stages == 1:
+        return
+    count = request.shared.once("products", (whole,), request.loss, request.batch, make=lambda: _products(request))
+    if stages > count:
+        others = math.prod(n or 1 for n in (restriction.data, restriction.context, restriction.tensor))
+        works = max(n for n in divisors(_left(math.prod(request.mesh), others)) if n <= max(count, 1))
+        raise OptionsError(
+            f"{words_of(request.options.layout)}: {stages} stages divide the model's products with weights, and it has "
+            f"{count} of them{_in_layers(whole)}; pipeline={works} would do"
+        )
+
+
+def _products(request: PlanRequest) -> int:
+    """How many forward operations of a step read matrices or tables of weights."""
+    graph = bare_step_graph(request.graph, request.loss, request.batch)
+    return sum(graph[name].phase == "forward" for name in products_of(graph))
+
+
+def _in_layers(graph: Graph) -> str:
+    """How many layers each stack of a model has, in words: its numbered containers, outermost ones."""
+    layers = layers_among(node.module for node in graph.nodes)
+    outer = dict.fromkeys(outermost_layer(node.module, layers) for node in graph.nodes)
+    stacks = Counter(layer.rpartition(".")[0] for layer in outer if layer)
+    counts = (f"{n} layer{'s' * (n > 1)}{path and f' of {path!r}'}" for path, n in stacks.items())
+    return f", in {' and '.join(counts)}" if stacks else ""
 
 
 def _left(devices: int, others: int) -> int:
