@@ -71,7 +71,7 @@ class InFlight:
     held: list[Storage | None]
 
 
-class _Log(StorageMeter):
+class _Log(StorageMeter):  # type: ignore[no-untyped-call]
     """Records what is allocated and freed: ``(key, bytes)`` of each storage, 0 bytes where it is freed."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class RememberedInstructions:
         numbers = {storage_key(memory): number for number, memory in enumerate(memories)}
         empty = [storage_key(memory) for memory in memories if not memory.nbytes()]
         tensors = [
-            torch.empty(0, dtype=kind.dtype, device=META).set_(memories[number], kind.offset, kind.shape, kind.stride)  # type: ignore[call-overload]
+            torch.empty(0, dtype=kind.dtype, device=META).set_(memories[number], kind.offset, kind.shape, kind.stride)
             for kind, number in operands
         ]
         deque(map(log.see, tensors), 0)
@@ -272,8 +272,8 @@ class RememberedInstructions:
 
 
 def _numbered(log: _Log, given: Mapping[int, int], count: int) -> tuple[tuple[tuple[int, int], ...], dict[int, int]]:
-    """The events of an effect, and the numbers of the storages that live after them. ``given``: those before; ``count``:
-    how many numbers these have taken."""
+    """The events of an effect, and the numbers of the storages that live after them. ``given``: those before, which
+    have taken ``count`` numbers."""
     numbers, events = dict(given), list[tuple[int, int]]()
     for key, nbytes in log.seen:
         if nbytes:

@@ -96,7 +96,7 @@ def test_what_cannot_be_imagined_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.append(tensor.exp())
         return tensor.exp()
 
-    monkeypatch.setitem(LOCAL_OPS, "autopar.keeps", keeps)  # type: ignore[arg-type]
+    monkeypatch.setitem(LOCAL_OPS, "autopar.keeps", keeps)
     program = one_section(Instruction("a", "autopar.keeps", (Value("x"),)))
     with pytest.raises(UnimaginableError, match="keeps memory"):
         footprint(program, "nccl", ImaginedMeter())
