@@ -137,9 +137,8 @@ def _kinds(rows: Tensor, first: int) -> set[Known | None]:
 
 
 def _is_causal(hides: Tensor, hidden: int, first: int) -> bool:
-    """Whether each row of a mask from ``first`` on hides the columns after its own, and no other. It hides ``hidden`` of
-    all: if they are as many, it suffices that no other is among them, of which those before the first row's own are the
-    most."""
+    """Whether each row of a mask from ``first`` on hides the columns after its own, and no other. It has ``hidden``
+    elements in all: if these are as many, it suffices that no other is among them."""
     height, width = hides.shape[-2:]
     later = sum(max(0, width - 1 - row) for row in range(first, first + height))
     if hidden * height * width != later * hides.numel() or bool(hides[..., : first + 1].any()):
