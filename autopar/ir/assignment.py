@@ -153,12 +153,14 @@ def operand_uses(graph: Graph, assignment: Assignment, node: Node) -> Iterator[U
         yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
 
 
-def moved_operands(graph: Graph, assignment: Assignment, of: Container[str] | None = None) -> Iterator[Use]:
+def moved_operands(
+    graph: Graph, assignment: Assignment, of: Container[str] | None = None, nodes: Iterable[Node] | None = None
+) -> Iterator[Use]:
     """Yields the :func:`operand_uses` of all nodes that change something: few of those of a large graph. ``of``: the
-    nodes whose results are asked for; None: all."""
+    nodes whose results are asked for; None: all. ``nodes``: those that read any of these, if they are known."""
     strategies, parameters = assignment.strategies, assignment.parameters
-    for node in graph.nodes:
-        if not node.operands or (of is not None and not any(value.node in of for value in node.operands)):
+    for node in graph.nodes if nodes is None else nodes:
+        if not node.operands:
             continue
         inputs = strategies[node.name].inputs
         for value, target in zip(node.operands, inputs, strict=True):

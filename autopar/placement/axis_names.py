@@ -33,6 +33,10 @@ def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -
 
 def weight_values(graph: Graph) -> frozenset[str]:
     """The parameters, and the nodes that read only parameters: views and casts of weights."""
+    return graph.once("values of weights", lambda: _weight_values(graph))
+
+
+def _weight_values(graph: Graph) -> frozenset[str]:
     weights: set[str] = set()
     for node in graph.nodes:
         taken = {value.node for value in node.operands}

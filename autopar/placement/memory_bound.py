@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopar.ir.assignment import moved_operands
+from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.offload import NVME_BUFFERS
 
@@ -87,10 +88,10 @@ def memory(step: PlacedStep) -> Memory:
 def saved_bytes(step: PlacedStep) -> int:
     """Bytes on the device of what one microbatch in flight holds until its backward: saved activations, and values
     received."""
+    kept = (step.graph[name] for name in step.graph.kept if name not in step.assignment.offloaded)
     return sum(
         step.prices.held(node.type, step.assignment.strategies[node.name].outputs[0])
-        for node in step.graph.nodes
-        if node.op == "receive" or rests_on_device(step, node)
+        for node in (*step.graph.placeholders("receive"), *kept)
     )
 
 
@@ -195,7 +196,8 @@ def message_bytes(step: PlacedStep) -> int:
     of the one in use, those of the next, which is read ahead, and the buffer that these are copied out of. A message is
     closed behind the weight that fills it, and a small rest joins it (:mod:`autopar.ir.weight_messages`)."""
     messages, sent = step.prices.messages, defaultdict[str, dict[Value, int]](dict)
-    for use in moved_operands(step.graph, step.assignment, step.assignment.parameters):
+    readers = step.graph.once("readers of parameters", lambda: _readers_of_parameters(step.graph))
+    for use in moved_operands(step.graph, step.assignment, step.assignment.parameters, readers):
         if messages.takes(use.kind):
             held = step.prices.held(use.kind, use.target)
             if held > step.prices.held(use.kind, use.source):
@@ -206,6 +208,10 @@ def message_bytes(step: PlacedStep) -> int:
         if len(gathered) > 1:  # A single one travels alone. All of them, and their copies, are the most there is.
             most = max(most, int(min(MESSAGES_HELD * largest, 2 * total)))
     return most
+
+
+def _readers_of_parameters(graph: Graph) -> tuple[Node, ...]:
+    return tuple(node for node in graph.nodes if any(graph[value.node].op == "param" for value in node.operands))
 
 
 def recomputed_bytes(step: PlacedStep) -> int:

@@ -40,6 +40,9 @@ ROUNDS = 4
 # How many schedules that fit into memory are priced exactly, in the order of their estimates.
 # Chosen: an exact price takes longer than an estimate, and the second best estimate may be the better schedule.
 PRICED = 2
+# How many times as long as the best plan a pipeline takes of which no second schedule is priced: it is only listed.
+# Chosen: exact prices are nearer to estimates than that.
+HOPELESS = 1.15
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
 # of the seconds of the best that fits. Chosen: GPT-3 in 16 stages fitted under 1F1B alone, and took 0.84 under ZB-V so.
 MISSED = 0.9
@@ -78,7 +81,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
         for solution in tried.solutions():
             solutions.append(solution)
             fitting += [solution] if fits(request, solution) else []
-            if len(fitting) == PRICED:
+            if len(fitting) == PRICED or (fitting and fitting[0].seconds > HOPELESS * request.best):
                 break
         if best is not None or fitting:
             best = min([*filter(None, [best]), *fitting], key=lambda solution: solution.seconds)

@@ -28,7 +28,8 @@ class PipelineRequest:
     device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
     ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
     common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
-    stage, within limits of the bytes of all devices together and of their hosts. ``cluster``: of all devices."""
+    stage, within limits of the bytes of all devices together and of their hosts. ``cluster``: of all devices.
+    ``best``: seconds of the quickest plan so far."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -42,6 +43,7 @@ class PipelineRequest:
     host_limit: float = math.inf
     chunks: int | None = None
     alone: Callable[[], Graph] | None = None
+    best: float = math.inf
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
 
     @property

@@ -177,6 +177,7 @@ class _Pipeline:
             cluster=request.cluster,
             host_limit=usable_host_bytes(request.cluster),
             alone=self._alone(),
+            best=best,
             shared=request.shared,
         )
         solution = search_within(pipeline_request)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .highs import Effort, Outcome, run
 from .milp import MixedIntegerProgram
+from .outcome import Effort, Outcome
 from .problem import Problem
 
 # Seconds of one update of messages between two groups, and of each entry of its price matrix (measured on 150 slots of
@@ -43,6 +43,13 @@ UNKNOWN = Outcome("unknown", np.zeros(0), float("-inf"), np.zeros(0))
 # the least memory (:mod:`.solve`), may solutions differ between machines.
 # Chosen: machines that are eight times as slow, or as busy, still have the same answers.
 GUARD = 8.0
+
+
+def run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:
+    """:func:`.highs.run`, whose library is loaded when it is first needed: most programs are solved without it."""
+    from .highs import run as solve
+
+    return solve(program, relaxed, effort)
 
 
 def sweep_seconds(slots: int, entries: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -12,6 +12,7 @@ from ortools.math_opt.core.python import solver as math_opt_solver
 from ortools.math_opt.python import mathopt
 
 from .milp import MixedIntegerProgram
+from .outcome import Effort, Outcome
 from .problem import Floats
 
 # A solver stopped by the clock had enough CPU time if it got this share of its limit. Otherwise it is run again with
@@ -26,33 +27,6 @@ LEAST_PRESOLVED = 500
 # That program ends if presolve does not substitute by equations of two variables; no other rule matters for it. This is
 # the bit of the rule in HiGHS's ``presolve_rule_off``.
 DOUBLETON_EQUATION = 1 << 9
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Limits of a solver run: ``time_limit`` in CPU seconds, independent of other load of the machine, and at most
-    ``nodes`` nodes of the search tree (None: any number). ``algorithm`` is math_opt's name of an algorithm for linear
-    programs ("" leaves it to the solver)."""
-
-    time_limit: float
-    gap: float = 0.0
-    seed: int = 0
-    algorithm: str = ""
-    presolve: bool = True
-    nodes: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """The outcome of a solver run: ``values`` of all variables (empty: no solution was found), a proven ``bound`` in
-    seconds, and the ``duals`` of all rows in units of the program (linear programs only). ``status``: "optimal",
-    "feasible", "infeasible" or "unknown". ``iterations``: of the simplex method."""
-
-    status: str
-    values: Floats
-    bound: float
-    duals: Floats
-    iterations: int = 0
 
 
 def run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .budget import Budget
-from .highs import Outcome
 from .message_passing import Messages
 from .milp import MixedIntegerProgram, build, host_unit
+from .outcome import Outcome
 from .problem import Floats, Ints, Problem
 
 

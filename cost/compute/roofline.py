@@ -149,7 +149,7 @@ def _total(graph: Graph, count: str) -> sympy.Expr:
 
 def total_flops(graph: Graph) -> sympy.Expr:
     """FLOPs of one run of ``graph``, an expression of its symbols."""
-    return _total(graph, "flops")
+    return graph.once("FLOPs", lambda: _total(graph, "flops"))
 
 
 def total_bytes(graph: Graph) -> sympy.Expr:

@@ -9,7 +9,6 @@ differently. Steps of loops inside a layer are tied as well, in as many stretche
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 
@@ -35,12 +34,15 @@ def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = N
         if numbers:
             stem = pattern.partition("*")[0]
             depths[stem] = max(depths.get(stem, 0), numbers[0] + 1)
-    seen, classes, representative = Counter[Hashable](), {}, dict[Hashable, str]()
+    seen, classes, representative = dict[Hashable, int](), dict[str, str](), dict[Hashable, str]()
     for node in graph.nodes:
         pattern, numbers = folded[node.name]
-        stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if numbers else 0
+        if not numbers:
+            classes[node.name] = node.name
+            continue
+        stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if groups > 1 else 0
         part = keys.of(node, pattern)
-        seen[part, numbers] += 1
-        key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
+        place = seen[part, numbers] = seen.get((part, numbers), 0) + 1
+        key = part, stretch, place, apart.get(node.name)
         classes[node.name] = representative.setdefault(key, node.name)
     return graph.annotated(classes=fold_loops(graph, classes, apart, groups))

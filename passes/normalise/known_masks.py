@@ -132,10 +132,18 @@ def _kinds(rows: Tensor, first: int) -> set[Known | None]:
     hidden = int(hides.count_nonzero())
     if int(rows.count_nonzero()) != hidden:
         return set()
-    height, width = rows.shape[-2:]
-    later = torch.arange(width) > torch.arange(first, first + height)[:, None]
     found: set[Known | None] = set() if hidden else {"nothing"}
-    return found | {"causal"} if bool((hides == later).all()) else found
+    return found | {"causal"} if _is_causal(hides, hidden, first) else found
+
+
+def _is_causal(hides: Tensor, hidden: int, first: int) -> bool:
+    """Whether each row of a mask from ``first`` on hides the columns after its own, and no other. It has ``hidden``
+    elements in all: if these are as many, it suffices that no other is among them."""
+    height, width = hides.shape[-2:]
+    later = sum(max(0, width - 1 - row) for row in range(first, first + height))
+    if hidden * height * width != later * hides.numel() or bool(hides[..., : first + 1].any()):
+        return False
+    return not bool(hides[..., first + 1 : first + height].tril(-1).any())
 
 
 class _Rows:

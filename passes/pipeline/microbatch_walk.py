@@ -89,6 +89,10 @@ class Walk:
         self._distinct: dict[object, OpCall] = {}
         self._remakes: dict[tuple[Value, Placement], tuple[float, AxisStrategy | None]] = {}
         self._offered: dict[tuple[str, Factors], list[AxisStrategy]] = {}
+        # By a call and the homes of its operands, which are kept.
+        self._free: dict[tuple[int, ...], AxisStrategy | None] = {}
+        # The values that there are in another form than that of their home.
+        self._several: set[Value] = set()
 
     def run(self) -> None:
         """Walks forward, then backward, since the placements of tangents depend on the outputs."""
@@ -142,13 +146,7 @@ class Walk:
     # Choosing strategies
 
     def _choose(self, node: Node) -> None:
-        best, price = None, IMPOSSIBLE
-        for strategy in self._offers(node):
-            cost = self._operands_cost(node, strategy)
-            if cost < price and self.local_form(node, strategy) is not None:
-                best, price = strategy, cost
-            if price == 0:
-                break
+        best = self._free_strategy(node) or self._cheapest(node)
         if best is None:
             self._only_from_prelude(node)
             return
@@ -157,6 +155,28 @@ class Walk:
         emitted = self._emit(node, node.name, best, node.phase)
         for index, place in enumerate(best.outputs):
             self.forms[Value(node.name, index), place] = Value(emitted.name, index)
+
+    def _free_strategy(self, node: Node) -> AxisStrategy | None:
+        """The first strategy that takes every operand as it is, if there is one and no operand is there in another
+        form, in which another strategy might take it for nothing. Found once for all calls that are alike."""
+        if not self._several.isdisjoint(node.operands):
+            return None
+        homes = [self.homes[value] for value in node.operands]
+        key = id(self._call(node)), *map(id, homes)
+        if key not in self._free:
+            free = (strategy for strategy in self._offers(node) if list(strategy.inputs) == homes)
+            self._free[key] = next((each for each in free if self.local_form(node, each) is not None), None)
+        return self._free[key]
+
+    def _cheapest(self, node: Node) -> AxisStrategy | None:
+        best, price = None, IMPOSSIBLE
+        for strategy in self._offers(node):
+            cost = self._operands_cost(node, strategy)
+            if cost < price and self.local_form(node, strategy) is not None:
+                best, price = strategy, cost
+            if price == 0:
+                break
+        return best
 
     def _only_from_prelude(self, node: Node) -> None:
         """Takes the results of a node that no microbatch can compute from the prelude, if that can compute them."""
@@ -264,6 +284,7 @@ class Walk:
             elif remake is not None and price <= self._prelude_cost(value, place):
                 node = self.graph[value.node]
                 copy = self._emit(node, self.fresh(f"{node.name}_piece"), remake, phase)
+                self._several.update(Value(node.name, index) for index in range(len(remake.outputs)))
                 for index, output_place in enumerate(remake.outputs):
                     self.forms.setdefault((Value(node.name, index), output_place), Value(copy.name, index))
             else:
@@ -289,6 +310,7 @@ class Walk:
             )
         )
         self.forms[value, PARTIAL_SUM] = Value(name)
+        self._several.add(value)
 
     def _take_from_prelude(self, value: Value, place: Placement) -> None:
         dim = shard_dim(place)
@@ -300,6 +322,7 @@ class Walk:
         )
         self.from_prelude[target] = (value, dim)
         self.forms[value, place] = Value(name)
+        self._several.add(value)
 
     def fresh(self, name: str) -> str:
         """A name that is not in the graph."""

@@ -8,7 +8,8 @@ program's rank, except for memory that kernels allocate internally.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -27,8 +28,9 @@ from autopar.runtime.execute.host_tier import HostCopy
 from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
 from autopar.runtime.pipeline.point_to_point import IN_FLIGHT, Arrival, Crossing
-from autopar.torch_internals.tensors import storage_key
 
+from .imagined_memory import ImaginedMeter
+from .remembered_instructions import RememberedInstructions, UnimaginableError
 from .storage_meter import StorageMeter
 
 META = torch.device("meta")
@@ -94,7 +96,11 @@ def rehearse(program: Program | PipelineProgram, backend: str = "nccl", device: 
     with kernels_of("cuda" if backend == "nccl" else "cpu"):
         if isinstance(program, Program):
             groups = ImaginedGroups(program.mesh, program.coordinate, backend, device)
-            return _rehearse_whole(without_data(program), groups)
+            own = without_data(program)
+            if device == META:
+                with suppress(UnimaginableError):
+                    return _rehearse_whole(own, groups, ImaginedMeter())
+            return _rehearse_whole(own, groups, StorageMeter())
         inside = program.meshes.meshes[program.stage]
         groups = ImaginedGroups(inside, program.coordinate[1:], backend, device)
         chunks = {index: without_data(chunk) for index, chunk in program.chunks.items()}
@@ -138,19 +144,19 @@ def forward_inputs(
     return [existing[slot.kind][slot.target] if slot.kind in existing else empty(slot) for slot in slots]
 
 
-def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
-    refresh, forward, backward = (
-        runner(section, groups, "a rehearsal") for section in (program.refresh, program.forward, program.backward)
-    )
+def _rehearse_whole(program: Program, groups: MeshGroups, meter: StorageMeter | ImaginedMeter) -> Footprint:
+    """The footprint of a step of one pass, run on tensors or, by an :class:`ImaginedMeter`, on imagined ones. Raises
+    :class:`UnimaginableError` where these do not suffice."""
+    refresh, forward, backward = _runners(program, groups, meter)
 
-    def empty(slot: TensorSlot) -> torch.Tensor:
-        return empty_slot(slot, groups)
+    def empty(slot: TensorSlot) -> Any:
+        (made,) = _counted_by(meter, [empty_slot(slot, groups)])
+        return made
 
-    stored, constants = (
-        stored_parameters(program, program.parameters, groups),
-        own_constants(program.placeholders, program.constants, groups),
-    )
-    with torch.no_grad(), StorageMeter() as meter:
+    stored = _counted_by(meter, stored_parameters(program, program.parameters, groups))
+    own = own_constants(program.placeholders, program.constants, groups)
+    constants = dict(zip(own, _counted_by(meter, list(own.values())), strict=True))
+    with torch.no_grad(), meter:
         record = _Record(meter, stored)
         working = refresh(list(stored))
         record.add("weight", working, ())
@@ -178,19 +184,38 @@ def _rehearse_whole(program: Program, groups: MeshGroups) -> Footprint:
     return replace(footprint, peaks=tuple(meter.peak_between(*part) for part in parts))
 
 
+def _runners(
+    program: Program, groups: MeshGroups, meter: StorageMeter | ImaginedMeter
+) -> Iterator[Callable[[list[Any]], list[Any]]]:
+    """What runs each section of ``program``."""
+    sections = program.refresh, program.forward, program.backward
+    if isinstance(meter, ImaginedMeter):
+        return map(RememberedInstructions(groups, meter).runner, sections)
+    return (runner(section, groups, "a rehearsal") for section in sections)
+
+
+def _counted_by(meter: StorageMeter | ImaginedMeter, tensors: list[Any]) -> list[Any]:
+    """``tensors`` as ``meter`` counts them. Raises :class:`UnimaginableError` for copies in host memory."""
+    if not isinstance(meter, ImaginedMeter):
+        return tensors
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise UnimaginableError("a parameter rests in another memory")
+    return meter.imagine(tensors)
+
+
 class _Record:
     """Records the kind and name of each storage; the first one counts. Gradients that are reduced together share a
     storage, of which each has its part."""
 
-    def __init__(self, meter: StorageMeter, stored: Sequence[Any]) -> None:
-        self.meter = meter
+    def __init__(self, meter: StorageMeter | ImaginedMeter, stored: Sequence[Any]) -> None:
+        self.meter: Any = meter
         self.known: dict[int, tuple[str, dict[str, int], Any]] = {}
-        self.stored = sum(t.untyped_storage().nbytes() for t in stored if isinstance(t, torch.Tensor))
+        self.stored = sum(memory[1] for memory in map(meter.memory_of, stored) if memory is not None)
         self.add("weight", stored, ())
 
     def add(self, kind: str, tensors: Sequence[Any], names: Sequence[str]) -> None:
         for position, tensor in enumerate(tensors):
-            if not isinstance(tensor, torch.Tensor):  # None, or a copy in host memory.
+            if self.meter.memory_of(tensor) is None:  # No tensor, or a copy in host memory.
                 continue
             self.meter.see(tensor)
             life = self.meter.life(tensor)
@@ -200,7 +225,7 @@ class _Record:
             if first == kind and (not parts or kind == "gradient"):
                 parts.setdefault(names[position] if names else "", tensor.nbytes)
 
-    def footprint(self, gradients: Sequence[torch.Tensor | None]) -> Footprint:
+    def footprint(self, gradients: Sequence[Any]) -> Footprint:
         sums = dict.fromkeys(("weight", "gradient", "activation", "input"), 0)
         held: dict[tuple[str, str], int] = {}
         for kind, parts, life in self.known.values():
@@ -210,7 +235,7 @@ class _Record:
                 if count and name:
                     held[kind, name] = held.get((kind, name), 0) + count
         rest = self.meter.peak - sum(sums.values())
-        storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in gradients if t is not None}
+        storages = dict(filter(None, map(self.meter.memory_of, gradients)))
         return Footprint(
             weights=sums["weight"],
             gradients=sums["gradient"],

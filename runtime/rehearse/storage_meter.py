@@ -88,6 +88,14 @@ class StorageMeter(TorchDispatchMode):
             return 0
         return life.nbytes
 
+    @staticmethod
+    def memory_of(tensor: object) -> tuple[int, int] | None:
+        """A number that identifies the storage of a tensor, and its bytes; None for what is not one."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        storage = tensor.untyped_storage()
+        return storage_key(storage), storage.nbytes()
+
     def __torch_dispatch__(
         self,
         function: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -234,3 +235,20 @@ def test_whoever_imagines_tensors_gets_a_graph() -> None:
 def test_one_position_has_nothing_to_hide() -> None:
     graph = graph_of(lower, length=1)
     assert all(None in node.args and True not in node.args for node in graph.nodes if "attention" in node.op)
+
+
+@pytest.mark.parametrize("first", [0, 3, 9])
+@pytest.mark.parametrize("shape", [(4, 7), (2, 1, 3, 9), (5, 2), (1, 1)])
+def test_a_block_of_rows_is_causal_if_it_hides_what_comes_later(first: int, shape: tuple[int, ...]) -> None:
+    least = torch.finfo(torch.float32).min
+    later = torch.arange(shape[-1]) > torch.arange(first, first + shape[-2])[:, None]
+    rows = torch.zeros(shape).masked_fill(later, least)
+    assert "causal" in known_masks._kinds(rows, first)
+    for index in range(rows.numel()):
+        other = rows.clone()
+        other.view(-1)[index] = least - other.view(-1)[index]
+        assert "causal" not in known_masks._kinds(other, first)
+    for first_index, second in combinations(range(min(rows.numel(), 8)), 2):  # As many hidden as there should be.
+        other = rows.clone().view(-1)
+        other[[first_index, second]] = other[[second, first_index]]
+        assert ("causal" in known_masks._kinds(other.view(shape), first)) == bool((other.view(shape) == rows).all())

@@ -16,8 +16,9 @@ from autopar.planner.timings import Timings
 from autopar.solver import budget as solve_budget
 from autopar.solver import highs as solve_run
 from autopar.solver.budget import Budget
-from autopar.solver.highs import Effort, run
+from autopar.solver.highs import run
 from autopar.solver.milp import build
+from autopar.solver.outcome import Effort
 from autopar.solver.problem import Problem, memory_of
 from autopar.solver.solve import _solve_plain, solve
 from tests.solver.test_solve import layered

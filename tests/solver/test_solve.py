@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from autopar.solver import highs as solve_run
 from autopar.solver.coordinate_descent import smallest
-from autopar.solver.highs import LEAST_PRESOLVED, Effort, run
+from autopar.solver.highs import LEAST_PRESOLVED, run
 from autopar.solver.milp import MixedIntegerProgram, build
 from autopar.solver.named_export import export
+from autopar.solver.outcome import Effort
 from autopar.solver.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
 from autopar.solver.reduce import DropForbidden, is_impossible
 from autopar.solver.solve import smallest_memory, solve

@@ -45,17 +45,20 @@ def _alike(plan: PlanRecord, axis: int) -> float:
     kinds = {"compute": plan.strategies, "optimizer": plan.nodes}
     several = {stage for stage, mesh in enumerate(plan.stage_meshes.meshes) if mesh[axis] > 1}
     lines = [line for line in plan.lines if line.name in kinds.get(line.kind, ()) and line.stage in several]
-    alike = sum(line.seconds for line in lines if not _is_divided(plan, line, axis))
+    known: dict[int, bool] = {}  # By the identity of a strategy, which equal layers share.
+    alike = sum(line.seconds for line in lines if not _is_divided(plan, line, axis, known))
     total = sum(line.seconds for line in lines)
     return alike / total if total else 0.0
 
 
-def _is_divided(plan: PlanRecord, line: PlanLine, axis: int) -> bool:
+def _is_divided(plan: PlanRecord, line: PlanLine, axis: int, known: dict[int, bool]) -> bool:
     if line.kind == "optimizer":
         return is_shard(plan.parameters[plan.nodes[line.name].target].optimizer[axis])
     strategy = plan.strategies[line.name]
-    # Partial sums are of other parts on each device.
-    return any(places[axis] != REPLICATE for places in (*strategy.inputs, *strategy.outputs))
+    if id(strategy) not in known:
+        # Partial sums are of other parts on each device.
+        known[id(strategy)] = any(places[axis] != REPLICATE for places in (*strategy.inputs, *strategy.outputs))
+    return known[id(strategy)]
 
 
 def _reason(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> str:

@@ -31,8 +31,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.pipeline.simulate import simulate
 from autopar.schedule.actions import Action, Kind, Message
@@ -75,6 +73,8 @@ class ScheduleProgram:
     """The scheduling program stated in the module docstring."""
 
     def __init__(self, wiring: Wiring, microbatches: int, prices: PipelinePrices, limits: Limits, bound: float) -> None:
+        from ortools.sat.python import cp_model  # Here, since most plans need no solved schedule.
+
         self.wiring, self.prices, self.microbatches = wiring, prices, microbatches
         longest = max(max(c.forward, c.input_gradient, c.weight_gradient) for c in prices.chunks)
         self.tick = longest / TICKS or 1.0
@@ -244,6 +244,8 @@ class ScheduleProgram:
     def solve(self, time_limit: float, seed: int, gap: float) -> tuple[Orders | None, float]:
         """Solves the program. Returns the computations of each rank in the order of their starts, None if none were
         found, and a lower bound of the step in seconds (infinite: nothing fits)."""
+        from ortools.sat.python import cp_model
+
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
