@@ -17,11 +17,14 @@ class Attention(nn.Module):
         self.shape, self.window = shape, window
         self.scores = None if shape.flash else Scores(shape)
         inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        bias = not shape.gated
+        bias = not shape.gated or shape.attention_bias
         self.query = nn.Linear(shape.hidden, inner, bias=bias)
         self.key = nn.Linear(shape.hidden, outer, bias=bias)
         self.value = nn.Linear(shape.hidden, outer, bias=bias)
         self.output = nn.Linear(inner, shape.hidden, bias=bias)
+        norms = (nn.RMSNorm(shape.head_dim) if shape.normed_heads else nn.Identity() for _ in range(2))
+        self.query_norm, self.key_norm = norms
+        self.rotary = Rotary() if shape.gated else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, _ = x.shape
@@ -29,10 +32,9 @@ class Attention(nn.Module):
         def split(y: torch.Tensor, heads: int) -> torch.Tensor:
             return y.view(batch, seq, heads, self.shape.head_dim).transpose(1, 2)
 
-        query = split(self.query(x), self.shape.heads)
-        key, value = (split(f(x), self.shape.kv_heads) for f in (self.key, self.value))
-        if self.shape.gated:
-            query, key = rotary(query), rotary(key)
+        query = self.rotary(self.query_norm(split(self.query(x), self.shape.heads)))
+        key = self.rotary(self.key_norm(split(self.key(x), self.shape.kv_heads)))
+        value = split(self.value(x), self.shape.kv_heads)
         if self.window:
             mixed = windowed(query, key, value, self.window)
         else:
@@ -43,6 +45,13 @@ class Attention(nn.Module):
 
 def dropout(shape: Shape) -> nn.Module:
     return nn.Dropout(0.1) if shape.dropout else nn.Identity()
+
+
+class Rotary(nn.Module):
+    """See :func:`rotary`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rotary(x)
 
 
 def rotary(x: torch.Tensor) -> torch.Tensor:

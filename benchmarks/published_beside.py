@@ -26,6 +26,14 @@ recipes recompute it (`moe_act`). The second bias is multiplied by each row's we
 expert by expert (`moe/experts.py`, `_apply_bias`); the first is added by the product. Counted are the bytes that these
 read and write by torch's rules for dtypes, forward and backward, and the rows read for the sum of the first bias's
 gradient.
+
+*Activations of experts in Megatron-Core*, where no kernel has the whole block. Gradients of both halves are joined by
+one kernel that torch.compile makes (`fused_bias_swiglu.py`, `weighted_swiglu_back`): for each half it reads the
+gradient once more, and the first half of the operand. That of a row's weight, a sum, is a kernel of its own, which
+reads operand and gradient again. Where recipes recompute the activation (`moe_act`) it runs once more.
+
+*Normalised heads in Megatron-Core.* Queries and keys are normalised by one kernel and turned by another; the emulator
+takes both for one.
 """
 
 from __future__ import annotations
@@ -36,8 +44,10 @@ from typing import Any
 
 from autopar.cluster.description import Cluster
 from autopar.layout import Layout
+from benchmarks.emulator.sections.experts import BETWEEN
 
-from .published_shape import Experts, number
+from .published_recipes import WHOLE
+from .published_shape import Experts, Shape, number
 from .published_systems import ZERO_OF_2021, system
 
 WITH_METRICS = r"llm-foundry"
@@ -92,14 +102,37 @@ CLAMPED, CLAMPED_BACKWARD = 2 * (2 + 2) + 2 * (2 + 2), 2 * (2 + 2 + 2) + 2 * (2 
 WEIGHTED, WEIGHTED_BACKWARD = 4 + (2 + 4 + 4) + (4 + 4) + (4 + 2), (2 + 4) + (4 + 2) + (2 + 2) + 2 * (4 + 4 + 4)
 # Bytes of an element that the activation gives, of which its operand has two: read for the first bias's gradient.
 SUMMED = 2 * 2
+# Of Megatron-Bridge's mixtures those that have a kernel for the whole block (`cutedsl_fused_grouped_mlp`): in MXFP8
+# since release 26.06, where a whole iteration is one graph.
+WHOLE_BLOCK = WHOLE
+# Bytes of an element that the activation gives, beyond one kernel that reads the operand and the gradient: the gradient
+# and the first half once more for the second half of the result; gradient and operand for that of the row's weight.
+JOINED = (2 + 2) + (2 + 2 * 2)
+# Read and written where the activation is computed again.
+ACTIVATED = 2 * 2 + 2
 
 
 def rows_seconds(row: Mapping[str, Any], cluster: Cluster, experts: Experts | None, width: int, rows: float) -> float:
-    """Seconds of a step spent on operations that others fuse, by memory bandwidth. ``rows`` of ``width`` elements is
-    how many a device's experts are sent in a step, in all layers."""
+    """Seconds of a step spent on operations that others fuse, by the bandwidth of such kernels. ``rows`` of ``width``
+    elements is how many a device's experts are sent in a step, in all layers."""
     words = system(row)
-    if experts is None or not re.search(IN_OPERATIONS, words, re.DOTALL):
+    if experts is None or "megatron-bridge" not in words or re.search(WHOLE_BLOCK, words, re.DOTALL):
         return 0.0
-    again = CLAMPED if re.search(RECOMPUTED, words, re.DOTALL) else 0
-    moved = experts.ffn * (CLAMPED + again + CLAMPED_BACKWARD + SUMMED) + width * (WEIGHTED + WEIGHTED_BACKWARD)
-    return rows * moved / cluster.device.memory_bandwidth
+    is_again, is_apart = (bool(re.search(pattern, words, re.DOTALL)) for pattern in (RECOMPUTED, IN_OPERATIONS))
+    moved = experts.ffn * (JOINED + is_again * ACTIVATED)
+    if is_apart:
+        moved += experts.ffn * (CLAMPED * (1 + is_again) + CLAMPED_BACKWARD + SUMMED)
+        moved += width * (WEIGHTED + WEIGHTED_BACKWARD)
+    return rows * moved / (BETWEEN * cluster.device.memory_bandwidth)
+
+
+# Bytes of an element of a query or key that two kernels read and write beyond one, forward and backward.
+NORMED = 2 * (2 + 2)
+
+
+def heads_seconds(row: Mapping[str, Any], cluster: Cluster, shape: Shape, tokens: float) -> float:
+    """Seconds of a step spent on queries and keys that are normalised apart; ``tokens``: of a device, in all layers."""
+    if not shape.normed_heads or "megatron-bridge" not in system(row):
+        return 0.0
+    elements = tokens * (shape.heads + shape.kv_heads) * shape.head_dim
+    return NORMED * elements / cluster.device.memory_bandwidth

@@ -47,6 +47,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "parallel": (
         *("sequence_parallel", "ddp_overlap", "tp_comm_overlap", "async_tp", "cpu_offload_optimizer", "compile"),
     ),
+    "model": ("normed_heads", "attention_bias"),
     "measured": ("oom",),
 }
 DIM, DEGREE, AMOUNT = Number(10**7), Number(10**6, 0), Number(1e21, 0, whole=False)
@@ -55,6 +56,7 @@ NUMBERS: Mapping[str, Mapping[str, Number]] = {
         **dict.fromkeys(("hidden", "heads", "kv_heads", "head_dim", "ffn", "top_k"), DIM),
         **dict.fromkeys(("layers",), Number(10_000)),
         **dict.fromkeys(("dense_layers",), Number(10_000, 0)),
+        **dict.fromkeys(("expert_groups", "chosen_groups"), DEGREE),
         **dict.fromkeys(("seq", "vocab", "expert_group_size"), Number(10**8)),
         **dict.fromkeys(("experts_every_other_layer", "global_parameter_scale"), Number(10**6)),
         **dict.fromkeys(("params", "active_params"), AMOUNT),

@@ -5,6 +5,7 @@ Only what is written down in the source's own repository or article, named at ea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +18,28 @@ Row = Mapping[str, Any]
 MAXTEXT = {"hidden": 2048, "heads": 16, "ffn": 7168, "layers": 16}
 
 
+# What the configurations of open models (their ``config.json``) say of architecture that rows leave out, by words of
+# their names: DeepSeek-V3 chooses a token's experts from 4 of 8 groups (``n_group``, ``topk_group``); Qwen3 normalises
+# the queries and keys of each head; GPT-OSS has biases (``attention_bias``).
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    r"deepseek.?v3": {"expert_groups": 8, "chosen_groups": 4},
+    r"qwen.?3": {"normed_heads": True},
+    r"gpt.?oss": {"attention_bias": True},
+}
+
+
 def completed(row: Row) -> Row:
-    """The row with what its source says elsewhere; what the row itself says stays."""
+    """The row with what its source or its model's configuration says; what the row itself says stays."""
     source = str(row.get("source")).lower()
-    for word, complete in SOURCES.items():
-        if word in source:
-            return complete(row)
+    completes = (complete for word, complete in SOURCES.items() if word in source)
+    return _of_model(next(completes, lambda same: same)(row))
+
+
+def _of_model(row: Row) -> Row:
+    name = f"{row['model'].get('name')} {row.get('row')}"
+    for pattern, fields in MODELS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return filled(row, model=fields)
     return row
 
 

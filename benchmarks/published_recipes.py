@@ -15,7 +15,7 @@ from .published_shape import number
 WHOLE = r"\(26\.(0[6-9]|1\d)\S* .*((deepseekv3|gpt oss|qwen3).* gb[23]00|qwen3.* b300) .*mxfp8"
 GRAPHS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (WHOLE, ("*",)),
-    (r"(deepseekv3|gpt oss).* gb200|gpt oss.* [bg]*300|qwen3.* b200", ("*attention*", "*norm*", "*router*")),
+    (r"deepseekv3.* gb200|gpt oss.* [bg]*300|qwen3.* b200", ("*attention*", "*norm*", "*router*")),
     (r"qwen3", ("*router*",)),
 )
 # Exchanges beside another microbatch without graphs of whole iterations: DeepSeek-V3 on B200 in two chunks a stage,

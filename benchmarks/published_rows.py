@@ -15,7 +15,7 @@ from autopar.errors import OptionsError
 from autopar.schedule.named import SCHEDULES
 from benchmarks.emulator.space import Space
 
-from .published_beside import metrics_seconds, rows_seconds, stalled_seconds
+from .published_beside import heads_seconds, metrics_seconds, rows_seconds, stalled_seconds
 from .published_clusters import cluster_of
 from .published_fields import check_fields, shown
 from .published_flops import published_seconds
@@ -71,7 +71,9 @@ class PublishedCase:
         metrics = metrics_seconds(self.row, self.cluster, logits)
         stalled = stalled_seconds(self.row, self.layout, self.batch)
         experts, width = self.shape.experts, self.shape.hidden
-        return metrics + stalled + rows_seconds(self.row, self.cluster, experts, width, self._rows)
+        tokens = self.batch * self.shape.seq * self.shape.layers / self.devices
+        normed = heads_seconds(self.row, self.cluster, self.shape, tokens)
+        return metrics + stalled + normed + rows_seconds(self.row, self.cluster, experts, width, self._rows)
 
     @property
     def _rows(self) -> float:
@@ -204,6 +206,7 @@ def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         "context": number(parallel, "cp", 1),
         "expert": _expert(parallel, number(parallel, "t", 1)),
         "capacity": float(parallel.get("capacity_factor") or 1.0),
+        **{name: number(row["model"], name, 0) for name in ("expert_groups", "chosen_groups")},
         "recompute": _recompute(parallel.get("recompute")),
         "sequence_parallel": bool(parallel.get("sequence_parallel")),
         "zero": _zero(parallel.get("zero_stage"), number(parallel, "p", 1)),

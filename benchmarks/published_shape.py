@@ -71,7 +71,8 @@ class Shape:
     ``window``: every other layer (``window_every``) attends to so many tokens only; ``upcast``: scores written out are
     normalised in fp32; ``dropout``: of embedding, scores written out, and what attention and
     feed-forward add; ``beyond``: how many tokens after the next one are predicted too, each by a layer more;
-    ``one_hot``: embeddings are looked up by products with one-hot rows."""
+    ``one_hot``: embeddings are looked up by products with one-hot rows; ``normed_heads``: the queries and keys of each
+    head are normalised; ``attention_bias``: projections of gated models have biases, too."""
 
     layers: int
     hidden: int
@@ -91,6 +92,8 @@ class Shape:
     dropout: bool = False
     beyond: int = 0
     one_hot: bool = False
+    normed_heads: bool = False
+    attention_bias: bool = False
 
     @staticmethod
     def of(
@@ -132,6 +135,8 @@ class Shape:
             dropout=dropout,
             beyond=beyond,
             one_hot=bool(model.get("one_hot_embedding")),
+            normed_heads=bool(model.get("normed_heads")),
+            attention_bias=bool(model.get("attention_bias")),
         )
 
 

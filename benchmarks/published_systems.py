@@ -113,10 +113,16 @@ def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
 UNFUSED_LOSS = r"narayanan|korthikanti|mt-nlg|bigscience|hagemann|megatron-lm \d+ gpus"
 
 
+# Systems whose rotary positions run operation by operation: Megatron-Core's where positions are scaled (YaRN, of
+# GPT-OSS), since TransformerEngine's kernel multiplies by no factor (`rope_utils.py`, "mscale is not supported").
+UNFUSED_ROTARY = r"megatron-bridge.*gpt oss"
+
+
 def eager(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Modules that run operation by operation: where a row names its kernels, all else, in torch's own operations."""
     loss = ("loss",) if re.search(UNFUSED_LOSS, system(row)) else ()
-    return tuple(dict.fromkeys((*_by_kernel(row), *loss)))
+    turned = ("*.rotary",) if re.search(UNFUSED_ROTARY, system(row), re.DOTALL) else ()
+    return tuple(dict.fromkeys((*_by_kernel(row), *loss, *turned)))
 
 
 # Layers themselves, without the modules in them.
@@ -129,4 +135,4 @@ def _by_kernel(row: Mapping[str, Any]) -> tuple[str, ...]:
         return ("*",) if row["parallel"].get("compile") is False else ()
     norms = () if "RMS" in kernel else ("*norm*",)
     scores = ("*scores*",) if kernel == "torch" else ()
-    return ("*attention", "*mlp*", *LAYERS, *norms, *scores)
+    return ("*attention", "*rotary", "*mlp*", *LAYERS, *norms, *scores)

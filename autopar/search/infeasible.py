@@ -63,7 +63,7 @@ def pipeline_infeasible(
     limit = memory_limit_of(request)
     stages = layout.described if layout.stages > 1 else "one stage"
     problem = f"no plan in {stages} on mesh {asked_mesh(request)} fits into {size(limit)} per device"
-    enough = smallest_limit(request.options, peak, budget, start)
+    enough = smallest_limit(request.options, peak, budget, start, limit)
     if enough is None:
         return None
     least = enough.bytes
@@ -78,12 +78,14 @@ def pipeline_infeasible(
     ).needing(least)
 
 
-def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: int | None = None) -> Enough | None:
+def smallest_limit(
+    options: Options, peak: Peak, budget: AdviceBudget, start: int | None = None, below: int = 0
+) -> Enough | None:
     """About the smallest limit within which a pipeline can be found, as far as the ``budget`` tells: from ``start``, or
-    what the quickest pipeline holds, upwards, then below what the pipelines that were found hold. None if no pipeline
-    was found."""
+    what the quickest pipeline holds, upwards, then below what the pipelines that were found hold, and above ``below``,
+    in which none was found. None if no pipeline was found."""
     limit = start if start is not None else peak(options, UNLIMITED) if budget.allows(_SMALLER) else None
-    below, share = 0, LOWER
+    share = LOWER
     if limit is None or not budget.allows(_SMALLER):
         return None
     while (held := peak(options, limit)) is None:
@@ -103,13 +105,13 @@ def smallest_limit(options: Options, peak: Peak, budget: AdviceBudget, start: in
 
 def _next_below(limit: int, held: int, below: int) -> int | None:
     """The limit to try next, between ``limit``, in which a pipeline was found that has ``held`` bytes, and ``below``,
-    in which none was: what it holds, if that is far less, then still less, then between. None if these are near each
-    other."""
+    in which none was (0: unknown): what it holds, if that is far less, then between, or still less. None if these are
+    near each other."""
     if limit <= below / NEAR_LEAST:
         return None
     if below < held < NEAR_LEAST * limit:
         return held
-    return max(math.ceil(LOWER * held), math.ceil(math.sqrt(below * limit)))
+    return math.ceil(math.sqrt(below * (held if held > below else limit))) if below else math.ceil(LOWER * held)
 
 
 def _advice(

@@ -16,22 +16,43 @@ from benchmarks.emulator.sections.expert_all_to_all import Block, exchange_secon
 from .recipe import Recipe
 
 
-def _spread(block: Block, groups: int) -> float:
-    """Mean number of groups that a token is sent to, if the experts of this device form ``groups`` equal groups.
-    Assumes that all sets of ``chosen`` experts are equally likely.
+def _spread(block: Block, parts: int, recipe: Recipe) -> float:
+    """Mean number of parts that a token is sent to, if the experts of this device form ``parts`` equal parts. Assumes
+    that all sets of ``chosen`` experts that may be chosen are equally likely.
 
-    A group of e of all n experts contains none of the k chosen ones with probability C(n - e, k) / C(n, k).
+    A part of e of all n experts contains none of the k chosen ones with probability C(n - e, k) / C(n, k).
     """
-    others = block.count - block.held // groups
-    missed = math.comb(others, block.chosen) / math.comb(block.count, block.chosen)
-    return groups * (1.0 - missed)
+    part = block.held // parts
+    groups, chosen = recipe.expert_groups, recipe.chosen_groups
+    if not groups:
+        return parts * (1.0 - _missed(block.count, part, block.chosen))
+    group = block.count // groups
+    spanned = max(1, part // group)
+    return parts * (
+        1.0
+        - sum(
+            _chance(groups, spanned, chosen, taken) * _missed(chosen * group, min(part, taken * group), block.chosen)
+            for taken in range(min(spanned, chosen) + 1)
+        )
+    )
+
+
+def _missed(count: int, part: int, chosen: int) -> float:
+    """The probability that none of the ``chosen`` ones of ``count`` experts is among ``part`` of them."""
+    return math.comb(count - part, chosen) / math.comb(count, chosen)
+
+
+def _chance(groups: int, spanned: int, chosen: int, taken: int) -> float:
+    """The probability that ``taken`` of ``spanned`` groups are among the ``chosen`` ones of all ``groups``."""
+    ways = math.comb(spanned, taken) * math.comb(groups - spanned, chosen - taken)
+    return ways / math.comb(groups, chosen)
 
 
 def sent_rows(block: Block, recipe: Recipe) -> float:
     """Rows that one device sends in an exchange."""
     if recipe.dispatch == "rows":
         return block.rows * recipe.capacity
-    return min(block.tokens * _spread(block, recipe.expert), block.rows) * recipe.capacity
+    return min(block.tokens * _spread(block, recipe.expert, recipe), block.rows) * recipe.capacity
 
 
 def dispatch_seconds(cluster: Cluster, recipe: Recipe, block: Block) -> float:
@@ -41,7 +62,7 @@ def dispatch_seconds(cluster: Cluster, recipe: Recipe, block: Block) -> float:
     if recipe.dispatch == "rows" or inside == recipe.expert or recipe.expert % inside:
         return exchange_seconds(cluster, recipe, block, rows)
     nodes, width = recipe.expert // inside, float(block.width * block.itemsize)
-    once = min(block.tokens * _spread(block, nodes), block.rows) * recipe.capacity
+    once = min(block.tokens * _spread(block, nodes, recipe), block.rows) * recipe.capacity
     split = (mesh[0], nodes, inside, recipe.tensor)
     # A node passes rows on while others arrive.
     return max(

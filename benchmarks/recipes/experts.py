@@ -28,6 +28,7 @@ class RecipeBlocks(BlockPrices):
     reads: ClassVar[tuple[str, ...]] = (
         *BlockPrices.reads,
         *("capacity", "dispatch", "gradient_accumulation_fusion", "activation_gradient"),
+        *("expert_groups", "chosen_groups"),
     )
 
     def __init__(self, layout: Recipe, cluster: Cluster, accumulates: bool) -> None:
@@ -74,7 +75,7 @@ class RecipeBlocks(BlockPrices):
 
     def _casting(self, block: Block, width: float) -> float:
         """Seconds of casting ``width`` elements of every row to fp8, once by rows and once by columns."""
-        return self.passing(block, width * (1 + 2 * FP8.itemsize / block.itemsize))
+        return self.copying(block, width * (1 + 2 * FP8.itemsize / block.itemsize))
 
     def starts(self, block: Block) -> tuple[int, int]:
         """How many operations the host launches in each phase, some of them for every expert."""

@@ -10,10 +10,10 @@ import torch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.layout import Layout
+from autopar.layout import Layout, degrees
 from benchmarks.emulator.hardware import check_host
 from benchmarks.emulator.pricing import Pricing, pricing_of
-from benchmarks.emulator.sections.experts import BlockPrices
+from benchmarks.emulator.sections.experts import BlockPrices, expert_counts
 from benchmarks.emulator.sections.section import Chunk, Section, Sections
 from benchmarks.emulator.sections.shortened_model import Depth
 
@@ -44,6 +44,12 @@ class RecipePricing(Pricing):
         recipe = _recipe(layout)
         check_represented(modules, depth, recipe)
         check_recomputed(graph, recipe)
+        for count in expert_counts(graph) if recipe.expert_groups else ():
+            if count % recipe.expert_groups:
+                raise OptionsError(
+                    f"Recipe(expert_groups={recipe.expert_groups}): a block has {count} experts, which do not divide "
+                    f"among so many groups; {degrees('expert_groups', count, recipe.expert_groups)}"
+                )
         if recipe.offload_layers:
             check_host(recipe, cluster, "offload_layers")
         if recipe.precision == "fp8" and not cluster.device.has_rate(FP8):

@@ -16,7 +16,11 @@ Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "
 OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
 # Fields that name modules by globs of their paths.
 PATTERNS = ("eager", "replicated", "separate_dgrad_reductions", "cuda_graphs", "retained_inputs", "recomputed")
-_COUNTS = ("embedding_as_layers", "head_as_layers", "moments", "offload_layers")
+_COUNTS = {
+    **dict.fromkeys(("embedding_as_layers", "head_as_layers", "offload_layers"), "layers"),
+    **dict.fromkeys(("expert_groups", "chosen_groups"), "groups"),
+    "moments": "moments",
+}
 # Bytes of an element: of what a master weight has beyond a weight of 16 bits; of a moment in bf16.
 # By definition of the formats.
 REMAINDER_BYTES, SHORT_BYTES = 2, 2
@@ -99,6 +103,9 @@ class Recipe(Layout):
         activation_gradient: how many times as long the kernel takes that multiplies for the gradient of experts'
             activation and computes that.
         fp8_head: whether the head, too, is multiplied in fp8 (Megatron-Core's ``fp8_output_proj``).
+        expert_groups, chosen_groups: in how many groups routers have experts, and how many of these a token's experts
+            are of (DeepSeek-V3's device-limited routing): with ``dispatch="tokens"`` it is sent to fewer ranks and
+            nodes. 0: any experts.
     """
 
     recompute: Literal["none", "selective", "elementwise", "operations", "full"] = "none"  # type: ignore[assignment]
@@ -132,6 +139,8 @@ class Recipe(Layout):
     attention: tuple[str, ...] = ()
     activation_gradient: float = 1.0
     fp8_head: bool = False
+    expert_groups: int = 0
+    chosen_groups: int = 0
 
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **Layout.choices,
@@ -161,10 +170,9 @@ class Recipe(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _COUNTS:
+        for name, unit in _COUNTS.items():
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                unit = "moments" if name == "moments" else "layers"
                 raise OptionsError(f"Recipe({name}={value!r}): not a whole number of {unit}")
         for name in ("capacity", "activation_gradient"):
             if not _is_positive(getattr(self, name)):
@@ -180,6 +188,11 @@ class Recipe(Layout):
             _rates(word)
         self._check_resting()
         self._check_offloaded()
+        if not min(1, self.expert_groups) <= self.chosen_groups <= self.expert_groups:
+            raise OptionsError(
+                f"Recipe(expert_groups={self.expert_groups}, chosen_groups={self.chosen_groups}): tokens choose from 1 "
+                "to all of the groups; leave both 0 if experts are in none"
+            )
 
     def _check_resting(self) -> None:
         if self.recomputed and self.repeats_layers:

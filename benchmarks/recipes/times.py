@@ -78,15 +78,11 @@ class RecipeTimes(SectionTimes):
     def hidden_shares(self, chunk: Chunk, sent: Literal["weight", "gradient"]) -> HiddenShares:
         return super().hidden_shares(chunk, sent) if sent in self.layout.overlap else HiddenShares()
 
-    def reduction(self, chunk: Chunk) -> float:
-        """Of a step, or of one microbatch."""
-        if self.layout.zero >= 3:
-            return 0.0
-        is_divided = self.layout.zero and self.layout.reduction == "scatter"
-        return self.in_buckets("reduce_scatter" if is_divided else "all_reduce", chunk.counted, self._reduced_bytes)
+    @property
+    def reduces_by(self) -> str:
+        return super().reduces_by if self.layout.reduction == "scatter" else "all_reduce"
 
-    def _reduced_bytes(self, weight: Weight) -> float:
-        """Bytes of a gradient in the dtype in which it is sent."""
+    def reduced_bytes(self, weight: Weight) -> float:
         if self.layout.reduction != "all-fp32":
             return self.memory.gradient_bytes(weight)
         return weight.trained * weight.elements * MASTER_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.cluster.description import Cluster
+from benchmarks.emulator.sections.experts import BETWEEN
 from benchmarks.published import price_row
 from benchmarks.published_beside import rows_seconds, sharded_bytes, stall_of_a_byte
 from benchmarks.published_rows import case_of
@@ -38,25 +39,45 @@ def test_zero_3_of_2021_stalls_for_each_byte_that_it_gathers_or_reduces() -> Non
     assert sharded_bytes(1.0, recomputes=False) == 6.0
 
 
+EXPERTS = Experts(128, 4, 2880)
+
+
+def beside(name: str, release: str = "26.04", said: Experts | None = EXPERTS) -> float:
+    """In bytes of an element of 1000 rows, by the bandwidth of kernels between products."""
+    row = {**ROW, "source": f"Megatron-Bridge performance summary ({release} NeMo Container)", "row": name}
+    seconds = rows_seconds(row, Cluster.get("dgx-h100"), said, 2880, 1000.0)
+    return seconds * BETWEEN * Cluster.get("dgx-h100").device.memory_bandwidth / (1000 * 2880)
+
+
 def test_experts_of_gpt_oss_clamp_and_add_biases_by_operations_of_their_own() -> None:
-    """108 bytes of an element forward and backward, by hand; 16 more where the activation is computed again."""
-    h100, experts = Cluster.get("dgx-h100"), Experts(128, 4, 2880)
-
-    def seconds(name: str, said: Experts | None = experts) -> float:
-        row = {**ROW, "source": "Megatron-Bridge performance summary", "row": name}
-        return rows_seconds(row, h100, said, 2880, 1000.0)
-
-    of_a_byte = 1000 * 2880 / h100.device.memory_bandwidth
-    assert seconds("GPT OSS 120B GB300 x64 BF16 GBS1280") == pytest.approx((36 + 4 + 68) * of_a_byte)
+    """108 bytes of an element forward and backward, by hand, and 10 where gradients of the halves are joined; 16 and 6
+    more where the activation is computed again."""
+    assert beside("GPT OSS 120B GB300 x64 BF16 GBS1280") == pytest.approx(36 + 4 + 68 + 10)
     for device in ("H100", "B200", "GB200"):
-        assert seconds(f"GPT OSS 120B {device} x64 BF16") == pytest.approx((52 + 4 + 68) * of_a_byte)
-    assert seconds("GPT OSS 120B B300 x64 MXFP8") == pytest.approx((36 + 4 + 68) * of_a_byte)
-    assert seconds("GPT OSS 120B GB300 x64 MXFP8") == seconds("Qwen3_30B_a3B B200 x8 BF16") == 0.0
-    assert seconds("GPT OSS 120B GB300 x64 BF16", None) == 0.0
+        assert beside(f"GPT OSS 120B {device} x64 BF16") == pytest.approx(52 + 4 + 68 + 10 + 6)
+    assert beside("GPT OSS 120B B300 x64 MXFP8") == pytest.approx(36 + 4 + 68 + 10)
+    assert beside("GPT OSS 120B GB300 x64 BF16", said=None) == 0.0
+
+
+def test_mixtures_join_gradients_of_halves_unless_a_kernel_has_the_block() -> None:
+    assert beside("Qwen3_30B_a3B B200 x8 BF16") == beside("DeepSeekV3 GB300 x256 MXFP8") == pytest.approx(10)
+    for name in ("Qwen3_30B_a3B GB300 x8", "GPT OSS 120B GB300 x64", "DeepSeekV3 GB200 x256"):
+        assert beside(f"{name} MXFP8", "26.06") == 0.0
+    assert beside("DeepSeekV3 B200 x256 MXFP8", "26.06") == pytest.approx(10)
+    assert rows_seconds({**ROW, "row": "mixture"}, Cluster.get("dgx-h100"), Experts(8, 2, 128), 64, 1000.0) == 0.0
 
 
 def test_rows_are_counted_in_all_blocks() -> None:
     row = change(ROW, "model", experts={"n": 8, "top_k": 2, "ffn": 128}, mlp="swiglu")
     theirs = case_of({**row, "source": "Megatron-Bridge performance summary", "row": "GPT OSS small GB300 x8 BF16"})
-    of_a_byte = 16 * 128 * 2 * 4 / 8 / theirs.cluster.device.memory_bandwidth
-    assert theirs.beside_seconds == pytest.approx((40 * 128 + 68 * 256) * of_a_byte)
+    of_a_byte = 16 * 128 * 2 * 4 / 8 / theirs.cluster.device.memory_bandwidth / BETWEEN
+    assert theirs.beside_seconds == pytest.approx((50 * 128 + 68 * 256) * of_a_byte)
+
+
+def test_normalised_heads_are_read_and_written_once_more() -> None:
+    """Of 16 sequences of 128 tokens, on eight devices, in four layers: four heads of 64, queries and keys."""
+    row = {**change(ROW, "model", mlp="swiglu"), "source": "Megatron-Bridge performance summary", "row": "Qwen3 B200"}
+    theirs, others = (case_of(each) for each in (row, {**row, "source": "others"}))
+    elements = 16 * 128 / 8 * 4 * 2 * 4 * 64
+    assert theirs.beside_seconds == pytest.approx(8 * elements / theirs.cluster.device.memory_bandwidth)
+    assert theirs.shape.normed_heads and others.beside_seconds == 0.0

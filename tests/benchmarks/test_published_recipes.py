@@ -75,6 +75,32 @@ def test_kernels_of_gpt_oss_have_rates_of_their_own() -> None:
     assert [(one.attention, one.fp8_head, one.activation_gradient) for one in others] == [((), False, 1.0)] * 2
 
 
+def test_configurations_of_models_say_what_rows_leave_out() -> None:
+    """Groups of DeepSeek's experts, Qwen3's normalised heads, GPT-OSS's biases, and positions that scale."""
+    cases = {
+        name: case_of(mixture(f"{name} GB200 x64 BF16", "26.06", precision="bf16"))
+        for name in ("DeepSeekV3", "Qwen3_30B_a3B", "GPT OSS 120B")
+    }
+    said = {
+        name: (
+            *(one.layout.expert_groups, one.layout.chosen_groups, one.layout.eager),
+            *(one.shape.normed_heads, one.shape.attention_bias),
+        )
+        for name, one in cases.items()
+    }
+    assert said == {
+        "DeepSeekV3": (8, 4, (), False, False),
+        "Qwen3_30B_a3B": (0, 0, (), True, False),
+        "GPT OSS 120B": (0, 0, ("*.rotary",), False, True),
+    }
+
+
+@pytest.mark.parametrize(("device", "are_graphs"), [("GB200", False), ("GB300", True), ("B300", True), ("B200", False)])
+def test_modules_of_gpt_oss_are_graphs_on_300s_alone(device: str, are_graphs: bool) -> None:
+    layout = case_of(mixture(f"GPT OSS 120B {device} x64 BF16 GBS1280", "26.04", precision="bf16")).layout
+    assert bool(layout.cuda_graphs) == are_graphs
+
+
 def test_recipes_say_how_states_rest() -> None:
     """Of weights in fp8 alone, gradients in bf16, DeepSeek's moments in bf16, Muon's one moment."""
     found = {

@@ -268,7 +268,7 @@ def test_pins_that_cannot_be_met(pins: dict[str, str], message: str) -> None:
         ({"optimizer": "adamv"}, "unknown optimizer 'adamv'.*adamw"),
         ({"zero": 4}, "zero=4 is not a ZeRO stage"),
         ({"memory_limit": 0}, "memory_limit=0 is not a positive number"),
-        ({"memory_limit": "80GB"}, "memory_limit='80GB' is not a positive number of bytes; 40"),
+        ({"memory_limit": "80 gigs"}, "memory_limit='80 gigs' is not a size in bytes; write 10GiB"),
         ({"schedule": "2f2b"}, "schedule='2f2b' is not known; one of 'gpipe'.*'solved'"),
         ({"time_limit": -1.0}, "time_limit=-1.0: not seconds"),
         ({"gap": float("nan")}, "gap=nan: not a relative distance"),

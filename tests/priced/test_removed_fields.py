@@ -14,7 +14,7 @@ from autopar.removed_fields import OLD_NAMES, REMOVED, removed
 from benchmarks.recipes import Recipe
 
 # Fields of recipes that layouts never had.
-SINCE = {"attention", "activation_gradient", "fp8_head"}
+SINCE = {"attention", "activation_gradient", "fp8_head", "expert_groups", "chosen_groups"}
 # Those whose values went, not the fields.
 VALUES = {name for name in REMOVED if "=" in name}
 

@@ -30,6 +30,10 @@ from autopar.planner.roles.expert_blocks import FORWARD, MATRICES, source_of
 
 from .expert_all_to_all import Block
 
+# Bandwidth of the kernels between products of experts, relative to that of a copy: they gather rows, read halves of
+# them, and reduce. Blocks of six sizes on an H200 (`benchmarks/gpu/experts.py`, docs/cost-model.md), not fitted here.
+BETWEEN = 0.73
+
 
 @dataclass(frozen=True)
 class BlockCost:
@@ -121,7 +125,11 @@ class BlockPrices:
         return 4 if 1 < self.layout.expert < block.held else 2
 
     def passing(self, block: Block, width: float) -> float:
-        """Seconds of a kernel that reads or writes ``width`` elements of every row."""
+        """Seconds of a kernel between products that reads or writes ``width`` elements of every row."""
+        return self.copying(block, width / BETWEEN)
+
+    def copying(self, block: Block, width: float) -> float:
+        """Seconds of reading or writing ``width`` elements of every row in the order in which they are."""
         return compute_seconds(self.cluster, 0.0, self.rows(block) * width * block.itemsize, torch.float32)
 
     def each(self, block: Block) -> float:

@@ -15,6 +15,7 @@ from autopar.cost.overlap import taken_by_messages
 from autopar.cost.update import casting_seconds, update_seconds
 from autopar.given_fields import own_fields
 from autopar.layout import Layout
+from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 from benchmarks.emulator.sections.expert_all_to_all import exchange_seconds
@@ -94,9 +95,12 @@ class SectionTimes:
         mesh = self._mesh(weight.experts)
         if not nbytes or mesh[0] == 1:
             return 0.0
-        bucket = bucket_bytes(nbytes, self.exchanged / weight.whole, most=max(BUCKET_BYTES, BYTES_OF_A_RANK * mesh[0]))
+        bucket = bucket_bytes(nbytes, self.exchanged / weight.whole, most=self._most_of_a_bucket(weight))
         packing = copying_seconds(self.cluster.device, nbytes)
         return packing + bucketed_seconds(self.cluster, mesh, kind, (0,), nbytes, bucket)
+
+    def _most_of_a_bucket(self, weight: Weight) -> int:
+        return max(BUCKET_BYTES, BYTES_OF_A_RANK * self._mesh(weight.experts)[0])
 
     def exchange(self, section: Section) -> float:
         """Seconds of sending the rows of a section to their experts and back."""
@@ -205,10 +209,35 @@ class SectionTimes:
 
     def reduction(self, chunk: Chunk) -> float:
         """Seconds of reducing a chunk's gradients."""
+        return 0.0 if self.layout.zero >= 3 else self.in_buckets(self.reduces_by, chunk.counted, self.reduced_bytes)
+
+    @property
+    def reduces_by(self) -> str:
+        """The collective that reduces gradients once a step."""
+        return "reduce_scatter" if self.layout.zero else "all_reduce"
+
+    def reduced_bytes(self, weight: Weight) -> float:
+        """Bytes of a gradient in the dtype in which it is sent."""
+        return self.memory.gradient_bytes(weight)
+
+    def first_buckets(self, chunk: Chunk) -> float:
+        """Seconds of the buckets of gradients that fill first in backward, as many as may be in flight at once, as in a
+        plan (:func:`autopar.search.chunk_price.first_buckets_seconds`): the last weights come first."""
         if self.layout.zero >= 3:
             return 0.0
-        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
-        return self.in_buckets(kind, chunk.counted, self.memory.gradient_bytes)
+        filling: dict[int, tuple[float, float]] = {}
+        full: list[float] = []
+        for weight in (weight for section in reversed(chunk) for weight in reversed(section.weights)):
+            sent = self.reduced_bytes(weight)
+            nbytes, seconds = filling.pop(weight.experts, (0.0, 0.0))
+            group = nbytes + sent, seconds + self._bucketed(self.reduces_by, weight, sent)
+            if group[0] >= self._most_of_a_bucket(weight):
+                full.append(group[1])
+            else:
+                filling[weight.experts] = group
+            if len(full) == IN_FLIGHT:
+                break
+        return sum(full)
 
     def hidden_shares(self, chunk: Chunk, sent: Literal["weight", "gradient"]) -> HiddenShares:
         """The shares of a chunk's messages that may overlap its computing, as of a chunk of a plan; ``sent``: what the

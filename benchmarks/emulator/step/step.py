@@ -55,6 +55,7 @@ class LayoutStep:
             reduce=reduction,
             overlap_weight_gradient=shares.of_reductions(second, reduction),
             overlap_backward=shares.of_reductions(computing, reduction),
+            unawaited=shares.reductions * self.times.first_buckets(chunk),
         )
 
     def update(self, rank: int) -> float:
@@ -79,7 +80,13 @@ class LayoutStep:
 
     def reducing(self, rank: int) -> float:
         """Exposed seconds of reducing a rank's gradients."""
-        return sum(self.price(c).reduce - self.price(c).overlap_backward for c in chunks_of(rank, self.layout))
+        return sum(self.price(c).reduce - self._hidden(c) for c in chunks_of(rank, self.layout))
+
+    def _hidden(self, c: int) -> float:
+        """Seconds of a chunk's reductions that its last backward hides: after it all ranks but the first one's still
+        send the gradient of their inputs."""
+        price = self.price(c)
+        return price.overlap_backward if c == 0 else min(price.overlap_backward, price.unawaited)
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
         """The sections of a rank, with the number of each."""

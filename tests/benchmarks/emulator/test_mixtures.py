@@ -16,6 +16,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from benchmarks.emulator.model import LayoutModel
 from benchmarks.emulator.sections.expert_all_to_all import Block
+from benchmarks.emulator.sections.experts import BETWEEN, BlockPrices
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 from benchmarks.recipes import Recipe
@@ -54,6 +55,35 @@ def test_a_token_travels_once_to_each_rank_that_has_experts_it_chose(ranks: int)
     spread = sum(len({expert * ranks // 16 for expert in chosen}) for chosen in sets) / len(sets)
     assert sent_rows(block(), layout) == pytest.approx(1000 * spread)
     assert sent_rows(block(), dataclasses.replace(layout, dispatch="rows")) == 4000
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize(("groups", "chosen"), [(4, 1), (4, 2), (8, 4), (2, 2)])
+def test_experts_of_few_groups_are_on_fewer_ranks(ranks: int, groups: int, chosen: int) -> None:
+    """All sets of groups are equally likely, and in them all sets of experts."""
+    each, choices = 16 // groups, 2
+    sets = [
+        {expert * ranks // 16 for expert in experts}
+        for picked in itertools.combinations(range(groups), chosen)
+        for experts in itertools.combinations([g * each + i for g in picked for i in range(each)], choices)
+    ]
+    recipe = Recipe(data=16, expert=ranks, dispatch="tokens", expert_groups=groups, chosen_groups=chosen)
+    sent = sent_rows(block(chosen=choices, rows=2000.0), recipe)
+    assert sent == pytest.approx(1000 * sum(map(len, sets)) / len(sets))
+    assert sent <= sent_rows(
+        block(chosen=choices, rows=2000.0), dataclasses.replace(recipe, expert_groups=0, chosen_groups=0)
+    )
+
+
+@pytest.mark.parametrize(("groups", "chosen"), [(4, 0), (0, 1), (4, 5)])
+def test_tokens_choose_some_of_the_groups_that_there_are(groups: int, chosen: int) -> None:
+    with pytest.raises(OptionsError, match="tokens choose from 1 to all of the groups"):
+        Recipe(expert_groups=groups, chosen_groups=chosen)
+
+
+def test_experts_divide_among_groups() -> None:
+    with pytest.raises(OptionsError, match="a block has 16 experts, which do not divide among so many groups"):
+        model().sections(Recipe(expert_groups=3, chosen_groups=1), H100)
 
 
 def test_between_nodes_a_token_travels_once_to_each_node() -> None:
@@ -105,6 +135,13 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
 
 
+def test_kernels_between_products_of_experts_are_slower_than_copies() -> None:
+    """In layouts as in recipes."""
+    for prices in (BlockPrices(Layout(), H100, True), RecipeBlocks(Recipe(), H100, True)):
+        read = prices.passing(block(rows=1e7), 64) - prices.passing(block(rows=0.0), 64)
+        assert BETWEEN * read == pytest.approx(1e7 * 64 * 2 / H100.device.memory_bandwidth, rel=0.01)
+
+
 def test_products_of_experts_have_their_rate_in_layouts_as_in_plans() -> None:
     """Large ones take what the device's ``grouped_products`` says; in fp8 they are as fast as plain ones."""
     large = block(rows=1e6, width=8192, up=8192, down=8192)
@@ -132,7 +169,7 @@ def test_rows_of_an_all_to_all_are_put_in_the_order_of_several_experts(ranks: in
     by_rows, by_tokens = (
         block_cost(block(rows=1e6), dataclasses.replace(layout, dispatch=d), H100) for d in ("rows", "tokens")
     )
-    passed = times * 1e6 * 2 * 1024 * 2 / H100.device.memory_bandwidth
+    passed = times * 1e6 * 2 * 1024 * 2 / (BETWEEN * H100.device.memory_bandwidth)
     assert by_rows.forward - by_tokens.forward == pytest.approx(passed, rel=0.02, abs=1e-9)
     assert by_rows.backward - by_tokens.backward == pytest.approx(passed, rel=0.02, abs=1e-9)
 

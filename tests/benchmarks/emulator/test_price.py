@@ -12,7 +12,6 @@ import torch
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds, total_flops
 from autopar.cost.collective.collective import copying_seconds
-from autopar.cost.overlap import TAKEN
 from autopar.errors import OptionsError
 from autopar.ir.assignment import uses
 from autopar.layout import Layout
@@ -217,18 +216,6 @@ def test_a_message_for_which_both_ends_stand_still_takes_its_time_once(named: di
         price(microbatch=64, overlap=overlap, **named).predicted.step_seconds for overlap in ((), ("message",))
     )
     assert lone == pytest.approx(overlapped, rel=1e-9)
-
-
-def test_reductions_that_nothing_hides_are_not_hidden_by_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a rank end at different times: what is reduced of one travels beside the next only if it may, and then
-    takes of the processors. A matrix of each chunk has nothing beside it."""
-    monkeypatch.setattr("autopar.placement.overlap_windows.BUCKET_BYTES", 1 << 10)
-    found, hidden = (
-        price(pipeline=2, interleave=3, data=8, overlap=overlap) for overlap in (("message",), ("gradient", "message"))
-    )
-    assert TAKEN * found.parts["reduce"] < hidden.parts["reduce"] < 0.6 * found.parts["reduce"]
-    longer = found.predicted.step_seconds - hidden.predicted.step_seconds
-    assert longer > 0.9 * (found.parts["reduce"] - hidden.parts["reduce"])
 
 
 def test_gradients_are_reduced_as_said() -> None:
