@@ -24,7 +24,7 @@ def solve_in_time(
     that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
     that is larger. ``worth``: as for :func:`~autopar.solver.solve.solve`; ``most``: seconds that it may take at most,
     whatever remains."""
-    from autopar.solver.solve import solve  # Here, since it loads ortools, which a cached plan does without.
+    from autopar.solver.solve import solve  # Here, since it loads what a cached plan does without.
 
     solution = solve(
         problem,

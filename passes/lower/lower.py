@@ -119,6 +119,7 @@ class NodeLowerer:
     factors: dict[str, tuple[Arg, ...]] = field(default_factory=dict)
     away: dict[Value, Value] = field(default_factory=dict)
     messages: Messages = field(default_factory=dict)
+    _calls: dict[tuple[object, ...], LocalCall] = field(default_factory=dict)
 
     def here(self, value: Value) -> Value:
         """The local value of ``value``; reads one that rests in host memory at its first use in this phase."""
@@ -209,10 +210,14 @@ class NodeLowerer:
             self.local[Value(node.name, index)] = Value(first.node, index)
 
     def _call(self, node: Node, strategy: Strategy, operands: list[Value]) -> LocalCall:
-        """The call that this device runs for ``node`` on local operands."""
-        call = op_call(self.job.graph, node)
-        context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
-        op, args, kwargs = local_call(context, strategy.local)
+        """The call that this device runs for ``node`` on local operands: found once for nodes that differ only in which
+        tensors they take, and are placed by one strategy."""
+        key = node.form, tuple(map(self.job.graph.type_of, node.operands)), node.types, id(strategy)
+        if key not in self._calls:
+            call = op_call(self.job.graph, node)
+            context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
+            self._calls[key] = local_call(context, strategy.local)
+        op, args, kwargs = self._calls[key]
 
         def leaf(arg: Arg) -> Arg:
             return operands[arg.index] if isinstance(arg, Operand) else arg

@@ -57,6 +57,11 @@ class Pattern:
         """Where a search begins: most of a pattern is what its last operation needs."""
         return self.section.instructions[-1]
 
+    @cached_property
+    def before_last(self) -> frozenset[str]:
+        """The operations whose results the last one takes."""
+        return frozenset(self.makers[v.node].op for v in values_in(self.last.args) if v.node in self.makers)
+
 
 @dataclass(frozen=True)
 class Match:
@@ -131,6 +136,8 @@ class Occurrences:
         if any(instruction.op not in self.by_op for instruction in pattern.section.instructions):
             return  # Last operations are common ones, of which a deep graph has thousands.
         for node in self.by_op.get(pattern.last.op, ()):
+            if not pattern.before_last <= {self.graph[self.base(value).node].op for value in node.operands}:
+                continue
             whole = (m for part in self._node(pattern, pattern.last, node, Match()) for m in self._rest(pattern, part))
             if (match := next(whole, None)) is not None:
                 yield match

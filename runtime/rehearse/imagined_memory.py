@@ -49,8 +49,8 @@ class Storage:
     __slots__ = ("life", "meter", "nbytes")
 
     def __init__(self, nbytes: int, meter: ImaginedMeter) -> None:
-        self.nbytes, self.meter, self.life = nbytes, meter, None
-        self.life: Life | None
+        self.nbytes, self.meter = nbytes, meter
+        self.life: Life | None = None
 
     def __del__(self) -> None:
         if self.life is not None:
@@ -90,7 +90,7 @@ class ImaginedMeter:
     def kind_of(self, tensor: torch.Tensor) -> Kind:
         """The kind of a tensor without data."""
         shape, stride = tuple(tensor.shape), tensor.stride()
-        key = shape, stride, tensor.storage_offset(), tensor.dtype, tensor.untyped_storage().nbytes()
+        key = shape, stride, int(tensor.storage_offset()), tensor.dtype, tensor.untyped_storage().nbytes()
         if key not in self._kinds:
             self._kinds[key] = Kind(*key[:4], len(self._kinds))
         return self._kinds[key]

@@ -71,7 +71,7 @@ class InFlight:
     held: list[Storage | None]
 
 
-class _Log(StorageMeter):  # type: ignore[no-untyped-call]
+class _Log(StorageMeter):
     """Records what is allocated and freed: ``(key, bytes)`` of each storage, 0 bytes where it is freed."""
 
     def __init__(self) -> None:
