@@ -14,6 +14,7 @@ from autopar.planner.shared_work import SharedWork
 from autopar.planner.solve_mesh import solve_mesh, solve_only
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
+from autopar.solver.solve import solve
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import requested
 
@@ -23,7 +24,7 @@ def small() -> Case:
 
 
 def test_limits_have_the_least_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, counting = replace(requested(small, (2,)), shared=SharedWork()), Mock(side_effect=fewest_bytes.solve)
+    request, counting = replace(requested(small, (2,)), shared=SharedWork()), Mock(side_effect=solve)
     graph = step_graph(request.graph, request.loss, request.batch)
     monkeypatch.setattr(fewest_bytes, "solve", counting)
     needed = set[int | None]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,5 +64,5 @@ def test_of_small_graphs_more_are_kept() -> None:
     assert len(settings) > KEPT
     for _ in range(2):
         for each in settings:
-            work.once("kind", (request.graph,), each, make=lambda each=each: made.append(each))
+            work.once("kind", (request.graph,), each, make=partial(made.append, each))
     assert made == list(settings)
