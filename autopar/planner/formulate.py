@@ -22,6 +22,9 @@ from .request import PlanRequest, host_limit_of, memory_limit_of
 STRETCHES = 3
 # Programs that are kept, with what is known of each: those of two meshes or restrictions. Chosen: each is large.
 PROGRAMS = 2
+# Solutions without a limit of memory that are kept. Chosen: each is a choice for every group, and few others met on the
+# way.
+SOLUTIONS = 64
 
 
 def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:

@@ -39,7 +39,10 @@ class Peaks:
         """Peak bytes as measured (:func:`.peak_bytes`)."""
         key = self._key(solved)
         if key not in self._exact:
-            self._exact[key] = peak_bytes(solved)
+            known, choices = self._known(solved), solved.solution.choices.tobytes()
+            if choices not in known:
+                known[choices] = peak_bytes(solved)
+            self._exact[key] = known[choices]
             estimate = self._estimates.get(key)
             self.lacking = self.lacking if estimate is None else self._exact[key] - estimate
         return self._exact[key]
@@ -73,6 +76,11 @@ class Peaks:
         if not is_rehearsed(_plain(solved)):
             return True
         return self._estimate(solved) is None and solved.step.memory.memory is None
+
+    def _known(self, solved: MeshSolution) -> dict[bytes, int]:
+        """The peaks that are known of a program's choices, whatever the limit of memory was."""
+        of = solved.instance.graph, solved.instance.prices, solved.instance.choices
+        return self.request.shared.once("peaks", of, make=dict[bytes, int])
 
     def _key(self, solved: MeshSolution) -> Key:
         graph = self._graphs.setdefault(id(solved.instance.graph), solved.instance.graph)  # Kept: its identity is.

@@ -10,9 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+from autopar.ir.graph import Graph
+
 Result = TypeVar("Result")
 # Results of each kind that are kept, those used last. Chosen: a graph of a hundred layers takes some 50 MB.
 KEPT = 6
+# Of small graphs more are kept: of so many operations together.
+# Chosen: a few of a Llama of 32 layers, and whatever plans of a toy under other limits of memory have in common.
+KEPT_NODES = 12_000
 
 
 class SharedWork:
@@ -39,7 +44,14 @@ class SharedWork:
             # With the objects, so that no others get their identities.
             results[key] = of, make()
         results.move_to_end(key)
-        while len(results) > kept:
+        most = max(kept, KEPT_NODES // size) if (size := _size(of)) else kept
+        while len(results) > most:
             results.popitem(last=False)
         found: Result = results[key][1]
         return found
+
+
+def _size(of: tuple[object, ...]) -> int:
+    """The operations of the largest graph among some objects, or that they are of; 0 if there is none."""
+    graphs = (getattr(each, "graph", each) for each in of)
+    return max((len(graph) for graph in graphs if isinstance(graph, Graph)), default=0)

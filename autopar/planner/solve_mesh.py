@@ -15,14 +15,13 @@ from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import BUCKET_BYTES, Prices
-from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
-from autopar.solver.problem import Ints, Problem, Solution, evaluate, host_binds, memory_of
-from autopar.solver.solve import smallest_choices, solve
+from autopar.solver.problem import Ints, Solution, evaluate, host_binds
+from autopar.solver.solve import solve
 
-from .formulate import PROGRAMS, formulate, untie_layers, with_memory_savers
-from .infeasible import does_not_fit
+from .fewest_bytes import least_of, minimize_memory_within
+from .formulate import PROGRAMS, SOLUTIONS, formulate, untie_layers, with_memory_savers
 from .memory_limit import (
     Needed,
     ShortOfMemoryError,
@@ -47,12 +46,6 @@ BASELINE_GAP = 0.05
 # Counted seconds for one baseline. Baselines of transformers take less than one second. That of a recurrent network
 # took 28 s to come within the gap, and 4 s to come within twice the gap.
 BASELINE_SECONDS = 4.0
-# Counted seconds for the solution of least memory. Chosen, not measured.
-SMALLEST_SECONDS = 3.0
-# How many times the least counted memory is tried as well, where it does not say what a step holds.
-# Chosen: of an MLP on (2, 2), what counts 1.1 times the least holds 0.8 times as much.
-MORE_MEMORY = (1.1, 1.3)
-
 # How many times the limit the quickest step holds, where what holds least is looked for before anything else, and how
 # many times the limit that holds where nothing will fit.
 # Chosen: by MORE_MEMORY others may hold 0.8 times as much as that which counts least.
@@ -112,7 +105,7 @@ def _check_room(request: PlanRequest, program: Instance) -> None:
     if request.repeats != ONCE and least_bound(program.problem) > limit:
         wide = with_memory_savers(request, with_limit(program, limit))
         if least_bound(wide.problem) > limit:
-            _minimize_memory_within(request, wide)
+            minimize_memory_within(request, wide)
 
 
 def is_short_of_memory(request: PlanRequest, solved: MeshSolution) -> bool:
@@ -214,7 +207,7 @@ def _solve_unlimited(
         options, known = request.options, tuple(choices.tobytes() for choices in starts)
         settings = options.gap, options.solver_seed, options.time_limit, timings.counts(options), known
         before, digest = timings.solving, cost_digest(instance.problem)
-        solution = request.shared.once("unlimited", (), digest, *settings, make=make)
+        solution = request.shared.once("unlimited", (), digest, *settings, make=make, kept=SOLUTIONS)
         timings.solving = before + solution.seconds  # As much if another plan has found it, as for the baselines.
         _check_worth(request, solution)
         return solution
@@ -295,9 +288,9 @@ def _solve_limited(
     refining = partial(refining_seconds, instance)
     within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free.seconds)
     is_far = beyond is not None and beyond.peak > FAR * peaks.allowed and not host_binds(instance.problem)
-    least = _minimize_memory(instance) if is_far else None
+    least = least_of(request, instance) if is_far else None
     if least is not None and peak_bytes(least) > HOPELESS * peaks.allowed:
-        return _minimize_memory_within(request, instance, least)
+        return minimize_memory_within(request, instance, least)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
     best, beyond = within.best(instance, beyond, starts)
@@ -306,49 +299,9 @@ def _solve_limited(
         met.known.clear()  # Choices of groups that are no more.
         best, beyond = within.best(instance, None, ())
     if best is None:
-        least = _minimize_memory_within(request, instance, least)
+        least = minimize_memory_within(request, instance, least)
         best = within.quickest_that_fits(least, beyond) or least
     return met.quickest(best, peaks)
-
-
-def _minimize_memory_within(
-    request: PlanRequest, instance: Instance, least: MeshSolution | None = None
-) -> MeshSolution:
-    """The solution of least memory: ``least``, if it is known. Raises :class:`InfeasibleError`, not yet explained, if
-    it needs more than the request allows."""
-    limit = float(memory_limit_of(request))
-    least = _minimize_memory(instance) if least is None else least
-    peak = None if least is None else peak_bytes(least)
-    if least is None or peak is None or peak > limit:
-        raise does_not_fit(request, instance, limit, peak)
-    return least
-
-
-def _minimize_memory(instance: Instance) -> MeshSolution | None:
-    """The solution found whose step needs the fewest bytes; None if there is no solution.
-
-    Among solutions of least memory, as the program counts it, this takes the cheapest: memory that the program does
-    not count, such as both ends of a needless reshard, mostly comes from needless work. For the same reason what counts
-    a little more may hold less. The solver's work is counted, so that a limit that an error names as sufficient is
-    sufficient when it is requested."""
-    problem = instance.problem
-    choices = smallest_choices(problem)
-    if choices is None:
-        return None
-    least = memory_of(problem, choices)
-    found = [MeshSolution.of(with_limit(instance, least), _valued(problem, choices))]
-    # Where the step is not rehearsed, the fewest bytes are those that the program counts.
-    is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
-    for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
-        limited = with_limit(instance, more * least)
-        within = replace(limited.problem, windows=())
-        cheapest = solve(within, time_limit=SMALLEST_SECONDS, gap=BASELINE_GAP, incumbents=[choices], counted=True)
-        found.append(MeshSolution.of(limited, _valued(problem, cheapest.choices)))
-    return min(found, key=peak_bytes)
-
-
-def _valued(problem: Problem, choices: Ints) -> Solution:
-    return Solution(choices, evaluate(problem, choices), 0.0, "feasible", 0.0)
 
 
 def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) -> bool:

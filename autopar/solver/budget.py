@@ -62,9 +62,9 @@ def reduced_seconds(problem: Problem, reductions: int) -> float:
     return REDUCED_SECONDS * reductions * sum(len(transfer.consumers) for transfer in problem.transfers)
 
 
-def relaxed_seconds(program: MixedIntegerProgram) -> float:
-    """Estimated seconds of the linear relaxation."""
-    return float(RELAXED_SECONDS * (len(program.value) / RELAXED_NONZEROS) ** RELAXED_POWER)
+def relaxed_seconds(nonzeros: int) -> float:
+    """Estimated seconds of the linear relaxation of a program with so many nonzeros."""
+    return float(RELAXED_SECONDS * (nonzeros / RELAXED_NONZEROS) ** RELAXED_POWER)
 
 
 @dataclass
@@ -103,12 +103,20 @@ class Budget:
         """A budget of a ``share`` of the remaining seconds, but at most ``most``."""
         return Budget(min(share * self.left, most), self.counted, of=self)
 
+    def may_relax(self, nonzeros: int) -> bool:
+        """Whether :meth:`relax` would begin with a program of so many nonzeros, so that it is worth building."""
+        return relaxed_seconds(nonzeros) <= self.left
+
+    def may_branch(self, nonzeros: int) -> bool:
+        """As :meth:`may_relax`, for :meth:`branch`."""
+        return USUAL_ROOT_SECONDS * nonzeros <= self.left if self.counted else self.may_relax(nonzeros)
+
     def relax(self, program: MixedIntegerProgram, seed: int) -> Outcome:
         """Solves the linear relaxation by an interior point method. For programs with a memory row, that is several
         times faster than simplex."""
         effort = Effort(self.left, seed=seed, algorithm="BARRIER")
-        needed = relaxed_seconds(program)
-        if needed > self.left:
+        needed = relaxed_seconds(len(program.value))
+        if not self.may_relax(len(program.value)):
             return UNKNOWN
         if not self.counted:
             return run(program, True, effort)
@@ -128,12 +136,11 @@ class Budget:
     def branch(self, program: MixedIntegerProgram, gap: float, seed: int = 0) -> Outcome:
         """Solves by branch and cut."""
         effort = Effort(self.left, gap=gap, seed=seed)
-        if not self.counted:
-            # The root node takes at least as long as the relaxation; a solver stopped before its end yields nothing.
-            return run(program, False, effort) if relaxed_seconds(program) <= self.left else UNKNOWN
-        root = ROOT_SECONDS * len(program.value)
-        if USUAL_ROOT_SECONDS * len(program.value) > self.left:
+        if not self.may_branch(len(program.value)):
             return UNKNOWN
+        if not self.counted:  # The root node takes at least as long as the relaxation, and yields nothing before.
+            return run(program, False, effort)
+        root = ROOT_SECONDS * len(program.value)
         nodes = max(1, int(self.left / root))
         outcome = run(program, False, replace(effort, time_limit=GUARD * max(self.left, root), nodes=nodes))
         self._charge(program, outcome)

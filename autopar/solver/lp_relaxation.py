@@ -8,7 +8,7 @@ import numpy as np
 
 from .budget import Budget
 from .message_passing import Messages
-from .milp import MixedIntegerProgram, build, host_unit
+from .milp import MixedIntegerProgram, build, host_unit, nonzeros
 from .outcome import Outcome
 from .problem import Floats, Ints, Problem
 
@@ -27,9 +27,11 @@ class Relaxation:
 
 def relax(problem: Problem, budget: Budget, seed: int = 0) -> Relaxation:
     """Solves the linear relaxation."""
+    nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
+    if not budget.may_relax(nonzeros(problem)):
+        return Relaxation(-np.inf, nothing, np.zeros(0, dtype=np.int64))
     program = build(problem)
     outcome = budget.relax(program, seed)
-    nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
     rounded = round_up(problem, program, outcome)
     if outcome.status == "infeasible":
         return Relaxation(np.inf, nothing, rounded, feasible=False)

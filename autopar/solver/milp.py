@@ -90,6 +90,33 @@ def build(problem: Problem, objective: str = "cost") -> MixedIntegerProgram:
     return _finish(builder, first, count)
 
 
+def nonzeros(problem: Problem) -> int:
+    """The entries that :func:`build` writes for a problem without windows, which is much sooner known than they are."""
+    groups = problem.groups
+    count = sum(len(group.cost) for group in groups) + sum(map(_entries_of, problem.transfers))
+    if np.isfinite(problem.memory_limit):
+        count += 1 + sum(int(np.count_nonzero(group.memory)) for group in groups)
+        binding = [group.temporary for group in groups if group.temporary.max() > 0]
+        count += len(binding) + sum(int(np.count_nonzero(temporary)) for temporary in binding)
+    if np.isfinite(problem.host_limit):
+        count += sum(int(np.count_nonzero(group.host)) for group in groups)
+    return count
+
+
+def _entries_of(transfer: Transfer) -> int:
+    """The entries that :func:`_add_transfer` writes."""
+    rows = np.unique(transfer.source)
+    finite, positive = np.isfinite(transfer.cost[rows]), transfer.cost[rows] > 0
+    shared = (_users(transfer) > 1) & (transfer.cost > 0).any(axis=0)
+    count = 0
+    for target in transfer.targets:
+        used = np.zeros(transfer.cost.shape[1], dtype=bool)
+        used[target] = True
+        paid = finite & positive & (used & shared)
+        count += len(transfer.source) + len(target) + 2 * int(finite[:, used].sum()) + 2 * int(paid.sum())
+    return count
+
+
 def _add_windows(builder: _Builder, problem: Problem, first: Ints, ends: list[int]) -> None:
     """Adds ``exposed`` rows. The variables of transfer t are ``ends[t]`` up to ``ends[t + 1]``. Seconds that may be
     hidden are no longer priced themselves; the exposed part of them is priced instead. These rows have their own unit,

@@ -38,7 +38,7 @@ from .coordinate_descent import Neighbourhood, fits, polish, repair, smallest
 from .dual_ascent import NONE, Ascent, Search, ascend
 from .least_memory import least_memory
 from .lp_relaxation import Relaxation, relax, round_up
-from .milp import build
+from .milp import build, nonzeros
 from .overlap_prices import solve_windows
 from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
@@ -46,6 +46,9 @@ from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choi
 # Counted seconds of a search for the least memory, of which most programs need a third of one, and its relative gap.
 # Chosen.
 SMALLEST_SECONDS, SMALLEST_GAP = 10.0, 1e-6
+# Sizes of kernels, as shares of the distance from bound to incumbent, and the part of the remaining budget for each.
+# Chosen.
+KERNELS = {0.15: 0.3, 0.4: 0.3, 1.0: 1.0}
 
 
 def solve(
@@ -158,9 +161,12 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> None:
         choices = repair(Neighbourhood.of(reduced), relaxation.rounded)
         search.offer(None if choices is None else chain.expand(choices))
     # Chosen: a small kernel finds good incumbents soon, the whole one proves the bound.
-    for share in (0.15, 0.4, 1.0):
+    size = nonzeros(reduced)
+    for share in KERNELS:
         if search.over or (share < 1.0 and not search.has_incumbent):
             continue
+        if not np.isfinite(relaxation.bound) and not search.budget.part(KERNELS[share]).may_branch(size):
+            continue  # The kernel is the whole problem, which is too large to branch on.
         _search_kernel(search, reduced, chain, relaxation, share)
 
 
@@ -183,7 +189,7 @@ def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: R
         search.offer(links.expand(NONE))
         search.prove(min(links.offset, threshold))
     else:
-        _branch(search, kernel, links, threshold, search.budget.part(1.0 if share == 1.0 else 0.3))
+        _branch(search, kernel, links, threshold, search.budget.part(KERNELS[share]))
 
 
 def _settle(search: Search, chain: Chain) -> None:

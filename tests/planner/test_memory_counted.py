@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.cluster.description import Cluster, Group
 from autopar.planner import solve_mesh as planner
+from autopar.planner.fewest_bytes import minimize_memory
 from autopar.planner.memory_limit import Needed, first_limit, next_limit
 from autopar.planner.mesh_solution import MeshSolution, peak_bytes
 from autopar.planner.peaks import Peaks
@@ -147,7 +148,7 @@ def test_what_a_solver_met_is_taken_if_it_fits_and_is_quicker() -> None:
     request, met = asked(), MetSolutions()
     _, program = planner._formulate(request, step_graph(request.graph, request.loss, request.batch), Timings())
     run = met.recorded(lambda instance, starts: solve(instance.problem, incumbents=starts, counted=True))
-    least = planner._minimize_memory(program)
+    least = minimize_memory(program)
     assert least is not None
     quickest = MeshSolution.of(program, run(program, [least.solution.choices]))
     assert quickest.solution.choices.tobytes() in met.known and least.solution.choices.tobytes() in met.known

@@ -6,9 +6,10 @@ import gc
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,14 @@ from autopar.command_line import main
 from autopar.compiler import plan_cache
 from autopar.errors import ArgumentError, OptionsError
 from autopar.planner import solve_mesh
-from autopar.plans.page.frontier_picture import HEIGHT, frontier_picture
+from autopar.plans.page.frontier_picture import HEIGHT, frontier_picture, frontier_sections
 from autopar.plans.page.page import render
 from autopar.plans.plan import Plan
 from autopar.plans.question import _questions, resized
 from autopar.plans.views.quantities import duration
 from autopar.plans.views.what_if import Answer, WhatIf
 from tests.helpers.marks import slow_rows_but
+from tests.helpers.models import VOCABULARY, Case, gpt2, llama, pictures, text
 
 CLUSTER = "dgx-a100-80gb"
 OPTIONS = autopar.Options(mesh_search=False)
@@ -111,6 +113,65 @@ def test_each_answer_is_the_plan_of_that_question(sweep: str, value: Any, asked:
     assert (answer.sweep, answer.value) == (sweep, value)
 
 
+class Pictures(nn.Module):
+    """A convolution under a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.net(pixel_values)), labels)
+
+
+def mixture() -> Case:
+    """Experts as grouped products."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, num_local_experts=4, num_experts_per_tok=2, bos_token_id=0, eos_token_id=1,
+        experts_implementation="grouped_mm",
+    )  # fmt: skip
+    return MixtralForCausalLM(config), text()
+
+
+ALONE = {"stages": 1, "microbatches": 1}
+# A model, the options of its plan, and what is changed to what.
+OTHERS: dict[str, tuple[Callable[[], Case], dict[str, Any], str, Any]] = {
+    "convolution": (lambda: (Pictures(), pictures()), ALONE, "memory_limit", 200_000),
+    "tied weights": (lambda: gpt2(1), ALONE, "memory_limit", 1_000_000),
+    "layout": (lambda: llama(1), {"layout": autopar.Layout(data=2, tensor=2)}, "batch", 16),
+    "pins": (
+        lambda: llama(1),
+        {**ALONE, "mesh_search": False, "pins": {"lm_head.weight": "R,S(0)"}},
+        "cluster",
+        "dgx-h100",
+    ),
+    "mixture of experts": (mixture, {**ALONE, "zero": 1}, "precision", "bf16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.usefixtures("own_plans")
+def test_answers_of_other_models_and_options_are_their_plans(name: str) -> None:
+    """The second of two answers, which shares work with the first."""
+    make, options, sweep, value = OTHERS[name]
+    model, inputs = make()
+    assert isinstance(inputs, dict)
+    plan = autopar.plan(model, (2, 2), inputs, cluster=CLUSTER, options=autopar.Options(**options))
+    others = {"memory_limit": 2 * plan.predicted.peak_bytes, "batch": 4, "cluster": CLUSTER, "precision": "fp32"}
+    found = plan.whatif(**{sweep: [value, others[sweep]]})
+    answer = next(each for each in found.answers if each.value == value)
+    rows, cluster = (8, value) if sweep == "cluster" else (value if sweep == "batch" else 8, CLUSTER)
+    settings = autopar.Options(**options, **({sweep: value} if sweep in ("memory_limit", "precision") else {}))
+    independent = autopar.plan(model, (2, 2), resized(inputs, 8, rows), cluster=cluster, options=settings)
+    assert answer.plan is not None, answer.error
+    assert replace(answer.plan, solve_seconds=0.0) == replace(independent, solve_seconds=0.0)
+
+
 @pytest.mark.usefixtures("own_plans")
 def test_what_stays_the_same_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One trace for all answers but the plan's own; one program and its baselines for all limits of memory."""
@@ -183,6 +244,35 @@ def test_the_frontier_is_what_nothing_smaller_beats() -> None:
     assert heights[1] < heights[0] < heights[2] == heights[3] < heights[4] < HEIGHT  # y grows downwards.
     assert [point.x for point in picture.points] == sorted(point.x for point in picture.points)
     assert picture.line.count("V") == 2
+    assert picture.axis.startswith("memory limit")
+
+
+def test_of_meshes_with_as_many_devices_the_quickest_is_the_frontier() -> None:
+    made = _made("devices", (4, 3.0), (4, 2.0), (8, 2.5))
+    assert [answer.seconds for answer in made.frontier("devices")] == [2.0]
+    picture = frontier_picture(made, "devices")
+    assert picture is not None and [point.css for point in picture.points] == ["other", "best", "other"]
+    assert [bool(point.label) for point in picture.points] == [False, True, True], "labels in one place are one"
+
+
+def test_labels_of_many_points_leave_each_other_room() -> None:
+    made = _made("batch", *((100 + 7 * i, 1.0 + 0.1 * (i % 5)) for i in range(30)))
+    picture = frontier_picture(made, "batch")
+    assert picture is not None and len(picture.points) == 30
+    shown = [point for point in picture.points if point.label]
+    assert 2 <= len(shown) < 30
+    assert all(second.x - first.x > 7 * len(first.label) for first, second in pairwise(shown))
+    heights = sorted(y for y, _ in picture.levels)
+    assert len(heights) >= 2 and all(lower - upper >= 14 for upper, lower in pairwise(heights))
+
+
+@pytest.mark.parametrize("plans", [0, 1])
+def test_without_two_plans_there_is_a_table_and_no_picture(plans: int) -> None:
+    made = _made("memory_limit", (20, 1.0))
+    nothing = Answer[Any]("memory_limit", 10, 10, None, "nothing fits")
+    section = next(frontier_sections(WhatIf(made.plan, (nothing, *made.answers[:plans]))))
+    assert section.picture is None and section.reasons == (("10 B", "nothing fits"),)
+    assert len(section.rows) == 1 + plans
 
 
 def test_twice_the_devices_at_half_the_time_are_on_the_line() -> None:

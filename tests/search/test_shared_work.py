@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.planner.shared_work import SharedWork
+from autopar.planner.shared_work import KEPT, KEPT_NODES, SharedWork
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
@@ -55,3 +56,13 @@ def test_only_the_latest_results_are_kept() -> None:
     for turn in (0, 1, 0, 2, 0, 1):
         assert work.once("kind", (graphs[turn],), make=make(turn), kept=2) == turn
     assert made == [0, 1, 2, 1]
+
+
+def test_of_small_graphs_more_are_kept() -> None:
+    request, work, made = requested("stack", (2, 2)), SharedWork(), list[int]()
+    settings = range(KEPT_NODES // len(request.graph))
+    assert len(settings) > KEPT
+    for _ in range(2):
+        for each in settings:
+            work.once("kind", (request.graph,), each, make=partial(made.append, each))
+    assert made == list(settings)

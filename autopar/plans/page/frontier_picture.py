@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.plan_record import PlanRecord
 from autopar.plans.views.quantities import duration, size
@@ -16,11 +16,14 @@ WIDTH, HEIGHT = 520, 200
 _MARGIN = 40
 # Space above the slowest point and below the quickest, as a factor. Chosen: a point and its label.
 _ROOM = 1.15
+# Height of a line of text, and about the width of a letter (page.css).
+_LINE, _LETTER = 14, 7
 
 
 @dataclass(frozen=True)
 class Point:
-    """An answer: ``css`` is "best" on the frontier, "other" off it, and "none" where there is no plan."""
+    """An answer: ``css`` is "best" on the frontier, "other" off it, and "none" where there is no plan. ``label``: what
+    is written below it; empty if there is no room."""
 
     x: float
     y: float
@@ -32,7 +35,8 @@ class Point:
 @dataclass(frozen=True)
 class FrontierPicture:
     """``line``: the least seconds for each amount, as stairs; ``ideal``: seconds if they fell as devices grow; "" if
-    that is not asked. ``about``: a sentence that says what is to be seen."""
+    that is not asked. ``levels``: heights with their seconds; ``axis``: what is counted from left to right.
+    ``about``: a sentence that says what is to be seen."""
 
     width: float
     height: float
@@ -40,6 +44,7 @@ class FrontierPicture:
     line: str
     ideal: str
     levels: tuple[tuple[float, str], ...]
+    axis: str
     about: str
 
 
@@ -85,8 +90,31 @@ def frontier_picture(found: WhatIf[PlanRecord], sweep: Sweep) -> FrontierPicture
     first, last = solved[0], solved[-1]
     ideal = f"M{x(first.amount)} {y(seconds[0])}L{x(last.amount)} {y(perfect)}" if sweep == "devices" else ""
     line = _line(best, x, y) if sweep != "batch" else ""
-    levels = tuple((y(value), duration(value)) for value in dict.fromkeys((max(seconds), min(seconds))))
-    return FrontierPicture(WIDTH, HEIGHT, points, line, ideal, levels, _about(sweep, answers, solved))
+    about = _about(sweep, answers, solved)
+    return FrontierPicture(
+        WIDTH, HEIGHT, _labelled(points), line, ideal, _levels(seconds, y), f"{MEASURED[sweep]} \u2192", about
+    )
+
+
+def _levels(seconds: Sequence[float], y: Callable[[float], float]) -> tuple[tuple[float, str], ...]:
+    """The slowest and the quickest, and of the seconds between them those that have room: with their heights."""
+    most, least = max(seconds), min(seconds)
+    found = [most] if most == least or y(least) - y(most) < _LINE else [most, least]
+    for value in sorted(seconds):
+        if all(abs(y(value) - y(other)) >= 2 * _LINE for other in found):
+            found.append(value)
+    return tuple((y(value), duration(value)) for value in sorted(found, reverse=True))
+
+
+def _labelled(points: Sequence[Point]) -> tuple[Point, ...]:
+    """``points`` with the labels for which there is room: those of the frontier first, then from left to right."""
+    order = sorted(range(len(points)), key=lambda i: (points[i].css != "best", points[i].x))
+    shown: list[int] = []
+    for i in order:
+        widths = [(len(points[i].label) + len(points[j].label)) / 2 * _LETTER for j in shown]
+        if all(abs(points[i].x - points[j].x) > width + _LETTER for j, width in zip(shown, widths, strict=True)):
+            shown.append(i)
+    return tuple(point if i in shown else replace(point, label="") for i, point in enumerate(points))
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:

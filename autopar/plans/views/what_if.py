@@ -24,8 +24,12 @@ TITLES: Mapping[Sweep, str] = {
     "precision": "precision",
     "cluster": "cluster",
 }
-# The sweeps whose values are amounts, which a picture can be drawn over.
-MEASURED: tuple[Sweep, ...] = ("memory_limit", "devices", "batch")
+# The sweeps whose values are amounts, which a picture can be drawn over, with what is counted.
+MEASURED: Mapping[Sweep, str] = {
+    "memory_limit": "memory limit of a device",
+    "devices": "devices",
+    "batch": "samples of a batch",
+}
 HEAD = ("", "mesh", "step", "against this", "samples/s", "peak memory", "of", "MFU", "")
 # Which columns of a table are figures.
 FIGURES = (2, 3, 4, 5, 6, 7)
@@ -80,7 +84,7 @@ class WhatIf(Generic[AnyPlan]):
         """The answers that are quicker than every one with a smaller amount: of memory, of devices. A plan that fits
         into less memory also fits into more, so these are what is to be chosen from."""
         best: list[Answer[AnyPlan]] = []
-        for answer in sorted(self.of(sweep), key=lambda answer: answer.amount):
+        for answer in sorted(self.of(sweep), key=lambda answer: (answer.amount, answer.seconds or 0.0)):
             if answer.seconds is not None and (not best or answer.seconds < (best[-1].seconds or 0.0)):
                 best.append(answer)
         return tuple(best)

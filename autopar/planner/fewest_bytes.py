@@ -1,0 +1,83 @@
+"""The placements of a program that need the fewest bytes, whatever they cost: what fits if anything does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.ir.microbatching import ONCE
+from autopar.placement.formulation import Instance
+from autopar.planner.steps.exact_memory import is_rehearsed
+from autopar.solver.problem import Ints, Problem, Solution, evaluate, memory_of
+from autopar.solver.solve import smallest_choices, solve
+
+from .formulate import PROGRAMS
+from .infeasible import does_not_fit
+from .memory_limit import with_limit
+from .mesh_solution import MeshSolution, peak_bytes
+from .peaks import LEAST_NODES
+from .request import PlanRequest, memory_limit_of
+
+# The gap to which it is solved what costs least of that. Chosen, as for baselines.
+GAP = 0.05
+# Counted seconds for the solution of least memory. Chosen, not measured.
+SMALLEST_SECONDS = 3.0
+# How many times the least counted memory is tried as well, where it does not say what a step holds.
+# Chosen: of an MLP on (2, 2), what counts 1.1 times the least holds 0.8 times as much.
+MORE_MEMORY = (1.1, 1.3)
+# How many times the limit a program counts at least where its step, not rehearsed, needs more without a further look.
+# Chosen: the program and the cost breakdown of a step count nearly the same.
+FAR_ABOVE = 1.1
+
+
+def minimize_memory_within(request: PlanRequest, instance: Instance, least: MeshSolution | None = None) -> MeshSolution:
+    """The solution of least memory: ``least``, if it is known. Raises :class:`InfeasibleError`, not yet explained, if
+    it needs more than the request allows."""
+    limit = float(memory_limit_of(request))
+    if request.repeats != ONCE and (counted := _least_counted(request, instance)) > FAR_ABOVE * limit:
+        raise does_not_fit(request, instance, limit, None if math.isinf(counted) else math.ceil(counted))
+    least = least_of(request, instance) if least is None else least
+    peak = None if least is None else peak_bytes(least)
+    if least is None or peak is None or peak > limit:
+        raise does_not_fit(request, instance, limit, peak)
+    return least
+
+
+def _least_counted(request: PlanRequest, instance: Instance) -> float:
+    """The fewest bytes that the program counts, infinite if there are none: those of a step that is not rehearsed."""
+    problem, of = instance.problem, (instance.graph, instance.prices, instance.choices)
+    choices = request.shared.once("smallest", of, make=lambda: smallest_choices(problem), kept=PROGRAMS)
+    return math.inf if choices is None else memory_of(problem, choices)
+
+
+def least_of(request: PlanRequest, instance: Instance) -> MeshSolution | None:
+    """:func:`minimize_memory`, once for all limits. A program has choices of its own, which its copies share."""
+    of = instance.graph, instance.prices, instance.choices
+    return request.shared.once("least memory", of, make=lambda: minimize_memory(instance), kept=PROGRAMS)
+
+
+def minimize_memory(instance: Instance) -> MeshSolution | None:
+    """The solution found whose step needs the fewest bytes; None if there is no solution.
+
+    Among solutions of least memory, as the program counts it, this takes the cheapest: memory that the program does
+    not count, such as both ends of a needless reshard, mostly comes from needless work. For the same reason what counts
+    a little more may hold less. The solver's work is counted, so that a limit that an error names as sufficient is
+    sufficient when it is requested."""
+    problem = instance.problem
+    choices = smallest_choices(problem)
+    if choices is None:
+        return None
+    least = memory_of(problem, choices)
+    found = [MeshSolution.of(with_limit(instance, least), _valued(problem, choices))]
+    # Where the step is not rehearsed, the fewest bytes are those that the program counts.
+    is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
+    for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
+        limited = with_limit(instance, more * least)
+        within = replace(limited.problem, windows=())
+        cheapest = solve(within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True)
+        found.append(MeshSolution.of(limited, _valued(problem, cheapest.choices)))
+    return min(found, key=peak_bytes)
+
+
+def _valued(problem: Problem, choices: Ints) -> Solution:
+    return Solution(choices, evaluate(problem, choices), 0.0, "feasible", 0.0)

@@ -1,0 +1,54 @@
+"""What needs the fewest bytes is found once for all limits, and not at all where a program counts too many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.ir.microbatching import Repeats
+from autopar.planner import fewest_bytes
+from autopar.planner.shared_work import SharedWork
+from autopar.planner.solve_mesh import solve_mesh, solve_only
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.solver.solve import solve
+from tests.helpers.models import Case, Stack, text
+from tests.helpers.planning import requested
+
+
+def small() -> Case:
+    return Stack(layers=1, width=16, hidden=32), text(8, 8)
+
+
+def test_limits_have_the_least_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, counting = replace(requested(small, (2,)), shared=SharedWork()), Mock(side_effect=solve)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    monkeypatch.setattr(fewest_bytes, "solve", counting)
+    needed = set[int | None]()
+    for limit in (1000, 2000):
+        with pytest.raises(InfeasibleError) as caught:
+            solve_mesh(replace(request, memory_limit=limit), graph, Timings())
+        needed.add(caught.value.needed_bytes)
+    assert counting.call_count == 1 + len(fewest_bytes.MORE_MEMORY)
+    assert len(needed) == 1 and None not in needed
+
+
+def test_where_steps_are_not_rehearsed_what_counts_too_much_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = replace(requested(small, (2,)), repeats=Repeats(4, 2, accumulates=True, stages=2), shared=SharedWork())
+    graph = step_graph(request.graph, request.loss, request.batch)
+
+    def refused(limit: float) -> int:
+        with pytest.raises(InfeasibleError) as caught:
+            solve_only(replace(request, memory_limit=limit), graph, Timings())
+        assert caught.value.needed_bytes is not None
+        return caught.value.needed_bytes
+
+    monkeypatch.setattr(fewest_bytes, "solve", lambda *_, **__: pytest.fail("solved"))
+    named = refused(1000)
+    assert refused(0.5 * named) == named
+    monkeypatch.undo()
+    found = solve_only(replace(request, memory_limit=1.01 * named), graph, Timings())
+    assert found.step.counted.peak <= 1.01 * named
