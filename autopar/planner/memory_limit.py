@@ -68,9 +68,10 @@ def without_limit(instance: Instance) -> Instance:
     return with_limit(instance, math.inf)
 
 
-def with_limit(instance: Instance, limit: float) -> Instance:
-    """The instance with another limit of the device's memory, as the program counts it."""
-    return replace(instance, problem=replace(instance.problem, memory_limit=limit))
+def with_limit(instance: Instance, limit: float, price: float = 0.0) -> Instance:
+    """The instance with another limit of the device's memory, as the program counts it. ``price``: what a byte was
+    worth with a limit before, 0 if that is not known."""
+    return replace(instance, problem=replace(instance.problem, memory_limit=limit, memory_price=price))
 
 
 @dataclass(frozen=True, eq=False)

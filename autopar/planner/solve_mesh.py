@@ -36,6 +36,7 @@ from .memory_limit import (
 )
 from .mesh_solution import COUNTED_AT_MOST, MeshSolution, peak_bytes
 from .peaks import LEAST_NODES, Peaks
+from .proven_bound import with_bound
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
@@ -252,18 +253,7 @@ def _enforce_memory_limit(
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings, peaks)
-    return _with_bound(request, best, free.seconds)
-
-
-def _with_bound(request: PlanRequest, best: MeshSolution, unlimited: float) -> MeshSolution:
-    """A solution under a limit with a bound of all that fits. The program with a limit proves nothing of what it counts
-    as too large and would fit, which there may be where steps are rehearsed. Then the bound is that without a limit."""
-    solution = best.solution
-    is_counted = best.step.memory.memory is None or not math.isfinite(unlimited)
-    bound = min(max(solution.bound, unlimited) if is_counted else unlimited, solution.objective)
-    proven = replace(solution, bound=bound)
-    status = "optimal" if proven.gap <= request.options.gap else "feasible"
-    return replace(best, solution=replace(proven, status=status), unlimited=unlimited)
+    return with_bound(request, best, free, timings)
 
 
 def _solve_limited(
@@ -322,7 +312,8 @@ def _refine_untied(
     """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
         limit = next_limit(peaks.allowed, None, peaks.needed(best))
-        instance = with_limit(untie_layers(request, annotated, best.instance), limit)
+        untied = untie_layers(request, annotated, best.instance)
+        instance = with_limit(untied, limit, best.solution.memory_price)
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)
         most = refining_seconds(instance, best.solution.seconds)

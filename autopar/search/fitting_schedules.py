@@ -110,16 +110,20 @@ class FittingSchedules:
 
     def solutions(self) -> Iterator[PipelineSolution]:
         """Solutions in the order of their estimates; of those alone that may fit. If none may, that which is nearest
-        to it, if asked for. Of several cuts for one schedule those after the first that fits are left out."""
+        to it, if asked for. Of several cuts for one schedule those after the first that fits are left out, and so are
+        all whose estimate is above the seconds of one that fits: estimates are mostly a little too low."""
         fitting = [each for each, share in zip(self.found, self.fullness, strict=True) if share <= 1.0]
         if self.found and self.nearest and not fitting:
             fitting = [self.found[self.fullness.index(min(self.fullness))]]
-        done: set[Arranged] = set()
+        done, least = set[Arranged](), math.inf
         for chosen in self.estimates.in_order(fitting):
+            if not self.estimates.is_below(chosen, least):
+                return
             for solution in self._solved(chosen) if chosen[0] not in done else ():
                 yield solution
                 if fits(self.request, solution):
                     done.add(chosen[0])
+                    least = min(least, solution.seconds)
 
     def _solved(self, chosen: tuple[Arranged, tuple[str, ...]]) -> Iterator[PipelineSolution]:
         """A schedule as it is cut and, if that just does not fit, cut with as much less memory as it lacks."""

@@ -11,12 +11,13 @@ import numpy as np
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Node
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Node, Value
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.passes.pipeline.first_chunks import first_chunks
+from autopar.passes.pipeline.repeated import copies_in_backward
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.constraints import unmatched
 from autopar.placement.formulation import Instance
@@ -44,7 +45,16 @@ def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict
     view, in the first of these."""
     cuts = tuple(candidate.name for candidate in candidates)
     first = first_chunks(graph, cuts) if cuts else None
-    return _segments_of_chunks(graph, cuts) if first is None else first
+    segments = _segments_of_chunks(graph, cuts) if first is None else first
+    copies = copies_in_backward(graph)
+    for node in reversed(graph.nodes):
+        # A copy that no chunk between candidates has, since all receive the value, runs where that is computed.
+        if node.phase == "backward" and node.name not in segments and not node.is_placeholder:
+            users = (user.name for user, _ in graph.users.get(Value(node.name), ()))
+            of = [copies[node.name]] if node.name in copies else users
+            known = [segments[name] for name in of if name in segments]
+            segments |= {node.name: min(known)} if known else {}
+    return segments
 
 
 def _segments_of_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
@@ -73,33 +83,39 @@ def price_segments(
     instance, assignment = uncut.instance, uncut.assignment
     count = len(candidates) + 1
     # Lists: their elements are added to far more often than there are segments.
-    seconds, static, saved, wire, working = ([0.0] * count for _ in range(5))
+    seconds, static, saved, wire, working, entering, returning = ([0.0] * count for _ in range(7))
     exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
             seconds[segment_at(line.name, segment_of)] += share * line.seconds / line.times
-    away, read_in = assignment.recomputed | assignment.offloaded, _last_readers(instance.graph, segment_of)
+    away, read_in = assignment.recomputed | assignment.offloaded, _first_readers(instance.graph, segment_of)
     for node in instance.graph.nodes:
         if node.op == "param":
             static[segment_at(node.name, segment_of)] += _static_bytes(instance, assignment, node)
         elif node.op == SAVED_ACTIVATION and node.name not in away:
-            place = assignment.strategies[node.name].outputs[0]
-            saved[read_in.get(node.name, segment_at(node.operands[0].node, segment_of))] += prices.held(
-                node.type, place
-            )
+            size = prices.held(node.type, assignment.strategies[node.name].outputs[0])
+            made = segment_at(node.operands[0].node, segment_of)
+            reader = read_in.get(node.name, made)
+            saved[reader] += size
+            for start in range(made + 1, reader + 1):
+                entering[start] -= size
         elif not node.is_placeholder and node.name in segment_of:
             kinds, own = tuple(map(instance.graph.type_of, node.operands)), segment_of[node.name]
             strategy = assignment.strategies[node.name]
             working[own] = max(working[own], temporary_bytes(prices, node, kinds, strategy))
     for position, candidate in enumerate(candidates, start=1):
-        crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
-        wire[position] = link.latency + crossing / link.bandwidth
+        forward, backward = (
+            size / instance.prices.devices for size in (candidate.forward_bytes, candidate.backward_bytes)
+        )
+        wire[position] = link.latency + max(forward, backward) / link.bandwidth
+        entering[position], returning[position] = max(entering[position] + forward, 0.0), backward
     again = np.zeros(count)
     for own, size in recomputed_of(uncut.step.placed, lambda n: segment_at(n.operands[0].node, segment_of)).items():
         again[own] = size
     names = tuple(c.name for c in candidates)
-    return Segments(names, _array(seconds), _array(static), _array(saved), _array(wire), _array(working), again)
+    of_messages = _array(wire), _array(entering), _array(returning)
+    return Segments(names, _array(seconds), _array(static), _array(saved), *of_messages, _array(working), again)
 
 
 def _array(values: list[float]) -> Floats:
@@ -118,15 +134,15 @@ def _static_bytes(instance: Instance, assignment: Assignment, node: Node) -> int
     return weight + gradient + state + accumulator_bytes(instance.prices, node.stored, raw, instance.repeats)
 
 
-def _last_readers(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]:
-    """For each saved activation, the last segment whose backward reads it: wherever the graph is cut, the chunk with
-    that segment holds it. One that no backward of the segment where it is made reads rests with the chunk that receives
-    it."""
+def _first_readers(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]:
+    """For each saved activation, the first segment whose backward reads it: wherever the graph is cut, the chunk with
+    that segment holds it. So does a chunk that begins behind that segment and receives it."""
     found: dict[str, int] = {}
     for node in graph.nodes:
         for value in node.operands:
             if graph[value.node].op == SAVED_ACTIVATION:
-                found[value.node] = max(found.get(value.node, 0), segment_at(node.name, segment_of))
+                own = segment_at(node.name, segment_of)
+                found[value.node] = min(found.get(value.node, own), own)
     return found
 
 

@@ -188,14 +188,15 @@ def solve_windows(
     sweep = sweep_seconds(len(slots), sum(slots))
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
-    attempt: _Attempt = _Attempt([LEAST_PRICE] * count)
+    attempt, price = _Attempt([LEAST_PRICE] * count), problem.memory_price
     for _ in range(ROUNDS):
         left = budget.left
         starts = [choices for choices in (*incumbents, search.choices) if len(choices)]
-        priced = at_prices(problem, attempt.prices)
+        priced = replace(at_prices(problem, attempt.prices), memory_price=price)
         solution = plain(priced, budget.part(0.5), attempt.part * gap, starts, attempt.enough)
         if solution.status == "infeasible":
             return replace(solution, seconds=budget.used)
+        price = solution.memory_price or price
         search.offer(solution.choices)
         search.met += solution.met
         search.bound = max(search.bound, min(solution.bound, search.objective))
@@ -210,4 +211,5 @@ def solve_windows(
     if not search.closed(gap) and search.bound < worth:
         search.search(budget.part(most=MOST_SECONDS), gap)
     status = "optimal" if search.closed(gap) else "feasible"
-    return Solution(search.choices, search.objective, search.bound, status, budget.used, tuple(search.met))
+    met = tuple(search.met)
+    return Solution(search.choices, search.objective, search.bound, status, budget.used, met, price)

@@ -75,7 +75,8 @@ class Window:
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A placement problem; see the module docstring. Limits may be infinite. ``memory_fixed``: bytes that no choice
-    changes."""
+    changes. ``memory_price``: about what a byte is worth in seconds under the limit of memory, where a search may begin;
+    0: not known."""
 
     groups: tuple[Group, ...]
     transfers: tuple[Transfer, ...]
@@ -83,6 +84,7 @@ class Problem:
     memory_fixed: float = 0.0
     windows: tuple[Window, ...] = ()
     host_limit: float = float("inf")
+    memory_price: float = 0.0
 
     @property
     def is_limited(self) -> bool:
@@ -95,7 +97,7 @@ class Solution:
     """A solution: ``choices[i]`` for each group i. ``status`` is "optimal" (a gap within the requested one is proven),
     "feasible" or "infeasible" (``choices`` is then empty). ``gap`` is (objective - bound) / objective. ``seconds`` are CPU
     seconds or, if work was counted, counted ones. ``met``: assignments that fit and were the cheapest known at some
-    time of the search; they may hold less than the last."""
+    time of the search; they may hold less than the last. ``memory_price``: that of the bound, in seconds per byte."""
 
     choices: Ints
     objective: float
@@ -103,6 +105,7 @@ class Solution:
     status: str
     seconds: float
     met: tuple[Ints, ...] = ()
+    memory_price: float = 0.0
 
     @property
     def gap(self) -> float:

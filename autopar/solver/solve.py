@@ -38,6 +38,7 @@ from .coordinate_descent import Neighbourhood, fits, polish, repair, smallest
 from .dual_ascent import NONE, Ascent, Search, ascend
 from .least_memory import least_memory
 from .lp_relaxation import Relaxation, relax, round_up
+from .memory_price import price_between
 from .milp import build, nonzeros
 from .overlap_prices import solve_windows
 from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
@@ -94,7 +95,8 @@ def _solve_plain(
     enough: float = float("-inf"),
     worth: float = float("inf"),
 ) -> Solution:
-    search = Search(problem, budget, gap, seed, enough=enough, worth=worth)
+    price = problem.memory_price or price_between(problem, incumbents)
+    search = Search(problem, budget, gap, seed, enough=enough, worth=worth, memory_price=price)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
     _explore(search)
@@ -111,7 +113,8 @@ def _solution(search: Search) -> Solution:
     if status == "infeasible":
         bound = float("inf") if search.exhausted else search.bound
         return Solution(NONE, float("inf"), bound, status, budget.used)
-    return Solution(search.choices, search.objective, search.bound, status, budget.used, tuple(search.met))
+    met, price = tuple(search.met), search.memory_price
+    return Solution(search.choices, search.objective, search.bound, status, budget.used, met, price)
 
 
 def _check(problem: Problem) -> None:

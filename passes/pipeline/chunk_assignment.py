@@ -8,7 +8,8 @@ The chunks of other backward operations follow from their operands. Gradients ar
 operation cannot be in a later chunk than the gradients it reads. It must be in a chunk where the forward values it
 reads exist, computed or received there anyway. This decides most cases, since the operands of a forward operation exist
 in its chunk. Of several possible chunks the one that sends fewer bytes is taken; an operation that only a weight's
-gradient needs is in the chunk of the weight.
+gradient needs is in the chunk of the weight. Where backward has a copy of an operation of forward
+(:mod:`autopar.passes.recompute.compute_again`), a chunk whose forward receives the result reads that, and has no copy.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from functools import cached_property
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import CAST, VIEWS, Node, Value
-from autopar.ir.program import is_random
+from autopar.ir.node import Node, Value
 from autopar.ops.random import DRAWS
 
 from .data_only import data_only_nodes
+from .repeated import copies_in_backward, repeated_nodes
 
 Chunks = frozenset[int]
 _ADD = "aten.add.Tensor"
@@ -94,7 +95,7 @@ class ChunkLayout:
         self._gradients: dict[str, list[Value]] = {}
         self._data = data_only_nodes(self.graph)
         self.home = forward_chunks(self.graph, self.cuts)
-        self.repeated = self.graph.once("repeated", self._repeated)
+        self.repeated, self.copies = repeated_nodes(self.graph), copies_in_backward(self.graph)
         self._follow_uses()
         for path, chunk in self.unused.items():
             if path in self.parameters and not self.owners[self.parameters[path].name]:
@@ -135,25 +136,13 @@ class ChunkLayout:
             chunks[path] = frozenset({self.home.get(part.node, first) for part in parts} or {first})
         return chunks
 
-    def _repeated(self) -> frozenset[str]:
-        """Operations that are repeated wherever they are used."""
-        repeated, driven = set(), set()
-        for node in self.graph:
-            if node.is_placeholder:
-                driven.update([node.name] if node.op == "tangent" else [])
-                continue
-            if node.phase == "backward" and any(value.node in driven for value in node.operands):
-                driven.add(node.name)
-            elif is_random(node.op):
-                continue
-            elif node.phase == "backward" or node.name in self._data or self._is_view(node):
-                repeated.add(node.name)
-        return frozenset(repeated)
-
-    def _is_view(self, node: Node) -> bool:
-        if node.op == CAST:
-            return int(node.type.bytes) > int(self.graph.type_of(node.operands[0]).bytes)
-        return node.op in VIEWS
+    def received_for(self, value: Value, chunk: int) -> Value | None:
+        """What ``chunk`` receives for its forward and reads instead of ``value``, which is a copy of it; None if there
+        is no such value."""
+        original = Value(self.copies[value.node], value.index) if value.node in self.copies else None
+        if original is None or self.home[original.node] == chunk or chunk not in self._received.get(original, ()):
+            return None
+        return original
 
     def _follow_uses(self) -> None:
         """Records which values forward sends to which chunks, and where it uses each parameter."""
@@ -171,6 +160,8 @@ class ChunkLayout:
             node = self.graph[value.node]
             if node.op == "param":
                 self.owners[node.name].add(chunk)
+            elif self.received_for(value, chunk) is not None:
+                continue
             elif node.name in self.repeated and (node.name, chunk) not in self._seen:
                 self._seen.add((node.name, chunk))
                 if node.op in DRAWS:
@@ -203,7 +194,11 @@ class ChunkLayout:
             if node.name not in self.repeated:
                 return frozenset(self._received[value] | {self.home[node.name]})
             if node.name not in repeated:
-                repeated[node.name] = _common(of(operand) for operand in node.operands)
+                common = _common(of(operand) for operand in node.operands)
+                original = self.copies.get(node.name)
+                if common is not None and original is not None:
+                    common |= self._received.get(Value(original, value.index), set())
+                repeated[node.name] = common
             return repeated[node.name]
 
         return of(value)

@@ -158,8 +158,10 @@ class _Writer:
     def take(self, value: Value, phase: Phase) -> Value:
         """The name of ``value`` in this chunk; repeats or receives it if it is not computed here."""
         if value not in self.local:
-            node = self.graph[value.node]
-            if node.is_placeholder:
+            node, received = self.graph[value.node], self.layout.received_for(value, self.chunk)
+            if received is not None:
+                self.local[value] = self.take(received, phase)
+            elif node.is_placeholder:
                 self.placeholders[node.name] = node
                 self.local[value] = value
             elif node.name in self.layout.repeated or self._is_later(node):

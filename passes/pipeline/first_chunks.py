@@ -29,6 +29,9 @@ def first_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int] | None:
             if node.phase == "forward" and min(readers) < home:
                 return None
             chunks[node.name] = readers = {home}
+        if node.name in layout.copies:
+            readers = {chunk for chunk in readers if layout.received_for(Value(node.name), chunk) is None}
+            chunks[node.name] = readers
         for value in node.operands:
             chunks[value.node] |= readers
     return {node.name: min(chunks[node.name]) for node in graph if chunks.get(node.name)} | {

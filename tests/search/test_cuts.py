@@ -18,6 +18,7 @@ def make(
     static: list[float] | None = None,
     saved: list[float] | None = None,
     working: list[float] | None = None,
+    received: list[float] | None = None,
 ) -> Segments:
     count = len(seconds)
     zeros = np.zeros(count)
@@ -27,7 +28,9 @@ def make(
         zeros if static is None else np.array(static),
         zeros if saved is None else np.array(saved),
         zeros,
-        np.array(working or []),
+        entering=np.array([0.0, *(received or [])[1:]] if received else []),
+        returning=np.array([0.0, *(received or [])[1:]][::-1] if received else []),
+        working=np.array(working or []),
     )
 
 
@@ -35,7 +38,8 @@ def slowest(segments: Segments, cuts: tuple[str, ...], in_flight: tuple[int, ...
     edges = [0, *(int(cut[1:]) for cut in cuts), segments.count]
     worst = -np.inf
     for chunk, (start, end) in enumerate(pairwise(edges)):
-        held = segments.static[start:end].sum() + in_flight[chunk] * segments.saved[start:end].sum()
+        messages = segments.entering[start] + (segments.returning[end] if end < segments.count else 0.0)
+        held = segments.static[start:end].sum() + in_flight[chunk] * (segments.saved[start:end].sum() + messages)
         held += segments.working[start:end].max(initial=0.0)
         if held > limit:
             return np.inf
@@ -48,7 +52,7 @@ def slowest(segments: Segments, cuts: tuple[str, ...], in_flight: tuple[int, ...
 def test_no_cut_is_better(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 7))
     numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
-    segments = make(*(data.draw(numbers) for _ in range(4)))
+    segments = make(*(data.draw(numbers) for _ in range(5)))
     chunks = data.draw(st.integers(1, 4))
     in_flight = tuple(range(chunks, 0, -1))
     limit = float(data.draw(st.integers(5, 60)))

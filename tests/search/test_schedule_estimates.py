@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +30,7 @@ from autopar.search.pipeline_predicted import rank_steps
 from autopar.search.pipeline_request import schedule_choices
 from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
-from autopar.search.schedules.schedule_estimates import Arranged, Estimates, in_order
+from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of, in_order
 from autopar.search.segments import price_segments
 from autopar.search.stage_problems import StagePrograms
 from tests.helpers.marks import slow_rows_but
@@ -156,6 +157,7 @@ def test_no_pipeline_holds_less_than_its_estimate(
 
     monkeypatch.setattr(Estimates, "in_order", each_of)
     monkeypatch.setattr(fitting_schedules, "cut_and_price", priced)
+    monkeypatch.setattr(Estimates, "is_below", lambda *_: True)
     monkeypatch.setattr(pipeline, "PRICED", 9)
     best_plan(requested(name, (2,), stages=2, microbatches=4, recompute=recompute), Timings())
     assert len(peaks) > 2 and all(0 < least <= peak for least, peak in zip(estimated, peaks, strict=True))
@@ -220,7 +222,7 @@ def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, 
             (step,) = rank_steps(solution, rank, solution.prices[rank])
             parameters = step.graph.placeholders("param")
             assert own.static[first:end].sum() <= sum(sum(held_bytes(step, node)) for node in parameters)
-            assert 0 <= own.saved[first:end].sum() <= saved_bytes(step)
+            assert 0 <= own.bytes_of(first, end)[1] <= saved_bytes(step)
     assert own.saved.sum() > 0.0
 
 
@@ -271,6 +273,7 @@ class Priced:
     arranged: Arranged
     cuts: tuple[str, ...]
     more: float
+    seconds: float = math.inf
 
     @property
     def breakdown(self) -> Any:
@@ -302,3 +305,36 @@ def test_of_several_cuts_for_a_schedule_those_after_one_that_fits_are_not_priced
 ) -> None:
     assert tried_with(monkeypatch, 1.0, ("n8",), ("n7",)) == [("n8",)]
     assert tried_with(monkeypatch, 2.0, ("n8",), ("n7",)) == [("n8",), ("n7",)]
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(math.inf, 2), (30.0, 1)])
+def test_what_is_estimated_to_take_longer_than_one_that_fits_is_not_priced(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
+) -> None:
+    monkeypatch.setattr(
+        fitting_schedules, "cut_and_price", lambda _, __, cuts, one, *___: Priced(one, cuts, 1.0, seconds)
+    )
+    request = SimpleNamespace(limits=(24e3, 24e3), host_limit=0, layout=None, cluster=None)
+    found = tuple((arranged((name, 1), 2, 4), ("n8",)) for name in ("zb-h1", "gpipe"))
+    by = even(1.0, 1.0)
+    assert by.seconds(found[0]) < by.seconds(found[1]) and by.seconds(found[1]) > 30.0
+    tried = FittingSchedules(request, None, (), by, ANYWHERE, found, (1.0, 1.0), nearest=False)  # type: ignore[arg-type]
+    assert len(list(tried.solutions())) == count
+
+
+@pytest.mark.parametrize("spare", [0.97, 0.99])
+def test_chunks_of_a_rank_share_its_memory_as_is_best(spare: float) -> None:
+    """Where the best cuts of all do not quite fit, others move as little as is needed."""
+    own, kind = unequal(48), arranged(("zb-v", 2), 4, 16)
+    own = replace(own, saved=own.seconds)
+    by = Estimates((own,) * 4, None)
+    freely = cuts_at(by.on_blocks, kind, np.full(48, -1), (math.inf,) * 4)
+    assert freely is not None
+    limits = (spare * by.fullness((kind, freely), (1.0,) * 4),) * 4
+    found = list(cuts_of(by.on_blocks, kind, limits, np.full(48, -1)))
+    fitting = [cuts for cuts in found if by.fullness((kind, cuts), limits) <= 1.0]
+    equal = cuts_at(by.on_blocks, kind, np.full(48, -1), tuple(limit / 2 for limit in limits))
+    assert freely in found and freely not in fitting and fitting
+    quickest = min(by.seconds((kind, cuts)) for cuts in fitting)
+    assert by.seconds((kind, freely)) <= quickest
+    assert equal is None or quickest < by.seconds((kind, equal))

@@ -120,9 +120,14 @@ class PlacedStage:
         for node in self.solution.instance.graph.placeholders("param"):
             weights[segment_at(node.name, of)] += (int(node.type.bytes),)
         every = list(own.unfolded)
-        unfolded = (part[every] for part in (few.seconds, static, few.saved, few.wire, few.working, few.again))
+        # Plans choose better what to recompute than these few ways. Chosen: that makes up for messages in flight.
+        uncounted = np.zeros(len(every))
+        seconds, saved, wire, working, again = (
+            part[every] for part in (few.seconds, few.saved, few.wire, few.working, few.again)
+        )
+        segments = Segments(own.starts, seconds, static[every], saved, wire, uncounted, uncounted, working, again)
         return StageCosts(
-            Segments(own.starts, *unfolded),
+            segments,
             {name: part[every] for name, part in self._sections.items()},
             reduce[every],
             update[every],

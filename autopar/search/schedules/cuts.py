@@ -31,14 +31,17 @@ class Segments:
     """The segments of a graph. ``starts``: the forward nodes at which segments 1, 2, ... begin. By segment: ``seconds``
     for one microbatch, forward and backward; ``static`` bytes (parameters, gradients, optimizer state); ``saved`` bytes
     of a microbatch; ``wire``: seconds for which values that cross the segment's start occupy a wire, forward or
-    backward (0 for the first). While it runs, a chunk with the segment holds ``working`` bytes for one operation, and
-    ``again`` bytes of what it recomputes; empty: not known."""
+    backward (0 for the first). A chunk that begins with the segment holds ``entering`` bytes of a microbatch besides,
+    which it receives; one that ends before it ``returning`` bytes of gradients. While it runs, a chunk with the segment
+    holds ``working`` bytes for one operation, and ``again`` bytes of what it recomputes. Empty: not known."""
 
     starts: tuple[str, ...]
     seconds: Floats
     static: Floats
     saved: Floats
     wire: Floats
+    entering: Floats = field(default_factory=lambda: np.zeros(0))
+    returning: Floats = field(default_factory=lambda: np.zeros(0))
     working: Floats = field(default_factory=lambda: np.zeros(0))
     again: Floats = field(default_factory=lambda: np.zeros(0))
 
@@ -47,11 +50,12 @@ class Segments:
         return len(self.seconds)
 
     def bytes_of(self, start: int, end: int) -> tuple[float, float, float]:
-        """Of a chunk of segments ``start`` to ``end - 1``: its static bytes, those it saves, and those with which it
-        runs."""
-        static, saved = (float(_sums(part)[end] - _sums(part)[start]) for part in (self.static, self.saved))
+        """Of a chunk of segments ``start`` to ``end - 1``: its static bytes, those of a microbatch in flight, and those
+        with which it runs."""
+        static, saved = (float(part[start:end].sum()) for part in (self.static, self.saved))
+        received = float(self.entering[start : start + 1].sum() + self.returning[end : end + 1].sum())
         running = (float(part[start:end].max(initial=0.0)) for part in (self.working, self.again))
-        return static, saved, sum(running)
+        return static, saved + received, sum(running)
 
     def rules_out(self, width: int, slowest: float, in_flight: int, limit: float) -> bool:
         """Whether every chunk of more than ``width`` segments takes more than ``slowest`` seconds, or is too large.
@@ -76,8 +80,8 @@ class Segments:
 class _Chunks:
     """All chunks of at most so many segments. ``[j, d]``, of the chunk that ends before segment j and begins at segment
     ``j - width + d``: its ``seconds``, or those of its input on the wire if they are more, with its half of all
-    messages (infinite where no segment has that number); its ``static`` bytes, those it ``saved``, and those with which
-    it is ``running``."""
+    messages (infinite where no segment has that number); its ``static`` bytes, those ``saved`` for a microbatch in
+    flight, and those with which it is ``running``."""
 
     seconds: Floats
     static: Floats
@@ -91,7 +95,9 @@ class _Chunks:
         seconds = np.maximum(_between(segments.seconds, width), first) + 0.5 * (first + wire[:, None])
         seconds[_before(np.zeros(len(wire)), width, 1.0) > 0.0] = np.inf
         running = _most(segments.working, segments.count, width) + _most(segments.again, segments.count, width)
-        return _Chunks(seconds, _between(segments.static, width), _between(segments.saved, width), running)
+        entering, returning = (_known(part, segments.count) for part in (segments.entering, segments.returning))
+        saved = _between(segments.saved, width) + _before(entering, width, 0.0) + returning[:, None]
+        return _Chunks(seconds, _between(segments.static, width), saved, running)
 
     def costs(self, in_flight: int, limit: float, sharing: int) -> Floats:
         """Their seconds; infinite if they are too large."""
@@ -183,9 +189,13 @@ def _between(part: Floats, width: int) -> Floats:
 
 def _most(part: Floats, count: int, width: int) -> Floats:
     """``[j, d]``: the largest of entries ``j - width + d`` to j - 1 of ``count``; 0 if they are not known."""
-    known = np.append(part if len(part) else np.zeros(count), 0.0)
-    from_last = np.maximum.accumulate(_before(known, width, 0.0)[:, ::-1], axis=1)
+    from_last = np.maximum.accumulate(_before(_known(part, count), width, 0.0)[:, ::-1], axis=1)
     return from_last[:, ::-1]
+
+
+def _known(part: Floats, count: int) -> Floats:
+    """The ``count`` entries of ``part``, 0 if they are not known, and one more, which is 0."""
+    return np.append(part if len(part) else np.zeros(count), 0.0)
 
 
 def _misplaced(allowed: Ints, rank: int, width: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

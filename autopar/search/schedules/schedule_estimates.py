@@ -33,6 +33,10 @@ SIMULATED = 4096
 # The share of its memory that roomier cuts fill: estimates of memory are mostly a little too low.
 # Chosen: GPT of 128 layers on 16 stages was estimated at 0.999 of the limit, and priced at 1.006.
 ROOMY = 0.98
+# How near to the shares that chunks of the best cuts have of the memory of their rank those of cuts that fit are tried,
+# if the best do not fit: 1 is the same, 0 are equal ones.
+# Chosen: GPT-3 on 8 stages had no cuts with the same under ZB-V.
+NEARNESS = (1.0, 0.75, 0.5, 0.25)
 # Bounds and simulations add the same numbers in another order.
 _ROUNDING = 1e-9
 Item = TypeVar("Item")
@@ -78,7 +82,7 @@ def _in_flight(name: str, stages: int, microbatches: int, chunks: int) -> tuple[
     return most_in_flight_of_chunks(orders, stages * chunks)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _changes(name: str, stages: int, microbatches: int, chunks: int) -> tuple[tuple[Ints, Ints], ...]:
     """By rank of a named schedule, in order: the chunk of each computation that begins (1) or ends (-1) to hold what a
     microbatch saves there, and which of these."""
@@ -102,19 +106,7 @@ class Estimates:
     def fullness(self, chosen: tuple[Arranged, tuple[str, ...]], limits: Sequence[float]) -> float:
         """The share of its limit that the fullest rank holds at least: parameters, saved activations of the
         microbatches in flight, and what one of its chunks needs to run. ``limits``: bytes by block of devices."""
-        arranged, cuts = chosen
-        starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement
-        spans = list(zip(placement, pairwise(starts), strict=True))
-        static = [float(self.on_blocks[block].static[a:b].sum()) for block, (a, b) in spans]
-        saved = np.array([float(self.on_blocks[block].saved[a:b].sum()) for block, (a, b) in spans])
-        held, working = [0.0] * len(limits), [0.0] * len(limits)
-        for (block, (a, b)), size in zip(spans, static, strict=True):
-            held[block] += size
-            own = self.on_blocks[block]
-            working[block] = max(working[block], own.working[a:b].max(initial=0.0) + own.again[a:b].max(initial=0.0))
-        changes = _changes(arranged.kind[0], len(arranged.order), arranged.microbatches, arranged.kind[1])
-        for block, (which, change) in zip(arranged.order, changes, strict=True):
-            held[block] += working[block] + float(np.cumsum(change * saved[which]).max(initial=0.0))
+        held = held_bytes(self.on_blocks, chosen)
         return max(size / limit if limit > 0 else math.inf for size, limit in zip(held, limits, strict=True))
 
     def in_order(self, found: Sequence[tuple[Arranged, tuple[str, ...]]]) -> Iterator[tuple[Arranged, tuple[str, ...]]]:
@@ -174,22 +166,95 @@ def in_order(items: Sequence[Item], bound: Callable[[Item], float], seconds: Cal
 
 def cuts_of(
     on_blocks: Sequence[Segments], arranged: Arranged, limits: Sequence[float], pinned: Ints
-) -> tuple[tuple[str, ...], ...]:
+) -> Iterator[tuple[str, ...]]:
     """The best cuts for a schedule whose chunks share the memory of their rank equally, if any fit, and those that
     leave a little of it. Where ranks have several chunks, also the best cuts of all: the first chunks have more
     microbatches in flight, so equal shares cut unevenly, or not at all, though together the chunks of a rank may fit.
-    And so where no others are found: by how much these do not fit tells how much memory to save.
+    If they do not, those that share the memory as the best cuts of all would, as nearly as there are any
+    (:data:`NEARNESS`). And the best of all where no others are found: by how much these do not fit tells how much
+    memory to save.
 
     Args:
         limits: bytes for each device, by pipeline rank.
         pinned: for each segment, the rank that must hold it (-1: any).
     """
-    each = arranged.kind[1]
-    shares = [tuple(part * limit / each for limit in limits) for part in (1.0, ROOMY)]
-    found = [cuts_at(on_blocks, arranged, pinned, share) for share in shares]
-    if each > 1 or not any(found):
-        found.append(cuts_at(on_blocks, arranged, pinned, (math.inf,) * len(limits)))
-    return tuple(dict.fromkeys(cuts for cuts in found if cuts is not None))
+    known = set[tuple[str, ...]]()
+    for cuts in _each_cuts(on_blocks, arranged, limits, pinned):
+        if cuts not in known:
+            known.add(cuts)
+            yield cuts
+
+
+def _each_cuts(
+    on_blocks: Sequence[Segments], arranged: Arranged, limits: Sequence[float], pinned: Ints
+) -> Iterator[tuple[str, ...]]:
+    each, is_cut = arranged.kind[1], False
+    for part in (1.0, ROOMY):
+        cuts = cuts_at(on_blocks, arranged, pinned, tuple(part * limit / each for limit in limits))
+        is_cut |= cuts is not None
+        if cuts is not None:
+            yield cuts
+    freely = cuts_at(on_blocks, arranged, pinned, (math.inf,) * len(limits)) if each > 1 or not is_cut else None
+    if freely is not None:
+        yield freely
+        if each > 1:
+            yield from _sharing_as(on_blocks, (arranged, freely), limits, pinned)
+
+
+def _sharing_as(
+    on_blocks: Sequence[Segments], chosen: tuple[Arranged, tuple[str, ...]], limits: Sequence[float], pinned: Ints
+) -> Iterator[tuple[str, ...]]:
+    """Cuts whose chunks share the memory of their rank as those of ``chosen``, which does not fit, would, as nearly as
+    there are any that fit: the nearer the shares are to equal ones, the more moves to chunks with less in flight."""
+    arranged, _ = chosen
+    held, needed = held_bytes(on_blocks, chosen), np.array(_bytes_of_chunks(on_blocks, chosen))
+    if all(size <= limit for size, limit in zip(held, limits, strict=True)):
+        return
+    ranks, each = np.array(arranged.placement), arranged.kind[1]
+    # The chunks of a rank do not all hold most at once.
+    together = np.bincount(ranks, needed, len(limits))
+    allowed = np.array(limits) * together / np.maximum(held, 1.0)
+    segments = [on_blocks[rank] for rank in ranks]
+    for nearness in NEARNESS:
+        shares = nearness * needed / together[ranks] + (1.0 - nearness) / each
+        cuts = best_cuts(segments, arranged.in_flight, (shares * allowed[ranks]).tolist(), ranks, pinned, each)
+        fits = False
+        for _ in range(2):
+            if cuts is not None:
+                yield cuts
+                # Then with what ranks have left, or lack.
+                sizes = held_bytes(on_blocks, (arranged, cuts))
+                factors = [limit / max(size, 1.0) for size, limit in zip(sizes, limits, strict=True)]
+                fits |= min(factors) >= 1.0
+                cuts = cuts_with(on_blocks, (arranged, cuts), pinned, factors)
+        if fits:
+            return
+
+
+def _bytes_of_chunks(on_blocks: Sequence[Segments], chosen: tuple[Arranged, tuple[str, ...]]) -> list[float]:
+    """The most that each chunk holds, with its part of the bytes in which one of its rank runs."""
+    arranged, cuts = chosen
+    starts, found = chunk_starts(on_blocks, cuts), []
+    for rank, count, (a, b) in zip(arranged.placement, arranged.in_flight, pairwise(starts), strict=True):
+        static, saved, running = on_blocks[rank].bytes_of(a, b)
+        found.append(static + count * saved + running / arranged.kind[1])
+    return found
+
+
+def held_bytes(on_blocks: Sequence[Segments], chosen: tuple[Arranged, tuple[str, ...]]) -> list[float]:
+    """What each rank holds at least, by block of devices: parameters, saved activations of the microbatches in flight,
+    and what one of its chunks needs to run."""
+    arranged, cuts = chosen
+    spans = list(pairwise(chunk_starts(on_blocks, cuts)))
+    held, working, saved = [0.0] * len(on_blocks), [0.0] * len(on_blocks), np.zeros(len(spans))
+    for chunk, (block, (a, b)) in enumerate(zip(arranged.placement, spans, strict=True)):
+        static, saved[chunk], running = on_blocks[block].bytes_of(a, b)
+        held[block] += static
+        working[block] = max(working[block], running)
+    changes = _changes(arranged.kind[0], len(arranged.order), arranged.microbatches, arranged.kind[1])
+    for block, (which, change) in zip(arranged.order, changes, strict=True):
+        held[block] += working[block] + float(np.cumsum(change * saved[which]).max(initial=0.0))
+    return held
 
 
 def cuts_with(
@@ -197,14 +262,10 @@ def cuts_with(
 ) -> tuple[str, ...] | None:
     """The best cuts for a schedule whose chunks hold at most ``factors`` times, by pipeline rank, as much as those of
     ``chosen``; None if there are none."""
-    arranged, cuts = chosen
-    ranks, each = arranged.placement, arranged.kind[1]
-    starts, most = chunk_starts(on_blocks, cuts), []
-    for rank, count, (a, b) in zip(ranks, arranged.in_flight, pairwise(starts), strict=True):
-        static, saved, running = on_blocks[rank].bytes_of(a, b)
-        most.append(factors[rank] * (static + count * saved + running / each))
+    ranks, each = chosen[0].placement, chosen[0].kind[1]
+    most = [factors[rank] * size for rank, size in zip(ranks, _bytes_of_chunks(on_blocks, chosen), strict=True)]
     segments = [on_blocks[rank] for rank in ranks]
-    return best_cuts(segments, arranged.in_flight, most, np.array(ranks), pinned, each)
+    return best_cuts(segments, chosen[0].in_flight, most, np.array(ranks), pinned, each)
 
 
 def chunk_starts(on_blocks: Sequence[Segments], cuts: tuple[str, ...]) -> list[int]:
