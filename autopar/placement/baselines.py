@@ -16,7 +16,7 @@ batch norm are those of the whole batch, as under SyncBatchNorm.
 All are priced as plans, so that a plan can be any of them. FSDP2 gathers the weights of a block in one all-gather and
 copies them out of it, where a plan gathers small weights in messages (:mod:`autopar.ir.weight_messages`) and large ones
 singly, without copies. A joint gather saves what a message takes to begin, of which copying costs a twentieth for each
-MiB: with weights of a few MiB, FSDP2 is a little quicker than its row says.
+MiB: with weights of a few MiB, FSDP2 is quicker than its row says (docs/architecture.md has an example).
 """
 
 from __future__ import annotations
