@@ -140,7 +140,7 @@ def mixture() -> Case:
 ALONE = {"stages": 1, "microbatches": 1}
 # A model, the options of its plan, and what is changed to what.
 OTHERS: dict[str, tuple[Callable[[], Case], dict[str, Any], str, Any]] = {
-    "convolution": (lambda: (Pictures(), pictures()), ALONE, "memory_limit", 200_000),
+    "convolution": (lambda: (Pictures(), pictures()), ALONE, "memory_limit", 300_000),
     "tied weights": (lambda: gpt2(1), ALONE, "memory_limit", 1_000_000),
     "layout": (lambda: llama(1), {"layout": autopar.Layout(data=2, tensor=2)}, "batch", 16),
     "pins": (
