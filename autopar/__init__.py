@@ -126,10 +126,11 @@ _LATER = {
 
 def __getattr__(name: str) -> object:
     """A name of ``_LATER`` or a module, imported now. Raises ``AttributeError`` for any other."""
-    if not name.startswith("_") and name not in _LATER and find_spec(f"autopar.{name}") is not None:
-        return import_module(f"autopar.{name}")
     if name not in _LATER:
-        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+        # A dotted name is none of this module's, and is not looked for: hasattr expects no other error.
+        if name.startswith("_") or not name.isidentifier() or find_spec(f"autopar.{name}") is None:
+            raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+        return import_module(f"autopar.{name}")
     value = getattr(import_module(_LATER[name]), name)
     globals()[name] = value
     return value

@@ -265,3 +265,9 @@ def test_a_training_plan_without_a_loss_says_so() -> None:
     losses = autopar.plan(nn.Linear(4, 4), (1,), (x,), loss_fn=torch.sum)
     evaluated = autopar.plan(nn.Linear(4, 4), (1,), (x,), mode="inference")
     assert not any("loss" in each for each in (*losses.warnings, *evaluated.warnings))
+
+
+def test_a_dotted_name_is_an_attribute_that_is_missing() -> None:
+    """Not a module that cannot be imported, which hasattr would raise."""
+    assert not hasattr(autopar, "options.Options")
+    assert not hasattr(autopar, "nothing.here")

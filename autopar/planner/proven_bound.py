@@ -25,16 +25,23 @@ TO_GAP, FLOOR_SECONDS = 0.25, 4.0
 def with_bound(request: PlanRequest, best: MeshSolution, free: Unlimited, timings: Timings) -> MeshSolution:
     """A solution under a limit with a bound of all that fits. The program with a limit proves nothing of what it counts
     as too large and would fit, which there may be where steps are rehearsed. Then the bound is that without a limit or,
-    if its gap is too wide, that with a limit for what any step holds at least."""
+    if its gap is too wide, that with a limit for what any step holds at least. Where equal layers choose alike it is
+    not: what fits may be quicker that has some layers in shards and others whole."""
     solution, unlimited = best.solution, free.seconds
     is_counted = best.step.memory.memory is None or not math.isfinite(unlimited)
     bound = min(max(solution.bound, unlimited) if is_counted else unlimited, solution.objective)
-    if not is_counted and not best.prices.rooms and replace(solution, bound=bound).gap > request.options.gap:
+    is_of_all = not best.prices.rooms and not _ties_layers(free)
+    if not is_counted and is_of_all and replace(solution, bound=bound).gap > request.options.gap:
         with timings.phase("solve"):
             bound = min(max(bound, _bound_of_what_fits(request, best, free, timings)), solution.objective)
     proven = replace(solution, bound=bound)
     status = "optimal" if proven.gap <= request.options.gap else "feasible"
     return replace(best, solution=replace(proven, status=status), unlimited=unlimited)
+
+
+def _ties_layers(free: Unlimited) -> bool:
+    classes = free.instance.graph.classes
+    return len(set(classes.values())) < len(classes)
 
 
 def _bound_of_what_fits(request: PlanRequest, best: MeshSolution, free: Unlimited, timings: Timings) -> float:

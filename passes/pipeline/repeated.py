@@ -49,11 +49,14 @@ def _copies_in_backward(graph: Graph) -> Mapping[str, str]:
     def moved(value: Value) -> Value:
         return Value(same[value.node], value.index) if value.node in same else value
 
+    def computed(node: Node) -> object:
+        # By the text of arguments: 1, 1.0 and True differ, and so do 0.0 and -0.0.
+        return node.form, node.operands, node.types
+
     for node in graph:
         if node.phase == "forward" and not node.is_placeholder:
-            forward.setdefault((node.op, node.args, node.kwargs), node.name)
+            forward.setdefault(computed(node), node.name)
         elif node.name in repeated:
-            own = node.map_values(moved)
-            found = forward.get((own.op, own.args, own.kwargs))
+            found = forward.get(computed(node.map_values(moved)))
             same |= {} if found is None else {node.name: found}
     return {name: found for name, found in same.items() if found not in repeated}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autopar.ir.graph import Graph
+from autopar.ir.node import Value
 from autopar.ir.staged_graph import Edge
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.microbatch import microbatch
+from autopar.passes.pipeline.repeated import copies_in_backward
 from tests.helpers.microbatches import run_microbatches
 from tests.helpers.stage_run import check_staged, run_chunks
 from tests.zoo.check import compare
@@ -65,3 +69,25 @@ def test_a_chunk_reads_what_it_receives_instead_of_computing_it_again() -> None:
 def test_a_chunk_that_computes_a_value_computes_it_again() -> None:
     first, second = cut(Graph.from_text(HALVES), ("y",)).chunks
     assert "r_anew_at0" in _names(first) and not any(name.startswith("r_anew") for name in _names(second))
+
+
+def test_operations_of_equal_numbers_that_compute_something_else_are_no_copies() -> None:
+    graph = Graph.from_text("""graph()
+        %x: f32[4] = input("x")
+        %g: f32[4] = tangent("0")
+        %w: f32[4] = param("w")
+        %s: f32[4] = aten.mul.Tensor(%x, %w)
+        %i: i64[4] = aten.argsort.default(%s)
+        %a: f32[4] = aten.copysign.Scalar(%s, 0.0)
+        %b: i64[4] = aten.mul.Tensor(%i, 2)
+        %y: f32[4] = aten.add.Tensor(%a, %b)
+        backward %same: f32[4] = aten.copysign.Scalar(%s, 0.0)
+        backward %minus: f32[4] = aten.copysign.Scalar(%s, 0.0)
+        backward %real: f32[4] = aten.mul.Tensor(%i, 2.0)
+        backward %r: f32[4] = aten.mul.Tensor(%g, %minus)
+        return output "0" = %y
+        return gradient "w" = %r
+    """)
+    other = replace(graph["minus"], args=(Value("s"), -0.0))
+    graph = replace(graph, nodes=tuple(other if node.name == "minus" else node for node in graph))
+    assert copies_in_backward(graph) == {"same": "a"}

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from autopar.placement.memory_floor import Moment, held_at_least
 from autopar.planner import proven_bound
 from autopar.planner import solve_mesh as planner
-from autopar.planner.formulate import with_memory_savers
-from autopar.planner.memory_limit import Unlimited
+from autopar.planner.formulate import formulate, with_memory_savers
+from autopar.planner.memory_limit import Unlimited, with_limit
 from autopar.planner.mesh_solution import MeshSolution, peak_bytes
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
@@ -62,3 +64,33 @@ def test_where_memory_is_short_the_bound_is_above_that_without_a_limit() -> None
     best = MeshSolution.of(program, replace(found, objective=2.0 * found.objective))
     bound = proven_bound._bound_of_what_fits(short, best, Unlimited(program, found), Timings())
     assert found.bound < bound < best.solution.objective
+
+
+class Layers(nn.Module):
+    """Equal layers with more weights than anything else."""
+
+    COUNT = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(self.COUNT))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def test_no_step_whose_layers_differ_is_quicker_than_the_bound() -> None:
+    """It may have some in shards, and fit so; equal layers that choose alike are all in shards, or none."""
+    case = Layers(), (torch.ones(8, 256),)
+    request = requested(lambda: case, (2,), cluster="local", recompute="none", offload=False)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    annotated, program = planner._formulate(request, graph, Timings())
+    peak = peak_bytes(planner.solve_mesh(request, graph, Timings())[0])
+    apart = with_limit(formulate(request, annotated, program.prices, Layers.COUNT), 0.85 * peak)
+    differing = MeshSolution.of(apart, solve(apart.problem, gap=0.01, counted=True))
+    limit = int(0.8 * peak)
+    assert peak_bytes(differing) <= limit
+    short = replace(request, options=replace(request.options, memory_limit=limit))
+    assert planner.solve_mesh(short, graph, Timings())[0].solution.bound <= differing.solution.objective
