@@ -6,6 +6,7 @@ may use.
 
 from autopar.cost.collective.collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out
 from autopar.cost.compute.op_families import FAMILIES, Family, family_of
+from autopar.cost.compute.products_dtype import products_dtype
 from autopar.cost.compute.roofline import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
 from autopar.cost.pipeline.bounds import bubble_fraction, step_lower_bound
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
@@ -31,6 +32,7 @@ __all__ = [
     "fan_out",
     "flops",
     "node_seconds",
+    "products_dtype",
     "reserve",
     "simulate",
     "step_lower_bound",

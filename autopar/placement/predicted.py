@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from autopar.cluster.description import Cluster
-from autopar.cost import total_flops
+from autopar.cost import products_dtype, total_flops
 from autopar.ir.graph import Graph
+from autopar.ir.node import TensorType
 from autopar.ir.placements import short
 from autopar.ir.plan_record import PlanLine, Predicted, ReshardStep
 
@@ -47,11 +49,20 @@ def devices_flops(cluster: Cluster, devices: int, dtype: torch.dtype) -> float:
 
 
 def working_dtype(graph: Graph) -> torch.dtype:
-    """The dtype in which most elements of parameters are read."""
+    """The dtype of most products; without any, that in which most elements of parameters are read."""
     elements = Counter[torch.dtype]()
     for node in graph.placeholders("param"):
         elements[node.type.dtype] += int(node.type.numel)
-    return max(elements, key=elements.__getitem__, default=torch.float32)
+    return products_dtype(_operations(graph)) or max(elements, key=elements.__getitem__, default=torch.float32)
+
+
+def _operations(graph: Graph) -> Iterator[tuple[str, list[TensorType], TensorType]]:
+    """As far as a plan keeps them: the first result of each operation and of each node that it takes."""
+    kinds = {node.name: next(filter(None, node.types), None) for node in graph.nodes}
+    for node in graph.nodes:
+        taken = (kinds[name] for name in dict.fromkeys(value.node for value in node.operands))
+        if (result := kinds[node.name]) is not None:
+            yield node.op, [kind for kind in taken if kind is not None], result
 
 
 def memory_figures(memory: Memory) -> dict[str, Any]:

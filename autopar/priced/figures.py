@@ -9,8 +9,9 @@ import torch
 from autopar.cluster.description import Cluster
 from autopar.cluster.device import Device
 from autopar.cluster.groups import devices_of
+from autopar.cost import products_dtype
 from autopar.ir.graph_text import parse_type
-from autopar.ir.node import DTYPE_NAMES
+from autopar.ir.node import DTYPE_NAMES, TensorType
 from autopar.ir.plan_record import Predicted
 from autopar.placement.predicted import devices_flops
 from autopar.plans.plan import Plan
@@ -45,10 +46,21 @@ def _without_rate(device: Device, dtype: torch.dtype) -> str:
 
 
 def _working_dtype(plan: Plan) -> torch.dtype:
-    """The dtype in which most elements of parameters are read."""
-    elements = Counter[torch.dtype]()
-    for node in plan.nodes.values():
-        kind = parse_type(node.type.partition(", stored ")[0], {}) if node.op == "param" else None
-        if kind is not None:
-            elements[kind.dtype] += int(kind.numel)
-    return max(elements, key=elements.__getitem__, default=torch.float32)
+    """See :func:`autopar.placement.predicted.working_dtype`."""
+    elements, kinds = Counter[torch.dtype](), dict[str, TensorType]()
+    for name, node in plan.nodes.items():
+        if node.type:
+            kinds[name] = kind = _first_type(node.type)
+            elements[kind.dtype] += int(kind.numel) * (node.op == "param")
+    products = (
+        (node.op, [kinds[operand] for operand in node.operands if operand in kinds], kinds[name])
+        for name, node in plan.nodes.items()
+        if name in kinds
+    )
+    return products_dtype(products) or max(elements, key=elements.__getitem__, default=torch.float32)
+
+
+def _first_type(text: str) -> TensorType:
+    kind = parse_type(text.partition("]")[0] + "]", {})
+    assert kind is not None
+    return kind

@@ -113,6 +113,12 @@ class Report:
         planned = f"{stages}{meshes if not meshes.are_equal else self.plan.mesh}"
         return planned if planned == str(self.mesh or self.plan.mesh) else f"{self.mesh}, planned as {planned}"
 
+    @property
+    def divides_nothing(self) -> bool:
+        """Whether every one of several processes computes the whole step, so that little was proven."""
+        inner = [name for name, size in zip(self.plan.axis_names, self.plan.mesh, strict=True) if size > 1]
+        return self.plan.stages == 1 and bool(inner) and all(name.startswith("idle") for name in inner)
+
     def __str__(self) -> str:
         worst = sorted(self.gradient_errors.items(), key=lambda item: -item[1])[:8]
         lines = [
@@ -133,6 +139,11 @@ class Report:
         if self.rounding is not None:
             lines.append(f"one process under {self.plan.precision} is within {self.rounding:.2g} of float64")
         lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
+        if self.divides_nothing:
+            lines.append(
+                "nothing is divided: each process computes the whole step, which is quickest by these prices; "
+                "Options(zero=3), a layout or pins divide it"
+            )
         lines.append(f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step")
         width = terminal_columns()
         return "\n".join(row for line in lines for row in (textwrap.wrap(line, width) if width else [line]))

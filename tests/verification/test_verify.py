@@ -64,6 +64,14 @@ def test_nan_is_not_ok() -> None:
     assert report_with(1e-6).ok and not report_with(1e-3).ok
 
 
+def test_a_plan_that_divides_nothing_is_said_to() -> None:
+    divided = autopar.plan(nn.Linear(4, 4), (2,), torch.randn(4, 4), cluster=CLUSTER, loss_fn=lambda out: out.sum())
+    idle = replace(divided, axis_names=("idle",))
+    said = [Report(plan, 1e-5, 1.0, 0.0, {"weight": 0.0}, (), 1.0, 0.1) for plan in (idle, divided)]
+    assert said[0].divides_nothing and not said[1].divides_nothing and not report_with(0.0).divides_nothing
+    assert ["nothing is divided" in str(report) for report in said] == [True, False]
+
+
 def report_with(error: float) -> Report:
     plan = autopar.plan(nn.Linear(4, 4), (1,), torch.randn(4, 4), cluster=CLUSTER, loss_fn=lambda out: out.sum())
     return Report(plan, 1e-5, 1.0, 0.0, {"weight": error}, (), 1.0, 0.1)

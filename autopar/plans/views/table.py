@@ -181,7 +181,7 @@ def _by_division(plan: PlanRecord) -> _Rows:
     rows: list[tuple[Cell, ...]] = []
     if found is None:
         others = {name: each.step_seconds for name, each in plan.baselines.items() if each is not None}
-        rows = [(name, "solved", seconds) for name, seconds in {**others, "the plan": step}.items()]
+        rows = [(name, "solved", seconds) for name, seconds in {"the plan": step, **others}.items()]
     else:
         rows = [(each.described, each.how, each.seconds) for each in found.tried]
         if found.first:
