@@ -30,6 +30,7 @@ from autopar.plans.views.idle_axes import idle_devices
 from autopar.restriction import words_of
 from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
+from autopar.search.restricted.divides import check_stages_divide
 from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
@@ -147,6 +148,7 @@ def _check_stages_are_searched(request: PlanRequest) -> None:
 def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) -> Tried:
     """What is compared. Where layouts are proposed, pipelines are restricted by these, and are not enumerated. Raises
     :class:`OptionsError` if the options are impossible."""
+    check_stages_divide(request)
     with timings.phase("propose"):
         asks = request.propose is not None and proposes(request) and not never_fits(request)
         proposals = request.propose(request) if request.propose is not None and asks else Proposals()
@@ -196,6 +198,7 @@ def _main(failures: Sequence[Failure], advises: bool) -> Exception:
 def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
     """Predicts the quickest plan for ``request``; the work is counted, as for all advice in errors. Raises
     :class:`InfeasibleError` or :class:`OptionsError`."""
+    check_stages_divide(request)
     tried = _of_arrangements(arrangements(request), pinned, Timings(counted=True))
     if not tried.candidates:
         raise InfeasibleError("nothing fits")

@@ -21,7 +21,7 @@ from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.planner.roles.axis_roles import ROLE_NAMES, AxisRole, role_names
 from autopar.restriction import Restriction, words_of
 
-from .divides import check_layout_divides, check_stages_divide
+from .divides import check_layout_divides
 
 _DEGREES = ("pipeline", "data", "context", "tensor")
 _OF_PRODUCTS = frozenset(("data", "context", "tensor"))
@@ -33,7 +33,6 @@ def arrangements(request: PlanRequest) -> list[PlanRequest]:
     restriction = Restriction.of(request.options.layout)
     stages = request.options.stages
     restriction = replace(restriction, pipeline=restriction.pipeline or (None if isinstance(stages, tuple) else stages))
-    check_stages_divide(request, Restriction.of(request.options.layout))
     restricting = (*_DEGREES[1:], "expert", "microbatch", "sequence_parallel")
     if all(getattr(restriction, name) is None for name in restricting):
         return [request]

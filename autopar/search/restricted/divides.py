@@ -40,13 +40,16 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
             )
 
 
-def check_stages_divide(request: PlanRequest, restriction: Restriction) -> None:
-    """Raises :class:`OptionsError` if ``restriction`` asks for more stages than the model has products with weights:
-    cuts need not be between layers, but some stages would have nothing that a degree counts."""
+def check_stages_divide(request: PlanRequest) -> None:
+    """Raises :class:`OptionsError` if the layout of ``request`` asks for more stages than the model has products with
+    weights: cuts need not be between layers, but some stages would have nothing that a degree counts."""
+    restriction = Restriction.of(request.options.layout)
     stages, whole = restriction.pipeline or 1, request.graph
     if stages == 1:
         return
-    count = request.shared.once("products", (whole,), request.loss, request.batch, make=lambda: _products(request))
+    count = request.shared.once(
+        "products of a step", (whole,), request.loss, request.batch, make=lambda: _products(request)
+    )
     if stages > count:
         others = math.prod(n or 1 for n in (restriction.data, restriction.context, restriction.tensor))
         works = max(n for n in divisors(_left(math.prod(request.mesh), others)) if n <= max(count, 1))
