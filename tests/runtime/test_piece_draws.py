@@ -59,7 +59,7 @@ def both(made: Section, *inputs: torch.Tensor) -> tuple[list[Any], list[Any]]:
     assert first == "autopar.streams" and others and all(op.startswith("compiled.") for op in others), str(pieces)
     expected = compile_section(made, LOCAL_OPS, CPU)(list(inputs))
     found = compile_section(pieces, operations, CPU)(list(inputs))
-    assert compilation.problems == []
+    assert not compilation.problems
     return expected, found
 
 
@@ -193,7 +193,7 @@ def test_positions_beyond_32_bits() -> None:
     compilation = Compilation(CPU)
     pieces, operations = with_pieces(made, LOCAL_OPS, lambda each: compile_section(each, LOCAL_OPS, CPU), compilation)
     (found,) = compile_section(pieces, operations, CPU)([state(), torch.ones(rows, 100)])
-    assert compilation.problems == []
+    assert not compilation.problems
     assert torch.equal(found, compile_section(part, LOCAL_OPS, CPU)([state(), torch.ones(rows, 100)])[1])
 
 
