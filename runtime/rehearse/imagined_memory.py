@@ -6,14 +6,14 @@ reference counts say when, as they do for tensors, and no call goes through torc
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from autopar.torch_internals.tensors import storage_key
+
+from .live_bytes import Life, LiveBytes
 
 
 class Kind(NamedTuple):
@@ -34,15 +34,6 @@ class Kind(NamedTuple):
         return count
 
 
-@dataclass(slots=True)
-class Life:
-    """A storage of ``nbytes``, live from event ``born`` to event ``died`` (-1: still live)."""
-
-    nbytes: int
-    born: int
-    died: int = -1
-
-
 class Storage:
     """``nbytes`` of imagined memory. ``life``: once ``meter`` counts it."""
 
@@ -54,7 +45,7 @@ class Storage:
 
     def __del__(self) -> None:
         if self.life is not None:
-            self.meter.freed(self.life)
+            self.meter.end(self.life)
 
 
 class Imagined:
@@ -70,13 +61,12 @@ class Imagined:
         return self.kind.bytes
 
 
-class ImaginedMeter:
+class ImaginedMeter(LiveBytes):
     """Counts the live bytes of imagined tensors, event by event: the interface of :class:`.StorageMeter`. Storages
     made inside of its ``with`` block are counted when they are made, others when they are seen."""
 
     def __init__(self) -> None:
-        self.now = self.peak = self.events = self.peak_event = 0
-        self._rises: list[tuple[int, int]] = []
+        super().__init__()
         self._is_inside = False
         self._kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int], Kind] = {}
 
@@ -119,35 +109,12 @@ class ImaginedMeter:
             self._count(tensor.storage)
 
     def _count(self, storage: Storage) -> None:
-        if not storage.nbytes:
-            return
-        self.events += 1
-        storage.life = Life(storage.nbytes, self.events)
-        self.now += storage.nbytes
-        self._rises.append((self.events, self.now))
-        if self.now > self.peak:
-            self.peak, self.peak_event = self.now, self.events
-
-    def freed(self, life: Life) -> None:
-        """Notes the end of a storage's life."""
-        self.events += 1
-        life.died = self.events
-        self.now -= life.nbytes
-
-    def peak_between(self, begin: int, end: int) -> int:
-        """The most bytes live after any allocation from event ``begin`` to before event ``end``; 0 without one."""
-        first, last = (bisect_left(self._rises, (event, 0)) for event in (begin, end))
-        return max((held for _, held in self._rises[first:last]), default=0)
+        if storage.nbytes:
+            storage.life = self.begin(storage.nbytes)
 
     def life(self, tensor: Imagined) -> Life | None:
         """The record of a tensor's storage, to ask :meth:`at_peak` later."""
         return tensor.storage.life
-
-    def at_peak(self, life: Life | None) -> int:
-        """Bytes of a storage if it was live at the peak, else 0."""
-        if life is None or life.born > self.peak_event or 0 <= life.died <= self.peak_event:
-            return 0
-        return life.nbytes
 
     @staticmethod
     def memory_of(tensor: object) -> tuple[int, int] | None:

@@ -7,9 +7,7 @@ a kernel allocates internally. For meta tensors it counts the bytes of real ones
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,29 +17,17 @@ from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.tensors import storage_key
 from autopar.torch_internals.trees import tree_leaves
 
+from .live_bytes import Life, LiveBytes
 from .remembered_results import RememberedResults
 
 
-@dataclass
-class _Life:
-    """A storage of ``nbytes``, live from event ``born`` to event ``died`` (-1: still live)."""
-
-    nbytes: int
-    born: int
-    died: int = -1
-    watch: Any = field(default=None, repr=False)
-
-
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(LiveBytes, TorchDispatchMode):
     """Counts while active. ``peak``: the most bytes live at once, including those of ``given`` tensors. Once a tensor
     of a GPU was counted, meta tensors are not: beside fake ones they only help to find layouts."""
 
     def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.now = self.peak = self.events = self.peak_event = 0
-        self._rises: list[tuple[int, int]] = []
-        self._lives: dict[int, _Life] = {}
-        self._ended: list[_Life] = []
+        self._lives: dict[int, Life] = {}
         self._counts_meta = True
         self._results = RememberedResults()
         for tensor in given:
@@ -57,36 +43,17 @@ class StorageMeter(TorchDispatchMode):
         key = storage_key(storage)
         if key in self._lives or not storage.nbytes():
             return
-        self.events += 1
-        life = _Life(storage.nbytes(), self.events)
-        self._lives[key] = life
+        life = self._lives[key] = self.begin(storage.nbytes())
         life.watch = weakref.ref(storage, partial(self._gone, key, life))
-        self.now += life.nbytes
-        self._rises.append((self.events, self.now))
-        if self.now > self.peak:
-            self.peak, self.peak_event = self.now, self.events
 
-    def _gone(self, key: int, life: _Life, _: object) -> None:
-        self.events += 1
-        life.died = self.events
-        self.now -= life.nbytes
+    def _gone(self, key: int, life: Life, _: object) -> None:
+        self.end(life)
         if self._lives.get(key) is life:
             del self._lives[key]
 
-    def peak_between(self, begin: int, end: int) -> int:
-        """The most bytes live after any allocation from event ``begin`` to before event ``end``; 0 without one."""
-        first, last = (bisect_left(self._rises, (event, 0)) for event in (begin, end))
-        return max((held for _, held in self._rises[first:last]), default=0)
-
-    def life(self, tensor: torch.Tensor) -> _Life | None:
+    def life(self, tensor: torch.Tensor) -> Life | None:
         """The record of a tensor's storage, to ask :meth:`at_peak` later."""
         return self._lives.get(storage_key(tensor.untyped_storage()))
-
-    def at_peak(self, life: _Life | None) -> int:
-        """Bytes of a storage if it was live at the peak, else 0."""
-        if life is None or life.born > self.peak_event or 0 <= life.died <= self.peak_event:
-            return 0
-        return life.nbytes
 
     @staticmethod
     def memory_of(tensor: object) -> tuple[int, int] | None:
