@@ -6,8 +6,8 @@ may use.
 
 from autopar.cost.collective.collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out
 from autopar.cost.compute.op_families import FAMILIES, Family, family_of
-from autopar.cost.compute.products_dtype import products_dtype
 from autopar.cost.compute.roofline import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
+from autopar.cost.compute.working_dtype import products_dtype, working_dtype
 from autopar.cost.pipeline.bounds import bubble_fraction, step_lower_bound
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.pipeline.simulate import Simulation, simulate
@@ -41,4 +41,5 @@ __all__ = [
     "usable_bytes",
     "usable_host_bytes",
     "usable_nvme_bytes",
+    "working_dtype",
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from autopar.cluster.description import Cluster
-from autopar.cost import products_dtype, total_flops
+from autopar.cost import total_flops, working_dtype
 from autopar.ir.graph import Graph
 from autopar.ir.node import TensorType
 from autopar.ir.placements import short
@@ -29,7 +28,7 @@ def predicted(
         breakdown.seconds,
         memory or breakdown.memory,
     )
-    dtype = working_dtype(instance.graph)
+    dtype = dtype_of(instance.graph)
     possible = devices_flops(cluster, instance.prices.devices, dtype) * seconds
     return Predicted(
         step_seconds=seconds,
@@ -48,12 +47,9 @@ def devices_flops(cluster: Cluster, devices: int, dtype: torch.dtype) -> float:
     return sum(cluster.at(rank, 1).device.flops(dtype) for rank in range(devices))
 
 
-def working_dtype(graph: Graph) -> torch.dtype:
-    """The dtype of most products; without any, that in which most elements of parameters are read."""
-    elements = Counter[torch.dtype]()
-    for node in graph.placeholders("param"):
-        elements[node.type.dtype] += int(node.type.numel)
-    return products_dtype(_operations(graph)) or max(elements, key=elements.__getitem__, default=torch.float32)
+def dtype_of(graph: Graph) -> torch.dtype:
+    """The dtype in which a step computes."""
+    return graph.once("working dtype", lambda: working_dtype(list(_operations(graph))))
 
 
 def _operations(graph: Graph) -> Iterator[tuple[str, list[TensorType], TensorType]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 
 from autopar.cluster.description import Cluster
 from autopar.cluster.device import Device
 from autopar.cluster.groups import devices_of
-from autopar.cost import products_dtype
+from autopar.cost import working_dtype
 from autopar.ir.graph_text import parse_type
 from autopar.ir.node import DTYPE_NAMES, TensorType
 from autopar.ir.plan_record import Predicted
@@ -46,18 +44,15 @@ def _without_rate(device: Device, dtype: torch.dtype) -> str:
 
 
 def _working_dtype(plan: Plan) -> torch.dtype:
-    """See :func:`autopar.placement.predicted.working_dtype`."""
-    elements, kinds = Counter[torch.dtype](), dict[str, TensorType]()
-    for name, node in plan.nodes.items():
-        if node.type:
-            kinds[name] = kind = _first_type(node.type)
-            elements[kind.dtype] += int(kind.numel) * (node.op == "param")
-    products = (
-        (node.op, [kinds[operand] for operand in node.operands if operand in kinds], kinds[name])
-        for name, node in plan.nodes.items()
-        if name in kinds
+    """As :func:`autopar.placement.predicted.dtype_of` the planned graph."""
+    kinds = {name: _first_type(node.type) for name, node in plan.nodes.items() if node.type}
+    return working_dtype(
+        [
+            (node.op, [kinds[operand] for operand in node.operands if operand in kinds], kinds[name])
+            for name, node in plan.nodes.items()
+            if name in kinds
+        ]
     )
-    return products_dtype(products) or max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def _first_type(text: str) -> TensorType:

@@ -15,7 +15,7 @@ from autopar.placement.alternatives import holdings, plan_nodes
 from autopar.placement.breakdown import CostLine
 from autopar.placement.overlap_windows import REDUCTIONS
 from autopar.placement.placed_step import PlacedStep
-from autopar.placement.predicted import working_dtype
+from autopar.placement.predicted import dtype_of
 from autopar.placement.prices import Prices
 
 from .fitting_schedules import PipelineSolution
@@ -35,7 +35,7 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
     seconds = max(breakdown.seconds, busy - freed)
     memories = [breakdown.breakdowns[c].memory for c in breakdown.schedule.held[breakdown.fullest]]
     graph = solution.uncut.instance.graph
-    dtype = working_dtype(graph)
+    dtype = dtype_of(graph)
     possible = sum(own.devices * own.cluster.device.flops(dtype) for own in solution.prices) * seconds
     return Predicted(
         step_seconds=seconds,

@@ -1,9 +1,9 @@
-"""In which dtype the products of a step are computed, by which its MFU counts."""
+"""The dtype in which a step computes, by which its MFU counts."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,6 +11,15 @@ import torch
 from autopar.ir.node import TensorType
 
 from .op_families import family_of
+
+
+def working_dtype(operations: Sequence[tuple[str, Sequence[TensorType], TensorType]]) -> torch.dtype:
+    """:func:`products_dtype`; without any products, the dtype in which most elements of parameters are read."""
+    elements = Counter[torch.dtype]()
+    for op, _, result in operations:
+        if op == "param":
+            elements[result.dtype] += _elements(result)
+    return products_dtype(operations) or max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def products_dtype(operations: Iterable[tuple[str, Sequence[TensorType], TensorType]]) -> torch.dtype | None:
