@@ -8,10 +8,10 @@ from autopar.cluster.description import Cluster
 from autopar.cluster.device import Device
 from autopar.cluster.groups import devices_of
 from autopar.cost import working_dtype
-from autopar.ir.graph_text import parse_type
-from autopar.ir.node import DTYPE_NAMES, TensorType
+from autopar.ir.node import DTYPE_NAMES
 from autopar.ir.plan_record import Predicted
 from autopar.placement.predicted import devices_flops
+from autopar.plans.moves import types_of
 from autopar.plans.plan import Plan
 
 
@@ -45,7 +45,7 @@ def _without_rate(device: Device, dtype: torch.dtype) -> str:
 
 def _working_dtype(plan: Plan) -> torch.dtype:
     """As :func:`autopar.placement.predicted.dtype_of` the planned graph."""
-    kinds = {name: _first_type(node.type) for name, node in plan.nodes.items() if node.type}
+    kinds = {name: types[0] for name, node in plan.nodes.items() if (types := types_of(node.type))}
     return working_dtype(
         [
             (node.op, [kinds[operand] for operand in node.operands if operand in kinds], kinds[name])
@@ -53,9 +53,3 @@ def _working_dtype(plan: Plan) -> torch.dtype:
             if name in kinds
         ]
     )
-
-
-def _first_type(text: str) -> TensorType:
-    kind = parse_type(text.partition("]")[0] + "]", {})
-    assert kind is not None
-    return kind
