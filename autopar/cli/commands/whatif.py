@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         plan = Plan.load(arguments.target)
         mesh = ",".join(map(str, plan.mesh if plan.stages == 1 else plan.stage_meshes.whole))
         raise OptionsError(
-            f"{arguments.target} is a plan, and to solve again takes its model, which no plan file has: name the "
-            f"function that returns (model, batch), as in autopar whatif train.py:make --mesh {mesh} (the plan's mesh), "
-            "with the options of the plan"
+            f"{arguments.target} is a plan, and to solve again takes its model, which no plan file has: name "
+            f"the function that returns (model, batch), as in autopar whatif train.py:make --mesh {mesh} (the plan's "
+            "mesh), with the options of the plan"
         )
     if arguments.mesh is None:
         raise OptionsError("give the mesh of the plan that is asked: --mesh 2,2")

@@ -28,28 +28,26 @@ def check_division(
     layout: Layout,
     words: str = "",
     divided: Callable[[Node], bool] = lambda node: True,
-    ranks: int = 0,
-    devices: int = 0,
     written: bool = False,
+    advised: bool = True,
 ) -> None:
     """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
     sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
     ranks. ``words``: the layout as its user wrote it, if it restricts a plan; ``divided``: which operations tensor
-    ranks divide; ``ranks``: how many tensor ranks there may be at most, which those that errors name divide; if only
-    one does, those that divide all ``devices``, with other degrees than those given. ``written``: whether heads of
-    attention that is written out in products have to divide too."""
+    ranks divide. ``written``: whether heads of attention that is written out in products have to divide too;
+    ``advised``: whether errors name the degrees that divide what does not."""
     for node in graph.placeholders("input"):
         if layout.context > 1 and node.type.rank > 1:
-            _check_sequence(graph, node, layout, words or str(layout))
+            _check_sequence(graph, node, layout, words or str(layout), advised)
     counts = {node: count for node, count in _counted(graph, written) if divided(node)}
     common = math.gcd(*counts.values())
     for node, count in counts.items():
         if count % layout.tensor:
             kind = "experts" if node.op == FORWARD else "heads"
-            among = math.gcd(common, ranks) if math.gcd(common, ranks) > 1 else math.gcd(common, devices)
+            advice = f"; {degrees('tensor', common, layout.tensor)}" if advised else ""
             raise OptionsError(
                 f"{words or layout}: {node.module or node.name} has {count} {kind}, which do not divide among "
-                f"{layout.tensor} tensor ranks; {degrees('tensor', among, layout.tensor)}"
+                f"{layout.tensor} tensor ranks{advice}"
             )
 
 
@@ -78,7 +76,7 @@ def _written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
             yield node, count
 
 
-def _check_sequence(graph: Graph, node: Node, layout: Layout, words: str) -> None:
+def _check_sequence(graph: Graph, node: Node, layout: Layout, words: str, advised: bool) -> None:
     size = int(node.type.shape[1])
     product = _summed_over(graph, Value(node.name), size) if size > 1 else None
     if product is not None:
@@ -88,9 +86,10 @@ def _check_sequence(graph: Graph, node: Node, layout: Layout, words: str) -> Non
             "data or tensor ranks"
         )
     if size % layout.context:
+        advice = f"; {degrees('context', size, layout.context)}" if advised else ""
         raise OptionsError(
             f"{words}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
-            f"divide among {layout.context} context ranks; {degrees('context', size, layout.context)}"
+            f"divide among {layout.context} context ranks{advice}"
         )
 
 
