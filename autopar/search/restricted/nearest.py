@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from autopar.errors import OptionsError
 from autopar.layout import divisors
@@ -44,9 +45,10 @@ def _nearest(request: PlanRequest) -> Iterator[str]:
 
 
 def _can_be(request: PlanRequest, name: str, value: int) -> bool:
+    given: dict[str, Any] = {name: value}
     assert request.options.layout is not None
     try:
-        layout = replace(request.options.layout, **{name: value})
+        layout = replace(request.options.layout, **given)
         changed = replace(request, options=replace(request.options, layout=layout))
         check_stages_divide(changed)
         return bool(arrangements(changed))
