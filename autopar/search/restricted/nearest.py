@@ -32,8 +32,8 @@ def arranged_or_explained(request: PlanRequest) -> list[PlanRequest]:
 def _nearest(request: PlanRequest) -> Iterator[str]:
     """``tensor=2``: of each field the next smaller and the next larger value that can be arranged."""
     layout = request.options.layout
-    for name in _FIELDS if layout is not None else ():
-        if name in layout.given:
+    for name in _FIELDS:
+        if layout is not None and name in layout.given:
             value = getattr(layout, name)
             whole = request.batch if name == "microbatch" else math.prod(request.mesh)
             below = reversed([n for n in divisors(whole) if n < value])
