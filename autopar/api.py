@@ -50,7 +50,7 @@ from autopar.runtime.module.unwrapped import check_whole
 from autopar.runtime.module.value_checks import ValueChecks
 from autopar.trace.call import describe_call
 
-from .arguments import PLAN_VARIABLE, Batch, check_model, given_plan, split_batch
+from .arguments import PLAN_VARIABLE, Batch, check_model, given_options, given_plan, split_batch
 from .errors import OptionsError
 from .files import FileName
 from .inference import Mode, check_no_loss, in_mode, planned_call, prepare_inference
@@ -85,12 +85,6 @@ def _check_parallelized(model: nn.Module, example_inputs: object, weights: Folde
         check_whole(model)
     if isinstance(example_inputs, Options):
         raise OptionsError("the third argument is example_inputs, a batch: give options=autopar.Options(...) by name")
-
-
-def _options(options: object) -> Options:
-    if options is None or isinstance(options, Options):
-        return options or Options()
-    raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
 
 
 def _device(named: torch.device | str) -> torch.device:
@@ -139,7 +133,7 @@ def plan(
         OptionsError: an option or pin that cannot be honoured.
     """
     arguments = {"cluster": cluster, "loss_fn": loss_fn, "targets": targets, "device": device, "mode": mode}
-    return make_plan(model, mesh, batch, options=_options(options), **arguments)
+    return make_plan(model, mesh, batch, options=given_options(options), **arguments)
 
 
 @collecting_rarely()
@@ -248,7 +242,7 @@ def parallelize(
         PlanMismatchError: ``plan`` is for another model, mesh or batch, or ``options`` ask for another plan.
     """
     plan = given_plan(os.environ.get(PLAN_VARIABLE) or None if plan is None else plan)
-    settings = in_mode(_options(options), mode)
+    settings = in_mode(given_options(options), mode)
     _check_parallelized(model, example_inputs, weights)
     _join_processes(mesh, settings.timeout)
     watch = watch_over(_watched_ranks(mesh, settings), settings.timeout)

@@ -17,6 +17,7 @@ from autopar.runtime.torch_internals.hooks import forward_pre_hooks
 from autopar.trace.loss import TARGETS
 
 from .errors import OptionsError
+from .options import Options
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 # Chosen: by it `autopar run --plan` tells the script's processes which plan to train under.
@@ -56,6 +57,13 @@ def given_plan(plan: object) -> Plan | None:
     if plan is None or isinstance(plan, Plan):
         return plan
     raise OptionsError(f"plan={plan!r} is not an autopar.Plan; give one, or the path or URL of its file")
+
+
+def given_options(options: object) -> Options:
+    """The options that are given; the defaults for None. Raises :class:`OptionsError` for what is no options."""
+    if options is None or isinstance(options, Options):
+        return options or Options()
+    raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
 
 
 def check_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

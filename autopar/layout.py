@@ -26,7 +26,7 @@ MASTER_BYTES, MOMENTS = 4, 2
 @names_removed_fields
 @suggests_fields
 @remembers_given
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """How devices share a training step, in the terms of the field.
 
@@ -208,6 +208,10 @@ class Layout:
                 raise OptionsError(f"{word!r} in a layout: {said}")
             values[name] = read(name, value, defaults[name])
         return cls(**values)
+
+    def __repr__(self) -> str:
+        """The given fields: ``Layout(tensor=2, data=4)``."""
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.given)})"
 
     def __str__(self) -> str:
         """What differs from one device: ``tensor=8 pipeline=8 microbatch=1``."""

@@ -166,6 +166,18 @@ class Predicted:
     host_bytes: int = 0
     nvme_bytes: int = 0
 
+    @property
+    def peak_parts(self) -> dict[str, int]:
+        """What the peak is the sum of, by name."""
+        return {
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activation_bytes,
+            "temporary": self.temporary_bytes,
+            "inputs": self.input_bytes,
+        }
+
     def to_dict(self) -> dict[str, float | int]:
         figures = {name: getattr(self, name) for name in self.__slots__}
         # Earlier versions of autopar do not know it.

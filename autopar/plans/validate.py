@@ -315,8 +315,7 @@ def _parts(name: str, p: Predicted) -> Iterator[str]:
     step = p.compute_seconds + p.comm_seconds + p.bubble_seconds - p.freed_seconds
     if not math.isclose(step, p.step_seconds, rel_tol=CLOSE, abs_tol=1e-12):
         yield f"{name}.step_seconds is {p.step_seconds}, but its parts add up to {step}"
-    peak = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes + p.activation_bytes
-    peak += p.temporary_bytes + p.input_bytes
+    peak = sum(p.peak_parts.values())
     if peak != p.peak_bytes:
         yield f"{name}.peak_bytes is {p.peak_bytes}, but its parts add up to {peak}"
 

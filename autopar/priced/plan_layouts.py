@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.api import make_plan
-from autopar.arguments import Batch, check_model, split_batch
+from autopar.arguments import Batch, check_model, given_options, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.keywords import suggests
@@ -28,7 +28,7 @@ from autopar.search.segments import pinned_stage, stage_pins
 
 from .figures import device_flops, notes_on
 from .precision import planned_precision
-from .price import check_kind, mesh_of, price_with
+from .price import OF_LAYOUTS, check_kind, mesh_of, price_with
 from .priced import Priced
 from .report import LayoutReport
 
@@ -91,7 +91,8 @@ def plan_layouts(
     given: dict[str, Any] = {"loss_fn": loss_fn, "targets": resized(targets, batch_size(*split_batch(batch)), samples)}
     plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, work=work, **given)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    beside = _beside_layouts(own)
+    # Of layouts for comparison: without what a layout says.
+    beside = replace(own, layout=None, **dict[str, Any].fromkeys(OF_LAYOUTS))
 
     def priced(layout: Layout) -> Priced:
         def under(pins: Mapping[str, str]) -> Priced:
@@ -124,12 +125,6 @@ def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
     return (devices,) if is_one_axis else (devices // node, node)
 
 
-def _beside_layouts(options: Options) -> Options:
-    """The options of layouts for comparison: without those that a layout says."""
-    said: dict[str, Any] = dict.fromkeys(("stages", "schedule", "microbatches", "zero", "recompute", "offload"))
-    return replace(options, layout=None, precision=None, **said)
-
-
 def _under_pins(pins: Mapping[str, str], layout: Layout, plan: Plan, price: Callable[[Any], Priced]) -> Priced:
     """The price of a layout under those of the ``pins`` of ``plan`` that it does not contradict: it has the stage, or
     the axes, that they name. If there is no such plan either, under none. Says which are left out."""
@@ -152,9 +147,7 @@ def _under_pins(pins: Mapping[str, str], layout: Layout, plan: Plan, price: Call
 
 def _checked_options(options: Options | None, named: Mapping[str, Any]) -> Options:
     """The options, with those that are ``named`` by keywords of their own. Raises :class:`OptionsError`."""
-    if options is not None and not isinstance(options, Options):
-        raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
-    options = replace(options or Options(), **{name: value for name, value in named.items() if value is not None})
+    options = replace(given_options(options), **{name: value for name, value in named.items() if value is not None})
     if options.mode == "inference":
         raise OptionsError('Options(mode="inference"): days and checkpoints are of training; ask autopar.plan')
     if options.sync != Options().sync:

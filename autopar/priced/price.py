@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.api import make_plan
-from autopar.arguments import Batch, check_model
+from autopar.arguments import Batch, check_model, given_options
 from autopar.cluster.description import Cluster
 from autopar.cluster.groups import Group
 from autopar.cost import reserve, usable_bytes
 from autopar.errors import InfeasibleError, OptionsError
-from autopar.given_fields import own_fields
 from autopar.keywords import suggests
 from autopar.layout import Layout
 from autopar.options import Options
@@ -30,7 +29,7 @@ from .precision import planned_precision
 from .priced import Priced
 
 # What options must not say beside a layout: it says so by a field, or its devices and its batch would be others.
-_OF_LAYOUTS = {option: name for name, option in SHARED.items()} | {"microbatches": "microbatch"}
+OF_LAYOUTS = {option: name for name, option in SHARED.items()} | {"microbatches": "microbatch"}
 
 
 @suggests
@@ -66,7 +65,7 @@ def price(
             the layout does.
         InfeasibleError: there is no such plan, however much memory devices have.
     """
-    return price_with(model, batch, cluster, layout, options or Options(), loss_fn, targets, SharedWork())
+    return price_with(model, batch, cluster, layout, given_options(options), loss_fn, targets, SharedWork())
 
 
 def price_with(
@@ -84,7 +83,9 @@ def price_with(
     check_kind(layout)
     check_beside_layout(options)
     full, restriction = _completed(layout, model)
-    hardware = _with_devices(Cluster.get(cluster), full)
+    hardware = Cluster.get(cluster)
+    if hardware.size is not None and full.devices > hardware.size:
+        raise OptionsError(f"{full} takes {full.devices} devices; {hardware.name} has {hardware.size}")
     restricted = replace(options, layout=restriction)
 
     def planned(options: Options, cluster: Cluster) -> Plan:
@@ -138,12 +139,10 @@ def mesh_of(layout: Layout) -> tuple[int, ...]:
 def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
     """The layout with every field given, and what of it restricts the plan: all but the precision of a model that is
     planned as it is. Raises :class:`OptionsError` if the fields contradict each other."""
-    values: dict[str, Any] = {each.name: getattr(layout, each.name) for each in own_fields(layout)}
-    if layout.pipeline > 1:
-        values["schedule"] = layout.schedule_name
-    wanted = values.pop("precision")
-    shown, option = planned_precision(model, wanted if "precision" in layout.given else None)
-    full = Layout(**values, precision=shown)
+    shown, option = planned_precision(model, layout.precision if "precision" in layout.given else None)
+    schedule = layout.schedule_name if layout.pipeline > 1 else layout.schedule
+    full = replace(layout, schedule=schedule, precision=shown).completed()
+    values = {name: getattr(full, name) for name in full.given if name != "precision"}
     return full, Layout(**values) if option is None else full
 
 
@@ -160,28 +159,17 @@ def check_kind(layout: object) -> None:
 def check_beside_layout(options: Options) -> None:
     """Raises :class:`OptionsError` for options that a layout says, or under which its devices or batch would be
     others."""
-    if not isinstance(options, Options):
-        raise OptionsError(f"options={options!r} is not autopar.Options; give options=autopar.Options(...)")
     defaults = Options()
-    for name in (each.name for each in fields(Options)):
-        value = getattr(options, name)
+    if options.layout is not None:
+        raise OptionsError("options have a layout too: give one of them, price(layout=...)")
+    for name in (*OF_LAYOUTS, "mode", "sync"):
+        value, field = getattr(options, name), OF_LAYOUTS.get(name)
         if value == getattr(defaults, name):
             continue
-        if name == "layout":
-            raise OptionsError("options have a layout too: give one of them, price(layout=...)")
-        if name in _OF_LAYOUTS:
-            field = _OF_LAYOUTS[name]
+        if field is not None:
             works = f"write layout=Layout({field}={'...' if field == 'microbatch' else repr(value)})"
             raise OptionsError(f"Options({name}={value!r}) is said by the layout: {works}")
-        if name in ("mode", "sync"):
-            raise OptionsError(
-                f"Options({name}={value!r}): prices are of training by all devices together; leave it out, or ask "
-                "autopar.plan with Options(layout=...)"
-            )
-
-
-def _with_devices(cluster: Cluster, layout: Layout) -> Cluster:
-    """``cluster``. Raises :class:`OptionsError` if the layout takes more devices than it has."""
-    if cluster.size is not None and layout.devices > cluster.size:
-        raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
-    return cluster
+        raise OptionsError(
+            f"Options({name}={value!r}): prices are of training by all devices together; leave it out, or ask "
+            "autopar.plan with Options(layout=...)"
+        )

@@ -1,4 +1,4 @@
-"""The price of a layout: the plan that it restricts the search to, and whether that fits."""
+"""What is shown of priced plans: a row of figures each, and for a layout the plan that it restricts the search to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,29 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.quantities import duration, size
 
 from .figures import bubble_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan in a table: what it is, and its figures; ``needed_bytes`` as of :class:`Priced`."""
+
+    described: str
+    predicted: Predicted
+    memory_limit: int
+    notes: tuple[str, ...] = ()
+    needed_bytes: int | None = None
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes by which the fullest device exceeds the limit (that of the smallest device, where these differ);
+        negative: bytes left free. Of what does not fit, by the smallest plan of its kind that is known: an upper bound,
+        and where only the quickest is known (``needed_bytes`` is None), one that may be far too high."""
+        peak = self.predicted.peak_bytes
+        return min(self.needed_bytes or peak, peak) - self.memory_limit
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0
 
 
 @dataclass(frozen=True)
@@ -49,15 +72,18 @@ class Priced:
         return self.plan.cluster
 
     @property
+    def row(self) -> Row:
+        """The layout in a table."""
+        return Row(str(self.layout), self.predicted, self.memory_limit, self.notes, self.needed_bytes)
+
+    @property
     def excess_bytes(self) -> int:
-        """Bytes by which the fullest device exceeds the limit (that of the smallest device, where these differ);
-        negative: bytes left free. Of a layout that does not fit, by the smallest plan that is known: an upper bound,
-        and where only the quickest is known (``needed_bytes`` is None), one that may be far too high."""
-        return min(self.needed_bytes or self.predicted.peak_bytes, self.predicted.peak_bytes) - self.memory_limit
+        """As of :class:`Row`: bytes by which it does not fit at most, or, if negative, that are left free."""
+        return self.row.excess_bytes
 
     @property
     def fits(self) -> bool:
-        return self.excess_bytes <= 0
+        return self.row.fits
 
     def __str__(self) -> str:
         """The layout, its step and its memory; ``print(priced.plan)`` has the whole plan."""

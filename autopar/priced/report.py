@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from autopar.ir.plan_record import Predicted
 from autopar.plans.plan import Plan
 from autopar.plans.views.columns import columns
 from autopar.plans.views.coverage import coverage
@@ -16,45 +15,13 @@ from autopar.plans.views.stages import mesh_text
 from autopar.search.candidate import RULE
 
 from .figures import bubble_of
-from .priced import Priced
+from .priced import Priced, Row
 
 # How many other plans of the search a report shows.
 # Chosen: what fits on a page next to the layouts compared with.
 SHOWN = 6
 # By definition.
 SECONDS_OF_A_DAY = 86400.0
-
-
-class HasPredicted(Protocol):
-    """A plan, a priced layout or a row of the table."""
-
-    @property
-    def predicted(self) -> Predicted: ...
-
-
-@dataclass(frozen=True)
-class Row:
-    """A plan in the table: what it is, and its figures."""
-
-    described: str
-    predicted: Predicted
-    memory_limit: int
-    notes: tuple[str, ...] = ()
-    needed_bytes: int | None = None
-
-    @staticmethod
-    def of(priced: Priced) -> Row:
-        return Row(str(priced.layout), priced.predicted, priced.memory_limit, priced.notes, priced.needed_bytes)
-
-    @property
-    def fits(self) -> bool:
-        return self.predicted.peak_bytes <= self.memory_limit
-
-    @property
-    def excess(self) -> str:
-        """By how much it does not fit: at most, where no smaller plan of its kind is known."""
-        least = self.predicted.peak_bytes if self.needed_bytes is None else self.needed_bytes
-        return f"{'up to ' * (self.needed_bytes is None)}{size(least - self.memory_limit)}"
 
 
 @dataclass(frozen=True)
@@ -101,14 +68,14 @@ class LayoutReport:
     def compared(self) -> dict[str, Row]:
         """What the plan is compared with, by name: the layouts given, and what a rule of thumb chooses ("tensor ranks
         within a node, fewest stages that fit, the rest data ranks"), if the search priced it beside the plan."""
-        rows = {name: Row.of(priced) for name, priced in self.named.items()}
+        rows = {name: priced.row for name, priced in self.named.items()}
         for name, priced in self.plan.baselines.items():
             kind, _, text = name.partition(": ")
             if kind == RULE and priced is not None:
                 rows["rule"] = Row(text, priced, self.plan.least_limit)
         return rows
 
-    def days(self, plan: HasPredicted) -> float | None:
+    def days(self, plan: Plan | Priced | Row) -> float | None:
         """Days of training for ``tokens`` under a plan, a priced layout or a row; None if the number of tokens is
         unknown."""
         if self.tokens is None or self.sample_tokens is None:
@@ -175,7 +142,8 @@ class LayoutReport:
         # Descriptions are the last column, so that they may have any length.
         for line, text in zip(table, ["plan", *(row.described for row in rows.values())], strict=True):
             yield f"{line}  {text}"
-        too_big = [f"{name} by {row.excess}" for name, row in rows.items() if not row.fits]
+        bound = {name: "up to " * (row.needed_bytes is None) + size(row.excess_bytes) for name, row in rows.items()}
+        too_big = [f"{name} by {bound[name]}" for name, row in rows.items() if not row.fits]
         if too_big:
             yield f"! does not fit: {', '.join(too_big)}"
         if len(self.found) > SHOWN + 1:
@@ -216,14 +184,6 @@ def _short(number: float) -> str:
 
 def _memory(plan: Plan) -> str:
     predicted = plan.predicted
-    parts = {
-        "weights": predicted.weight_bytes,
-        "gradients": predicted.gradient_bytes,
-        "optimizer": predicted.optimizer_bytes,
-        "activations": predicted.activation_bytes,
-        "temporary": predicted.temporary_bytes,
-        "inputs": predicted.input_bytes,
-    }
-    text = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+    text = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in predicted.peak_parts.items())
     text += f"; {size(predicted.host_bytes)} on the host" if predicted.host_bytes else ""
     return f"{size(predicted.peak_bytes)} of {size(plan.memory_limit)} ({text})"

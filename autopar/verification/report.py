@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.plans.plan import Plan
+from autopar.plans.views.idle_axes import divides_nothing
 from autopar.plans.views.page_width import terminal_columns
 
 from .later_steps import LaterSteps, compare_later
@@ -116,8 +117,7 @@ class Report:
     @property
     def divides_nothing(self) -> bool:
         """Whether every one of several processes computes the whole step, so that little was proven."""
-        inner = [name for name, size in zip(self.plan.axis_names, self.plan.mesh, strict=True) if size > 1]
-        return self.plan.stages == 1 and bool(inner) and all(name.startswith("idle") for name in inner)
+        return divides_nothing(self.plan)
 
     def __str__(self) -> str:
         worst = sorted(self.gradient_errors.items(), key=lambda item: -item[1])[:8]

@@ -152,6 +152,7 @@ def test_nodes_are_an_axis_of_large_meshes(devices: int, mesh: tuple[int, ...]) 
         ({"tokens": float("nan")}, "tokens=nan: not a positive number"),
         ({"tokens": "1e9"}, "tokens='1e9'"),
         ({"compare": {"ours": "data=4"}}, "give names and an autopar.Layout of each"),
+        ({"compare": [Layout(data=4, zero=1)]}, r"^compare=\[Layout\(data=4, zero=1\)\]: give names"),
         ({"compare": {"ours": Layout(data=8)}}, "ours: .* takes 8 devices, not 4"),
         ({"compare": {"ours": Layout(data=4, microbatch=3)}}, "a microbatch of [24] does"),
         ({"compare": {"ours": Recipe(data=4)}}, "layout is a Recipe"),

@@ -65,11 +65,18 @@ def test_nan_is_not_ok() -> None:
 
 
 def test_a_plan_that_divides_nothing_is_said_to() -> None:
-    divided = autopar.plan(nn.Linear(4, 4), (2,), torch.randn(4, 4), cluster=CLUSTER, loss_fn=lambda out: out.sum())
-    idle = replace(divided, axis_names=("idle",))
-    said = [Report(plan, 1e-5, 1.0, 0.0, {"weight": 0.0}, (), 1.0, 0.1) for plan in (idle, divided)]
-    assert said[0].divides_nothing and not said[1].divides_nothing and not report_with(0.0).divides_nothing
-    assert ["nothing is divided" in str(report) for report in said] == [True, False]
+    """By what its devices compute, whatever its axes are called: a DeviceMesh has names of its user's."""
+    layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    idle, stored, divided = (
+        autopar.plan(layers, (2,), torch.randn(rows, 16), cluster="dgx-a100-80gb", options=options, loss_fn=torch.sum)
+        for rows, options in ((32, None), (32, autopar.Options(zero=3)), (1 << 16, None))
+    )
+    assert (idle.axis_names, divided.axis_names) == (("idle",), ("dp",))
+    plans = idle, replace(idle, axis_names=("dp",)), divided, replace(divided, axis_names=("idle",)), stored
+    said = [Report(plan, 1e-5, 1.0, 0.0, {"weight": 0.0}, (), 1.0, 0.1) for plan in plans]
+    assert [report.divides_nothing for report in said] == [True, True, False, False, False]
+    assert ["nothing is divided" in str(report) for report in said] == [True, True, False, False, False]
+    assert not report_with(0.0).divides_nothing
 
 
 def report_with(error: float) -> Report:

@@ -14,11 +14,13 @@ from .quantities import duration
 # nothing, such as slices, may still be sharded.
 # Chosen, not measured.
 MOSTLY = 0.9
+# The share from which on people are told that it is all of the computation. Chosen: it is what rounds to 100%.
+ALL = 0.995
 
 
 def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> Iterator[str]:
     """Yields one sentence for people if devices of ``plan`` compute the same. ``priced`` are baselines by name."""
-    axes = [axis for axis, size in enumerate(plan.mesh) if size > 1 and _is_idle(plan, axis)]
+    axes = idle_axes(plan)
     if not axes:
         return
     count = math.prod(plan.mesh[axis] for axis in axes)
@@ -28,17 +30,31 @@ def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> It
     measures = "autopar calibrate" in plan.cluster_source
     advice = "; prices were not measured here, run `autopar calibrate` and plan again" if measures else ""
     share = min(_alike(plan, axis) for axis in axes)
-    what = "all compute the same" if share > 0.995 else f"spend {share:.0%} of their computing on the same"
+    what = "all compute the same" if share > ALL else f"spend {share:.0%} of their computing on the same"
     yield (
         f"the {count} devices along {where} {what}: {_reason(plan, priced)}; fewer processes would do as well, and a "
         f"larger batch or model could use them{advice}"
     )
 
 
-def _is_idle(plan: PlanRecord, axis: int) -> bool:
-    """Whether ``axis`` is idle. It is not if it shards most parameters: then it serves to save memory."""
+def idle_axes(plan: PlanRecord, share: float = MOSTLY) -> tuple[int, ...]:
+    """The axes of several devices along which at least a ``share`` of the computation is the same on all devices. An
+    axis that shards most parameters is not idle: it serves to save memory. Names of axes do not count: they may be the
+    user's."""
+    several = (axis for axis, size in enumerate(plan.mesh) if size > 1)
+    return tuple(axis for axis in several if not _saves_memory(plan, axis) and _alike(plan, axis) >= share)
+
+
+def divides_nothing(plan: PlanRecord) -> bool:
+    """Whether each of several devices computes the whole step."""
+    several = sum(size > 1 for size in plan.mesh)
+    return plan.stages == 1 and several > 0 and len(idle_axes(plan, ALL)) == several
+
+
+def _saves_memory(plan: PlanRecord, axis: int) -> bool:
+    """Whether ``axis`` shards most parameters."""
     sharded = sum(is_shard(place.optimizer[axis]) for place in plan.parameters.values())
-    return 2 * sharded <= len(plan.parameters) and _alike(plan, axis) >= MOSTLY
+    return 2 * sharded > len(plan.parameters)
 
 
 def _alike(plan: PlanRecord, axis: int) -> float:

@@ -362,14 +362,7 @@ def _recomputing(plan: PlanRecord) -> float:
 
 def _held(p: Predicted) -> dict[str, int]:
     """Bytes by part, under the names in the text of a plan."""
-    parts = {
-        "weights": p.weight_bytes,
-        "gradients": p.gradient_bytes,
-        "optimizer": p.optimizer_bytes,
-        "activations": p.activation_bytes,
-        "temporary": p.temporary_bytes,
-        "inputs": p.input_bytes,
-    }
+    parts = p.peak_parts
     if p.host_bytes:
         parts["in host memory, besides"] = p.host_bytes
     if p.nvme_bytes:
