@@ -294,7 +294,7 @@ class Compiler:
         planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
         graph = pipelined_graph(base.graph, None if request.outputs == "all" else base.loss, batch)
         if base is self._base and batch == self.plan.batch:
-            stages = self._stages().planned(graph, base.graph)
+            stages = self._stages().planned(graph, base.graph, planned)
             return self._as_compiled(stages.program, stages.caches, graph, base, batch, planned=True)
         stages = self._stages().refitted(graph, base.graph, planned, self._base.graph)
         return self._as_compiled(stages.program, stages.caches, graph, base, batch)
@@ -356,13 +356,14 @@ class Compiler:
             self._annotated[batch] = self._annotate_alike(step_graph(base.graph, base.loss, batch))
         return self._annotated[batch]
 
-    def _planned_prices(self, graph: Graph, part: ChunkNodes | None = None) -> Prices:
-        """Prices of the ``graph`` that was planned, checked by :func:`offers`, on the mesh of a ``part`` of stages.
-        Reshards take the ways that were priced, whatever they cost here."""
+    def _planned_prices(self, graph: Graph, part: ChunkNodes | None = None, bare: Graph | None = None) -> Prices:
+        """Prices of the ``graph`` that was planned (or of which ``bare`` was), checked by :func:`offers`, on the mesh
+        of a ``part`` of stages. Reshards take the ways that were priced, whatever they cost here."""
         assert self.plan is not None
         mesh, key = (part.mesh, part.chunks) if part else (self.plan.mesh, ())
         if key not in self._through:
-            self._through[key] = offers(self.plan, graph, partial(self._annotate_alike, mesh=mesh), self.ranks, part)
+            annotated = partial(self._annotate_alike, mesh=mesh)
+            self._through[key] = offers(self.plan, bare or graph, annotated, self.ranks, part)
         prices = Prices.of(part_of_cluster(self.plan, self.cluster, part), mesh, graph, options=self._through[key])
         return replace(prices, ways=PlannedWays.of(self.plan, mesh, key))
 

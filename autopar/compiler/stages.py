@@ -87,7 +87,7 @@ class StageCompiler:
     optimizer: str
     index: int
     annotate: Annotate
-    planned_prices: Callable[[Graph, ChunkNodes | None], Prices]
+    planned_prices: Callable[[Graph, ChunkNodes | None, Graph | None], Prices]
     solve: Solve
     holds_for: Callable[[int], bool]
 
@@ -96,19 +96,21 @@ class StageCompiler:
         assert self.plan.pipeline is not None
         return self.plan.pipeline
 
-    def planned(self, graph: Graph, symbolic: Graph) -> CompiledStages:
+    def planned(self, graph: Graph, symbolic: Graph, bare: Graph) -> CompiledStages:
         """The program of the planned step; ``graph`` is concrete and without saved activations, ``symbolic`` is the
-        same with a symbolic batch size."""
-        return self._compiled(self.placed(graph, symbolic))
+        same with a symbolic batch size. ``bare``: the step without outputs that only a call returns, which may take
+        operations that the plan does not know."""
+        return self._compiled(self.placed(graph, symbolic, None if len(bare) == len(graph) else bare))
 
-    def placed(self, graph: Graph, symbolic: Graph) -> PlacedStages:
+    def placed(self, graph: Graph, symbolic: Graph, bare: Graph | None = None) -> PlacedStages:
         """The stages of the planned step."""
         pieces = self._pieces(graph, symbolic)
+        planned = None if bare is None else SaveActivations()(self._pieces(bare, symbolic).graph)
         staged, saving = cut(pieces, self.pipeline.cuts), SaveActivations()(pieces.graph)
         names = {node.target: node.name for node in saving.placeholders("param")}
         placed: dict[int, Placed] = {}
         for part in nodes_by_mesh(self.plan, staged):
-            prices = self.planned_prices(saving, part if self.pipeline.meshes else None)
+            prices = self.planned_prices(saving, part if self.pipeline.meshes else None, planned)
             placed |= dict.fromkeys(part.chunks, (self.plan.assignment(names, part.chunks), prices))
         return self._stages(pieces, staged, placed)
 

@@ -228,3 +228,15 @@ def test_one_batch_size_adds_a_parameter_where_another_adds_a_number() -> None:
     parallel = autopar.parallelize(model, (1,))
     for rows, value in zip((8, 5), wanted, strict=True):
         torch.testing.assert_close(parallel(torch.ones(rows, 6)).detach(), value)
+
+
+def test_a_first_call_returns_more_under_microbatches_than_the_step_that_is_planned() -> None:
+    """Its logits are a view that the loss alone, which is planned, does not take."""
+    model, reference = pair((1,), microbatches=2)
+    inputs = batch()
+    for side in (model, reference):
+        outputs = side(**inputs)
+        (outputs["loss"] / 3).backward()
+    torch.testing.assert_close(model(**inputs)["logits"], outputs["logits"])
+    check_gradients(model, reference)
+    check_step(model, reference, **inputs)
