@@ -193,26 +193,6 @@ def test_what_stays_the_same_is_computed_once(monkeypatch: pytest.MonkeyPatch) -
     assert made.count("_solve_baseline") == 6, "three of each mesh"
 
 
-@pytest.mark.usefixtures("own_plans")
-def test_what_fits_into_less_memory_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    solved, solve = list[object](), solve_mesh._solve_limited
-
-    def counted(*args: Any) -> Any:
-        solved.append(args)
-        return solve(*args)
-
-    plan = ask(stages=1, microbatches=1)
-    monkeypatch.setattr(solve_mesh, "_solve_limited", counted)
-    limit = int(0.9 * plan.predicted.peak_bytes)
-    (alone,) = plan.whatif(memory_limit=limit).answers
-    once, less = len(solved), alone.plan.predicted.peak_bytes
-    assert once and less < limit
-    first, second = plan.whatif(memory_limit=[less, limit]).answers
-    assert len(solved) == 2 * once
-    assert first.plan.predicted == second.plan.predicted == alone.plan.predicted
-    assert [each.value for each in (first, second)] == [less, limit]
-
-
 @cache
 def found() -> WhatIf[Plan]:
     plan = ask()
