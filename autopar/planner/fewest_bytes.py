@@ -9,6 +9,7 @@ from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.solver.problem import Ints, Problem, Solution, evaluate, memory_of
+from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import PROGRAMS
@@ -70,11 +71,14 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
     least = memory_of(problem, choices)
     found = [MeshSolution.of(with_limit(instance, least), _valued(problem, choices))]
     # Where the step is not rehearsed, the fewest bytes are those that the program counts.
+    known = SharedReductions()
     is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
     for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
         limited = with_limit(instance, more * least)
         within = replace(limited.problem, windows=())
-        cheapest = solve(within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True)
+        cheapest = solve(
+            within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True, reductions=known
+        )
         found.append(MeshSolution.of(limited, _valued(problem, cheapest.choices)))
     return min(found, key=peak_bytes)
 

@@ -57,9 +57,14 @@ def _tied(request: PlanRequest, annotated: Graph, stretches: int) -> Graph:
 
 def untie_layers(request: PlanRequest, annotated: Graph, folded: Instance) -> Instance:
     """The instance whose equal layers are tied only within stretches of depth. It has recomputation and offload if
-    ``folded`` has them."""
-    instance = formulate(request, annotated, folded.prices, STRETCHES)
-    return with_memory_savers(request, instance) if folded.is_wide else instance
+    ``folded`` has them. One for all limits of the device's memory, as of the programs of which few are kept."""
+
+    def make() -> Instance:
+        instance = formulate(request, annotated, folded.prices, STRETCHES)
+        return with_memory_savers(request, instance) if folded.is_wide else instance
+
+    of = annotated, folded.prices, folded.choices
+    return request.shared.once("untied program", of, folded.is_wide, make=make, kept=1)
 
 
 def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:

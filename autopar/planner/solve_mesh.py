@@ -10,6 +10,7 @@ from functools import partial
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import Predicted
+from autopar.offload import allowed, required
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
@@ -18,6 +19,7 @@ from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds
+from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import solve
 
 from .fewest_bytes import least_of, minimize_memory_within
@@ -153,12 +155,20 @@ def _solver(request: PlanRequest, timings: Timings, most: float = math.inf) -> S
     def solve_worth_while(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
         problem = instance.problem
         worth = request.worth if problem.memory_limit >= allowed else math.inf
-        solution = solve_in_time(problem, request.options, timings, incumbents, worth=worth, most=most)
+        known = _reductions(request)
+        solution = solve_in_time(
+            problem, request.options, timings, incumbents, worth=worth, most=most, reductions=known
+        )
         if worth < math.inf:
             _check_worth(request, solution)
         return solution
 
     return solve_worth_while
+
+
+def _reductions(request: PlanRequest) -> SharedReductions:
+    """Those of all programs that the request shares with others."""
+    return request.shared.once("reductions", (), make=SharedReductions)
 
 
 def _check_worth(request: PlanRequest, solution: Solution) -> None:
@@ -244,6 +254,10 @@ def _enforce_memory_limit(
             return replace(_take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
             raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
+        found = _found_within(request, free)
+        larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each)]
+        if larger:
+            return min(larger, key=lambda each: each.solution.objective)
         beyond = None if quickest is None else peaks.needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, peaks, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
@@ -253,7 +267,20 @@ def _enforce_memory_limit(
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings, peaks)
-    return with_bound(request, best, free, timings)
+    found[peaks.allowed] = with_bound(request, best, free, timings)
+    return found[peaks.allowed]
+
+
+def _found_within(request: PlanRequest, free: Unlimited) -> dict[float, MeshSolution]:
+    """The solutions that other plans found for the program of a whole step, by their limits. What was found with more
+    memory, and fits into less, is the best there as well. (Searches for stages ask with less memory for what differs.)
+    """
+    if request.repeats != ONCE:
+        return {}
+    options, of = request.options, (free.instance.graph, free.instance.prices, free.instance.choices)
+    settings = options.recompute, allowed(options.offload), required(options.offload), options.gap, options.solver_seed
+    make = dict[float, MeshSolution]
+    return request.shared.once("found within", of, *settings, options.time_limit, make=make, kept=PROGRAMS)
 
 
 def _solve_limited(
@@ -317,7 +344,8 @@ def _refine_untied(
     with timings.phase("solve"):
         incumbent = instance.chosen(best.assignment)
         most = refining_seconds(instance, best.solution.seconds)
-        solution = solve_in_time(instance.problem, request.options, timings, [incumbent], most=most)
+        known = _reductions(request)
+        solution = solve_in_time(instance.problem, request.options, timings, [incumbent], most=most, reductions=known)
     if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
     refined = MeshSolution.of(instance, solution)

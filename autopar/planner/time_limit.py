@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.options import Options
 from autopar.solver.problem import Ints, Problem, Solution
+from autopar.solver.shared_reductions import SharedReductions
 
 from .timings import Timings
 
@@ -19,11 +20,12 @@ def solve_in_time(
     least_gap: float = 0.0,
     worth: float = math.inf,
     most: float = math.inf,
+    reductions: SharedReductions | None = None,
 ) -> Solution:
     """Solves in at most half of the remaining time, so that a hard program leaves time for those after it. A program
     that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
-    that is larger. ``worth``: as for :func:`~autopar.solver.solve.solve`; ``most``: seconds that it may take at most,
-    whatever remains."""
+    that is larger. ``worth`` and ``reductions``: as for :func:`~autopar.solver.solve.solve`; ``most``: seconds that it
+    may take at most, whatever remains."""
     from autopar.solver.solve import solve  # Here, since it loads what a cached plan does without.
 
     solution = solve(
@@ -34,6 +36,7 @@ def solve_in_time(
         incumbents=incumbents,
         counted=timings.counts(options),
         worth=worth,
+        reductions=reductions,
     )
     timings.solving += solution.seconds
     timings.cut_off |= solution.status == "feasible"

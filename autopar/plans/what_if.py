@@ -1,7 +1,9 @@
 """Solves a plan's question again under other circumstances: :meth:`autopar.plans.plan.Plan.whatif`.
 
-Each answer is what :func:`autopar.plan` returns for the changed question, no more and no less. What stays the same is
-computed once: the trace of the model, its annotated graph, its prices and programs, and what memory does not limit.
+Each answer is what :func:`autopar.plan` returns for the changed question. What stays the same is computed once: the
+trace of the model, its annotated graph, its prices and programs, and what memory does not limit. Of placements, those
+that are found for one limit of memory and fit into a smaller one are not sought again: for that, a plan by itself may
+find others, which take longer or are as quick within the gap.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def what_if(plan: PlanRecord, asked: Mapping[Sweep, Sequence[Any] | None]) -> Wh
     answers: list[Answer[Any]] = []
     work = question.begin()
     for sweep, values in wanted.items():
-        solved = [_answer(question, sweep, value, work) for value in values]
+        # What is found with much memory may do with less.
+        falling = sorted(values, reverse=True) if sweep == "memory_limit" else values
+        solved = [_answer(question, sweep, value, work) for value in falling]
         if sweep == "memory_limit":
             solved = [replace(answer, written=written.get(answer.amount, "")) for answer in solved]
         answers += in_order(solved)

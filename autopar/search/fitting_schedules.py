@@ -149,6 +149,12 @@ class FittingSchedules:
         )
         return next(shares, None)
 
+    @property
+    def least_seconds(self) -> float:
+        """The estimate of the quickest schedule, whether it fits or not; infinite if there is none."""
+        quickest = next(self.estimates.in_order(self.found), None)
+        return math.inf if quickest is None else self.estimates.seconds(quickest)
+
     def is_any_quicker(self, seconds: float) -> bool:
         """Whether a schedule that does not fit is estimated to take less than ``seconds``."""
         over = (each for share, each in zip(self.fullness, self.found, strict=True) if share > 1.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
@@ -25,7 +25,7 @@ from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.infeasible import check_host
-from autopar.planner.memory_limit import ShortOfMemoryError
+from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.solver.problem import memory_of
 
@@ -40,7 +40,8 @@ ROUNDS = 4
 # How many schedules that fit into memory are priced exactly, in the order of their estimates.
 # Chosen: an exact price takes longer than an estimate, and the second best estimate may be the better schedule.
 PRICED = 2
-# How many times as long as the best plan a pipeline takes of which no second schedule is priced: it is only listed.
+# How many times as long as the best plan a pipeline takes of which no second schedule is priced: it is only listed. If
+# its quickest placements, which do not fit, take so long, or are expected to with what memory costs, none is sought.
 # Chosen: exact prices are nearer to estimates than that.
 HOPELESS = 1.15
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
@@ -53,6 +54,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
 
     Raises:
         InfeasibleError: no division into stages fits into the memory of the devices or of their hosts.
+            :class:`TooSlowError`: such a pipeline would not be the quickest plan.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
     pieces = _pieces(request)
@@ -66,9 +68,11 @@ def search(request: PipelineRequest) -> PipelineSolution:
     average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
     best: PipelineSolution | None = None
     is_last = False
+    too_large = request.too_large(saving, average, limit, host) if stages > 1 and math.isfinite(request.best) else None
+    slowest = math.inf if too_large is None else _slowest(request, pieces, candidates, segment_of, too_large)
     for repeats in (average, *[fullest] * (ROUNDS - 1)):
         try:
-            solved = request.solve(saving, repeats, limit, host)
+            solved = request.solve(saving, repeats, limit, host, slowest)
         except ShortOfMemoryError:
             continue  # As below.
         except InfeasibleError:
@@ -108,6 +112,30 @@ def search(request: PipelineRequest) -> PipelineSolution:
         return best
     check_host(solved[0].prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
+
+
+def _slowest(
+    request: PipelineRequest,
+    pieces: Microbatched,
+    candidates: tuple[CutCandidate, ...],
+    segment_of: dict[str, int],
+    quickest: tuple[MeshSolution, ...],
+) -> float:
+    """Seconds of a program within the limits with which a pipeline would not win: it is expected to take longer than
+    that of the ``quickest`` placements, which do not fit, as its program does. Raises :class:`TooSlowError` if not even
+    that would win."""
+    free = replace(request, limits=(math.inf,) * request.layout.stages, host_limit=math.inf)
+
+    def make() -> float:
+        return schedules_of(free, pieces, candidates, segment_of, quickest, nearest=False).least_seconds
+
+    of = pieces, request.cluster, *(own.instance.choices for own in quickest)
+    chosen = tuple(own.solution.choices.tobytes() for own in quickest)
+    settings = request.layout, request.schedule, request.chunks, tuple(request.pins.items()), chosen
+    seconds = request.shared.once("quickest pipeline", of, *settings, make=make)
+    if seconds > HOPELESS * request.best:
+        raise TooSlowError(_where(request.layout), seconds, is_proven=False)
+    return HOPELESS * request.best / seconds * max(own.solution.objective for own in quickest)
 
 
 @dataclass(frozen=True, order=True)

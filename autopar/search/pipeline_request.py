@@ -29,7 +29,8 @@ class PipelineRequest:
     ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
     common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
     stage, within limits of the bytes of all devices together and of their hosts. ``cluster``: of all devices.
-    ``best``: seconds of the quickest plan so far."""
+    ``best``: seconds of the quickest plan so far. ``too_large``: for the arguments of ``solve``, the quickest solutions
+    if they do not fit."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -38,12 +39,13 @@ class PipelineRequest:
     schedule: str | None
     pins: dict[str, str]
     limits: tuple[float, ...]
-    solve: Callable[[Graph, Repeats, float, float], tuple[MeshSolution, ...]]
+    solve: Callable[..., tuple[MeshSolution, ...]]
     cluster: Cluster
     host_limit: float = math.inf
     chunks: int | None = None
     alone: Callable[[], Graph] | None = None
     best: float = math.inf
+    too_large: Callable[[Graph, Repeats, float, float], tuple[MeshSolution, ...] | None] = lambda *_: None
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
 
     @property

@@ -164,6 +164,7 @@ class _Pipeline:
         inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles, rank_limits=limits)
         if layout.stages == 1:  # The objective is the step.
             inside = replace(inside, worth=min(request.worth, best))
+        programs = StagePrograms(inside, layout, best, timings)
         pipeline_request = PipelineRequest(
             graph=self.graph,
             inputs=split_inputs(request.graph),
@@ -173,7 +174,8 @@ class _Pipeline:
             chunks=Restriction.of(request.options.layout).interleave,
             pins=dict(self.pinned),
             limits=_limits(request, layout),
-            solve=StagePrograms(inside, layout, best, timings).solve,
+            solve=programs.solve,
+            too_large=programs.too_large,
             cluster=request.cluster,
             host_limit=usable_host_bytes(request.cluster),
             alone=self._alone(),

@@ -4,7 +4,8 @@ together: one program for equal stages, and one for each kind of unequal ones.""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -43,9 +44,11 @@ class StagePrograms:
     _least: float = field(default=0.0, init=False)
     _is_first: bool = field(default=True, init=False)
 
-    def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> tuple[MeshSolution, ...]:
+    def solve(
+        self, graph: Graph, repeats: Repeats, limit: float, host: float, slowest: float = math.inf
+    ) -> tuple[MeshSolution, ...]:
         """The best solution for each stage within ``limit`` bytes, summed over the devices of all stages, and ``host``
-        bytes of their hosts.
+        bytes of their hosts. ``slowest``: seconds of the program from which on it is of no use.
 
         All stages share the work of a step, so at least one of equal stages takes its share of the seconds without a
         memory limit; a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if an
@@ -55,19 +58,48 @@ class StagePrograms:
             raise InfeasibleError(
                 f"{self.layout.described} take at least {self._least:.3g} s: not searched with less memory"
             )
-        blocks, cluster = self.layout.blocks, self.request.cluster
-        kinds = kinds_of_blocks(cluster, blocks) if self.layout.is_unequal else (0,) * len(blocks)
-        solved: dict[int, MeshSolution] = {}
-        bounds: dict[int, list[MeshSolution]] = {}
-        worth, self._is_first = self._worth, False
-        for kind in dict.fromkeys(kinds):
-            inside, devices = self._inside(kind), self.layout.sizes[kind]
-            limited = replace(inside, repeats=repeats, memory_limit=limit / devices, host_limit=host / devices)
-            limited = replace(limited, only_quickest=self._asks_only_quickest(graph, repeats), worth=worth)
-            bounds[kind] = self._in_divisions(inside, limited, graph)
-            solved[kind] = min(bounds[kind], key=lambda solution: solution.breakdown.seconds)
-        self._least = self._share([solution for each in bounds.values() for solution in each])
-        return tuple(solved[kind] for kind in kinds)
+        worth, self._is_first = min(self._worth, slowest), False
+        asked = replace(self.request, only_quickest=self._asks_only_quickest(graph, repeats), worth=worth)
+        found = self._of_kinds(asked, graph, repeats, limit, host)
+        self._least = self._share([solution for each in found.values() for solution in each])
+        return self._quickest_of(found)
+
+    def too_large(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> tuple[MeshSolution, ...] | None:
+        """The quickest solution for each stage with as much memory as it takes; None if it fits within ``limit`` and
+        ``host``, as for :meth:`solve`, if there is none, or if devices differ."""
+        if self.request.cluster.groups:
+            return None
+        asked = replace(self.request, only_quickest=True, worth=math.inf)
+        try:
+            self._of_kinds(asked, graph, repeats, limit, host)
+        except ShortOfMemoryError:
+            return self._quickest_of(self._of_kinds(asked, graph, repeats, math.inf, host))
+        except InfeasibleError:
+            return None
+        return None
+
+    @property
+    def _kinds(self) -> tuple[int, ...]:
+        """The kind of each stage, by rank."""
+        blocks = self.layout.blocks
+        return kinds_of_blocks(self.request.cluster, blocks) if self.layout.is_unequal else (0,) * len(blocks)
+
+    def _of_kinds(
+        self, asked: PlanRequest, graph: Graph, repeats: Repeats, limit: float, host: float
+    ) -> dict[int, list[MeshSolution]]:
+        """The solutions of every division, for each kind of stage."""
+        found: dict[int, list[MeshSolution]] = {}
+        for kind in dict.fromkeys(self._kinds):
+            inside, devices = self._inside(asked, kind), self.layout.sizes[kind]
+            bytes_each = limit / devices if math.isfinite(limit) else sys.maxsize
+            limited = replace(inside, repeats=repeats, memory_limit=bytes_each, host_limit=host / devices)
+            found[kind] = self._in_divisions(inside, limited, graph)
+        return found
+
+    def _quickest_of(self, found: Mapping[int, Sequence[MeshSolution]]) -> tuple[MeshSolution, ...]:
+        """The quickest solution for each stage, by rank."""
+        quickest = {kind: min(each, key=lambda solution: solution.breakdown.seconds) for kind, each in found.items()}
+        return tuple(quickest[kind] for kind in self._kinds)
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)
@@ -126,12 +158,12 @@ class StagePrograms:
                 raise failure
         return found[0] if found else None
 
-    def _inside(self, kind: int) -> PlanRequest:
+    def _inside(self, request: PlanRequest, kind: int) -> PlanRequest:
         """The request for the devices of one stage, if its mesh is its own."""
         if not self.layout.is_unequal:
-            return self.request
+            return request
         block = self.layout.blocks[kind]
-        return replace(self.request, mesh=(len(block),), cluster=self.request.cluster.at(block.start, len(block)))
+        return replace(request, mesh=(len(block),), cluster=request.cluster.at(block.start, len(block)))
 
     def _divisions(self, inside: PlanRequest, repeats: Repeats) -> tuple[Division, ...]:
         """The meshes to try, with the shares of rows. Of stages with meshes of their own all have as many axes."""

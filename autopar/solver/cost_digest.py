@@ -1,4 +1,5 @@
-"""What decides a solution where the device has any amount of memory: the seconds of choices and transfers."""
+"""What decides a solution where the device has any amount of memory: the seconds of choices and transfers; and what
+decides it with the limit."""
 
 from __future__ import annotations
 
@@ -16,6 +17,16 @@ def cost_digest(problem: Problem) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(without_needless_host(problem)):
         digest.update(part)
+    return digest.hexdigest()
+
+
+def digest_without_limit(problem: Problem) -> str:
+    """A hash that is equal for problems that differ at most in the limit of the device's memory, and its price."""
+    digest = hashlib.blake2b(cost_digest(problem).encode(), digest_size=16)
+    digest.update(repr((problem.host_limit, problem.memory_fixed)).encode())
+    for group in problem.groups:
+        for array in (group.memory, group.temporary, group.host):
+            digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
 
 

@@ -167,9 +167,11 @@ def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tupl
 @dataclass(frozen=True)
 class BoundMemory:
     """Removes device or host memory from the problem if no assignment can exceed its limit. Moves the bytes that every
-    choice of a group needs, and the temporary that some group always needs, into ``memory_fixed``."""
+    choice of a group needs, and the temporary that some group always needs, into ``memory_fixed``. ``keeps``: whether
+    the device's memory stays, since its limit is still to come."""
 
     name: ClassVar[str] = "bound-memory"
+    keeps: bool = False
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
         if not problem.groups or any(len(group.cost) == 0 for group in problem.groups):
@@ -177,7 +179,7 @@ class BoundMemory:
         problem = without_needless_host(problem)
         groups = problem.groups
         most = sum(float(g.memory.max()) for g in groups) + max(0.0, max(float(g.temporary.max()) for g in groups))
-        if np.isinf(problem.memory_limit) or problem.memory_fixed + most <= problem.memory_limit:
+        if not self.keeps and (np.isinf(problem.memory_limit) or problem.memory_fixed + most <= problem.memory_limit):
             bare = tuple(
                 replace(g, memory=np.zeros_like(g.cost), temporary=np.zeros_like(g.cost))
                 if g.memory.any() or g.temporary.any()
@@ -301,8 +303,13 @@ class EliminateGroups:
 def reductions() -> tuple[Reduction, ...]:
     """All reductions, in the order of a round. They remember where they found nothing to do, so they must not be reused
     for another problem."""
-    forbidden, simplified = DropForbidden(), SimplifyTransfers()
-    return (forbidden, BoundMemory(), simplified, forbidden, DropDominated(), simplified, EliminateGroups())
+    return _in_order(DropForbidden(), SimplifyTransfers(), DropDominated(), BoundMemory())
+
+
+def _in_order(
+    forbidden: DropForbidden, simplified: SimplifyTransfers, dominated: DropDominated, bounded: BoundMemory
+) -> tuple[Reduction, ...]:
+    return (forbidden, bounded, simplified, forbidden, dominated, simplified, EliminateGroups())
 
 
 def size_of(problem: Problem) -> tuple[int, int, int]:
@@ -317,11 +324,18 @@ def is_impossible(problem: Problem) -> bool:
     return any(len(group.cost) == 0 for group in problem.groups)
 
 
-def reduce(problem: Problem, rounds: int = 8) -> tuple[Problem, Chain]:
+# Chosen: most problems shrink no more after six rounds.
+ROUNDS = 8
+
+
+def reduce(problem: Problem, rounds: int = ROUNDS) -> tuple[Problem, Chain]:
     """Applies all reductions, and repeats them while they shrink the problem. Check :func:`is_impossible` on the
     result."""
+    return _reduced(problem, reductions(), rounds)
+
+
+def _reduced(problem: Problem, steps: tuple[Reduction, ...], rounds: int = ROUNDS) -> tuple[Problem, Chain]:
     links: list[Inverse] = []
-    steps = reductions()
     for _ in range(rounds):
         before = size_of(problem)
         for reduction in steps:
@@ -332,3 +346,32 @@ def reduce(problem: Problem, rounds: int = 8) -> tuple[Problem, Chain]:
         if size_of(problem) == before:
             break
     return problem, Chain(tuple(links))
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedForAnyLimit:
+    """A ``problem`` as it is reduced whatever the limit of the device's memory is. Nothing but that limit, in
+    :meth:`within`, has to be looked at again."""
+
+    problem: Problem
+    chain: Chain
+    forbidden: DropForbidden
+    simplified: SimplifyTransfers
+    dominated: DropDominated
+
+    @staticmethod
+    def of(problem: Problem) -> ReducedForAnyLimit:
+        forbidden, simplified, dominated = DropForbidden(), SimplifyTransfers(), DropDominated()
+        free = replace(problem, memory_limit=float("inf"))
+        reduced, chain = _reduced(free, _in_order(forbidden, simplified, dominated, BoundMemory(keeps=True)))
+        return ReducedForAnyLimit(reduced, chain, forbidden, simplified, dominated)
+
+    def within(self, limit: float) -> tuple[Problem, Chain]:
+        """The problem with a limit, reduced as far as :func:`reduce` does, and the inverse from here on."""
+        limited = replace(self.problem, memory_limit=limit)
+        if is_impossible(limited):
+            return limited, Chain(())
+        forbidden = DropForbidden(self.forbidden.finite.copy())
+        simplified = SimplifyTransfers(self.simplified.edge_memo.copy())
+        dominated = DropDominated(self.dominated.dominance_memo.copy())
+        return _reduced(limited, _in_order(forbidden, simplified, dominated, BoundMemory()))

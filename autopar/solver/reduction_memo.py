@@ -24,6 +24,12 @@ class ReductionMemo:
         # The values keep the arrays alive, so that no new array can have the same id.
         self._seen: dict[_Mark, object] = {}
 
+    def copy(self) -> ReductionMemo:
+        """One that learns by itself from now on."""
+        memo = ReductionMemo()
+        memo._seen = dict(self._seen)
+        return memo
+
     def __contains__(self, transfer: Transfer) -> bool:
         return _transfer_mark(transfer) in self._seen
 
@@ -48,6 +54,12 @@ class FiniteMemo:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Floats, bool]] = {}  # With the array, as above.
+
+    def copy(self) -> FiniteMemo:
+        """As :meth:`ReductionMemo.copy`."""
+        memo = FiniteMemo()
+        memo._seen = dict(self._seen)
+        return memo
 
     def has(self, cost: Floats) -> bool:
         if id(cost) not in self._seen:

@@ -43,6 +43,7 @@ from .milp import build, nonzeros
 from .overlap_prices import solve_windows
 from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
+from .shared_reductions import SharedReductions
 
 # Counted seconds of a search for the least memory, of which most programs need a third of one, and its relative gap.
 # Chosen.
@@ -61,6 +62,7 @@ def solve(
     incumbents: Sequence[Ints] = (),
     counted: bool = False,
     worth: float = float("inf"),
+    reductions: SharedReductions | None = None,
 ) -> Solution:
     """The cheapest assignment within the memory of the device and of the host.
 
@@ -71,17 +73,18 @@ def solve(
     core (:mod:`autopar.solver.budget`), and the result is always the same. The bound of an "infeasible" solution is
     infinite if infeasibility is proven, finite if time ran out before an assignment that fits was found. The search
     also ends where it proves that nothing costs less than ``worth``; its bound says so, whatever the status is.
+    ``reductions``: those of solves with other limits, which this shares; they change nothing but how long it takes.
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
     _check(problem)
     problem = without_needless_host(problem)
-    budget = Budget(time_limit, counted)
+    budget, known = Budget(time_limit, counted), reductions or SharedReductions()
     if not problem.windows:
-        return _solve_plain(problem, budget, gap, seed, incumbents, worth=worth)
+        return _solve_plain(problem, budget, gap, seed, incumbents, worth=worth, reductions=known)
 
     def plain(priced: Problem, part: Budget, target_gap: float, starts: Sequence[Ints], enough: float) -> Solution:
-        return _solve_plain(priced, part, target_gap, seed, starts, enough, worth)
+        return _solve_plain(priced, part, target_gap, seed, starts, enough, worth, known)
 
     return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents, worth=worth)
 
@@ -94,12 +97,13 @@ def _solve_plain(
     incumbents: Sequence[Ints],
     enough: float = float("-inf"),
     worth: float = float("inf"),
+    reductions: SharedReductions | None = None,
 ) -> Solution:
     price = problem.memory_price or price_between(problem, incumbents)
     search = Search(problem, budget, gap, seed, enough=enough, worth=worth, memory_price=price)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
-    _explore(search)
+    _explore(search, reductions or SharedReductions())
     if not (search.has_incumbent or search.exhausted or search.is_hopeless):
         # Time is up and nothing fits yet. As a last attempt, search for the assignment of least memory.
         least, search.exhausted = smallest_search(problem)
@@ -128,10 +132,14 @@ def _check(problem: Problem) -> None:
             raise ValueError(f"group {group.name}: the cost of choice {choice} is not a number")
 
 
-def _explore(search: Search) -> None:
+def _explore(search: Search, reductions: SharedReductions) -> None:
     """Runs the search."""
-    reduced, chain = reduce(search.problem)
-    search.budget.spend(reduced_seconds(search.problem, len(chain.links)))
+    if np.isfinite(search.problem.memory_limit):
+        reduced, chain, seconds = reductions.reduce(search.problem)
+    else:
+        reduced, chain = reduce(search.problem)
+        seconds = reduced_seconds(search.problem, len(chain.links))
+    search.budget.spend(seconds)
     if is_impossible(reduced) or _too_large(reduced):
         search.exhausted = True
         return
@@ -294,5 +302,5 @@ def smallest_search(problem: Problem, budget: Budget | None = None) -> tuple[Int
 
 def _solve_by_memory(problem: Problem, budget: Budget, gap: float) -> Solution:
     search = Search(problem, budget, gap, 0)
-    _explore(search)
+    _explore(search, SharedReductions())
     return _solution(search)

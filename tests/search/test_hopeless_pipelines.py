@@ -1,4 +1,4 @@
-"""Of pipelines that take much longer than the best plan one schedule is priced."""
+"""Of pipelines that take much longer than the best plan one schedule is priced, and none is made to fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 
+from autopar.planner import solve_mesh
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.timings import Timings
 from autopar.search import fitting_schedules
 from autopar.search.attempts import attempts
@@ -37,3 +39,27 @@ def test_a_second_schedule_is_priced_only_where_it_may_be_chosen(monkeypatch: py
         assert solved.seconds <= priced[0]
         counts.append(len(priced))
     assert counts == [2, 1]
+
+
+def test_pipelines_are_made_to_fit_only_where_they_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take as long as with memory to spare, or longer."""
+    limited, solve = list[object](), solve_mesh._solve_limited
+
+    def counted(*args: object) -> object:
+        limited.append(args)
+        return solve(*args)  # type: ignore[arg-type]
+
+    options = {"stages": 2, "microbatches": 4}
+    request = requested(partial(gpt2, 4), (2,), **options)
+    graph = whole_step(request)
+    ((layout, _),) = attempts(request, graph, math.inf, lacks_memory=False)
+    free = _Pipeline(request, {}, graph, layout, 4).solved(Timings())
+    limit = int(0.8 * free.figures()[1].peak_bytes)
+    tight = requested(partial(gpt2, 4), (2,), memory_limit=limit, **options)
+    monkeypatch.setattr(solve_mesh, "_solve_limited", counted)
+    with pytest.raises(TooSlowError):
+        _Pipeline(tight, {}, whole_step(tight), layout, 4).solved(Timings(), 0.8 * free.seconds)
+    assert not limited
+    found = _Pipeline(tight, {}, whole_step(tight), layout, 4).solved(Timings(), 2.0 * free.seconds)
+    assert limited and found.seconds >= free.seconds
+    assert found.figures()[1].peak_bytes <= limit

@@ -232,9 +232,9 @@ def test_where_a_quicker_schedule_does_not_fit_less_memory_is_tried_once(
 ) -> None:
     limits, shares, solve = list[float](), [1.25], StagePrograms.solve
 
-    def recorded(self: StagePrograms, graph: Any, repeats: Any, limit: float, host: float) -> Any:
+    def recorded(self: StagePrograms, graph: Any, repeats: Any, limit: float, host: float, *rest: float) -> Any:
         limits.append(limit)
-        return solve(self, graph, repeats, limit, host)
+        return solve(self, graph, repeats, limit, host, *rest)
 
     options = {"stages": stages, "microbatches": 4}
     alone = best_plan(requested("stack", (stages,), **options), Timings())
