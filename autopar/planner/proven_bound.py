@@ -46,22 +46,26 @@ def with_bound(request: PlanRequest, best: MeshSolution, free: Unlimited, timing
 
 
 def _bound_of_what_fits(request: PlanRequest, best: MeshSolution, free: Unlimited, timings: Timings) -> float:
-    """Seconds that no step takes less than which fits: by what it holds at least, at the moment at which ``best`` holds
-    more. It is searched for no further than to the gap."""
+    """Seconds that no step takes less than which fits, by what it holds at least. It is searched for no further than to
+    the gap."""
     wide = with_memory_savers(request, with_limit(free.instance, float(memory_limit_of(request))))
     chosen = wide.chosen(best.assignment)
-    problem = max((held_at_least(wide, moment) for moment in MOMENTS), key=lambda own: memory_of(own, chosen))
+    problems = [held_at_least(wide, moment) for moment in MOMENTS]
     worth = (1.0 - request.options.gap) * best.solution.objective
-    if len(wide.names) <= len(wide.graph.nodes):
-        known, price = [chosen, free.solution.choices], best.solution.memory_price
-        return _bound_of_copies(request, wide, problem, known, worth, price, timings)
+    counted, seed = timings.counts(request.options), request.options.solver_seed
+    if len(wide.names) <= len(wide.graph.nodes):  # Groups are of several nodes, and of the outputs.
+        budget = Budget(min(timings.left(request.options) / 2, UNTIED_SECONDS), counted)
+        quickest = free.solution.choices
+        bound = _bound_of_copies(wide, problems, [chosen, quickest], worth, best.solution.memory_price, budget)
+        timings.solving += budget.used
+        return bound
     proven = solve(
-        replace(problem, memory_price=best.solution.memory_price),
+        replace(max(problems, key=lambda own: memory_of(own, chosen)), memory_price=best.solution.memory_price),
         time_limit=min(timings.left(request.options) / 2, FLOOR_SECONDS),
         gap=TO_GAP * request.options.gap,
-        seed=request.options.solver_seed,
+        seed=seed,
         incumbents=[chosen],
-        counted=timings.counts(request.options),
+        counted=counted,
         worth=worth,
     )
     timings.solving += proven.seconds
@@ -69,20 +73,17 @@ def _bound_of_what_fits(request: PlanRequest, best: MeshSolution, free: Unlimite
 
 
 def _bound_of_copies(
-    request: PlanRequest,
-    wide: Instance,
-    problem: Problem,
-    known: list[Ints],
-    worth: float,
-    price: float,
-    timings: Timings,
+    wide: Instance, problems: list[Problem], known: list[Ints], worth: float, price: float, budget: Budget
 ) -> float:
-    """:func:`_bound_of_what_fits`, where groups of ``wide`` are of several nodes, of which each may choose by itself.
-    ``problem`` is that of ``wide`` with what is held at least as its memory; messages are hidden as far as they are by
-    the first of the ``known`` choices."""
-    sides = (sides_of(problem, window, known[0]) for window in problem.windows)
-    plain = at_prices(problem, [1.0 if messages > computing else 0.0 for messages, computing in sides])
-    budget = Budget(min(timings.left(request.options) / 2, UNTIED_SECONDS), timings.counts(request.options))
-    bound = untied_bound(plain, copies_of(wide), enough=worth, budget=budget, known=known, first_price=price)
-    timings.solving += budget.used
+    """:func:`_bound_of_what_fits`, where nodes that choose alike in ``wide`` may each choose by itself: by what is held
+    at one of the moments of ``problems``. ``known``: the choices of a step that fits, by which messages are hidden, and
+    of the quickest. The moment at which the latter holds most comes first; where it fits, nothing is proven."""
+    bound, copies = -math.inf, copies_of(wide)
+    held = [(memory_of(own, known[1]), own) for own in problems]
+    for most, problem in sorted(held, key=lambda pair: -pair[0]):
+        if most > problem.memory_limit and budget.left > 0:
+            sides = (sides_of(problem, window, known[0]) for window in problem.windows)
+            plain = at_prices(problem, [1.0 if messages > computing else 0.0 for messages, computing in sides])
+            found = untied_bound(plain, copies, enough=worth, budget=budget, known=known, first_price=price)
+            bound = max(bound, found)
     return bound

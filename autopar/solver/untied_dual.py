@@ -32,9 +32,9 @@ from .reduce import FewerChoices, keep_choices
 SlotKey = tuple[int, int]
 End = tuple[int, int, bool]
 # Sweeps between two looks at the bound, how often it is looked at before the price of memory is, the least share of it
-# by which it must rise, and the share by which two prices differ that are taken as equal. Chosen: less is not worth a
-# sweep.
-BATCH, LOOKS, LEAST_RISE, SAME_PRICE = 10, 4, 5e-4, 0.02
+# by which it must rise, the share by which two prices differ that are taken as equal, and how many times another one is
+# that is tried beyond all others. Chosen: less is not worth a sweep.
+BATCH, LOOKS, LEAST_RISE, SAME_PRICE, FARTHER = 10, 4, 5e-4, 0.02, 3.0
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ def untied_bound(
     begins, in seconds per byte, 0 if nothing is known.
 
     Every assignment costs, at a price of memory, what is linear in it: the next price is where the cheapest that is
-    known costs most (cutting planes: Kelley 1960)."""
+    known costs most (cutting planes: Kelley 1960). Those that are known choose alike, so the prices on both sides are
+    tried last."""
     if not all(np.isfinite(group.cost).any() for group in problem.groups):
         return enough
     allowed, kept = _allowed(problem, copies, enough)
@@ -236,20 +237,41 @@ def untied_bound(
     restricted = (kept.restrict(choices) for choices in known)
     lines = [_line(allowed, choices) for choices in restricted if choices is not None]
     best, most, price = messages.bound, np.inf, first_price
+    found: dict[float, float] = {}
     while budget.left > 0 and best < enough and most - best > LEAST_RISE * abs(best):
-        messages.set_price(price)
         last, before = best, price
-        best = max(best, _climb(messages, enough, budget, sweep))
+        found[price] = _climb(messages, price, enough, budget, sweep)
+        best = max(best, found[price])
         lines.append(_line(allowed, messages.decode()))
         price, most = _highest(lines, enough)
         if abs(price - before) <= SAME_PRICE * before and best - last <= LEAST_RISE * abs(best):
             break
+    while budget.left > 0 and best < enough:
+        beside = _beside(found)
+        if not beside:
+            break
+        for price in beside:
+            found[price] = _climb(messages, price, enough, budget, sweep)
+            best = max(best, found[price])
     return min(best, enough)
 
 
-def _climb(messages: UntiedMessages, enough: float, budget: Budget, sweep: float) -> float:
-    """Sweeps, each of so many counted seconds, while the bound rises, but for :data:`LOOKS` at most: another price may
-    be better. Returns the bound."""
+def _beside(found: Mapping[float, float]) -> list[float]:
+    """The prices to try on both sides of that of the highest bound, none where those that are known are near. The bound
+    is concave in the price."""
+    prices = sorted(found)
+    at = prices.index(max(prices, key=lambda price: found[price]))
+    low, best = prices[at - 1] if at else 0.0, prices[at]
+    high = prices[at + 1] if at + 1 < len(prices) else FARTHER**2 * best
+    between = [(low * best) ** 0.5 if low else best / FARTHER, (best * high) ** 0.5 if best else high / FARTHER]
+    known = (0.0, *prices)
+    return [own for own in between if all(abs(own - price) > SAME_PRICE * own for price in known)]
+
+
+def _climb(messages: UntiedMessages, price: float, enough: float, budget: Budget, sweep: float) -> float:
+    """Sweeps at a price of memory, each of so many counted seconds, while the bound rises, but for :data:`LOOKS` at
+    most: another price may be better. Returns the bound."""
+    messages.set_price(price)
     for _ in range(LOOKS):
         last = messages.bound
         messages.sweep(BATCH)
