@@ -129,8 +129,9 @@ UNTIED: Mapping[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["linears"], list(UNTIED)))
-@pytest.mark.parametrize("recompute", [None, "none"])
+@pytest.mark.parametrize(
+    ("name", "recompute"), slow_rows_but([0], [(name, recompute) for name in UNTIED for recompute in ("none", None)])
+)
 def test_the_bound_of_copies_holds_where_every_node_chooses_by_itself(name: str, recompute: Any) -> None:
     """Against what is found of the program in which no layers are tied."""
     options = {"recompute": recompute} | ({"offload": False} if recompute else {})

@@ -11,6 +11,7 @@ from autopar.solver.budget import Budget
 from autopar.solver.problem import Floats, Group, Ints, Problem, Transfer
 from autopar.solver.solve import solve
 from autopar.solver.untied_dual import Copies, End, Kind, untied_bound
+from tests.helpers.marks import slow_but
 
 CHOICES, PLENTY = 3, 1e9
 
@@ -100,7 +101,7 @@ def _price(draw: np.random.Generator) -> tuple[Ints, tuple[Ints, ...], Floats]:
     return draw.integers(0, 2, CHOICES), tuple(draw.integers(0, 3, CHOICES) for _ in range(2)), cost
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(4), range(12)))
 def test_no_assignment_costs_less(seed: int) -> None:
     draw = np.random.default_rng(seed)
     stack = Stack.at_random(draw, layers=2 + seed % 4)
