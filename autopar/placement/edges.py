@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.ir.node import Output, Value
@@ -29,39 +29,81 @@ def find_edges(choice_sets: ChoiceSets) -> Counter[TensorEdge]:
 
 
 def _find_edges(choice_sets: ChoiceSets) -> Counter[TensorEdge]:
-    edges, graph, returned = Counter[TensorEdge](), choice_sets.graph, choice_sets.results
-    for node in graph.nodes:
-        for index, kind in enumerate(node.types):
-            value = Value(node.name, index)
-            if kind is not None and (value in graph.users or value in returned or value in graph.new_caches):
-                for edge, count in _edges(choice_sets, value).items():
-                    edges[edge] += count
-    for output in graph.outputs:
-        if output.value is not None and output.kind in ("gradient", "input_gradient"):
-            edges[_gradient_edge(choice_sets, output, output.value)] += choice_sets.count_of(output.value.node)
+    edges = Counter[TensorEdge]()
+    for value in _used(choice_sets):
+        for edge, count in _edges(choice_sets, value).items():
+            edges[edge] += count
+    for output, value in _gradients(choice_sets):
+        edges[_gradient_edge(choice_sets, output, value)] += choice_sets.count_of(value.node)
     return edges
 
 
 def _edges(choice_sets: ChoiceSets, value: Value) -> Mapping[TensorEdge, int]:
-    """The edges of a value, one for each phase in which it is used, and how often each occurs. Being a result of the
-    model is a use; a node that may be recomputed may use the value in backward."""
-    by_phase: dict[str, dict[tuple[str, int], None]] = {}
+    """The edges of a value, one for each phase in which it is used, and how often each occurs."""
     counts: dict[str, int] = {}
-    for user, operand in choice_sets.graph.users.get(value, ()):
-        name, phase = choice_sets.class_of(user.name), user.phase
-        counts[phase] = max(counts.get(phase, 1), choice_sets.count_of(user.name))
-        by_phase.setdefault(phase, {})[name, operand] = None
-        if phase == "forward" and choice_sets.may_run_again(name):
-            by_phase.setdefault("backward", {})[name, operand] = None
-    if value in choice_sets.results:
-        by_phase.setdefault(choice_sets.graph[value.node].phase, {})[OUTPUTS, 0] = None
-    for cache in choice_sets.graph.new_caches.get(value, ()):
-        by_phase.setdefault("forward", {})[choice_sets.class_of(cache), -1] = None
+    if choice_sets.multiplicity:
+        for user, _ in choice_sets.graph.users.get(value, ()):
+            counts[user.phase] = max(counts.get(user.phase, 1), choice_sets.count_of(user.name))
     producer = choice_sets.class_of(value.node)
     return {
         TensorEdge(producer, value.index, phase, tuple(consumers)): counts.get(phase, 1)
-        for phase, consumers in by_phase.items()
+        for phase, consumers in _readers(choice_sets, value).items()
     }
+
+
+def _readers(choice_sets: ChoiceSets, value: Value) -> Mapping[str, Mapping[tuple[str, int], Sequence[str]]]:
+    """For each phase in which a value is used, the classes and operands that read it, with their nodes. Being a result
+    of the model is a use; a node that may be recomputed may use the value in backward."""
+    found: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for user, operand in choice_sets.graph.users.get(value, ()):
+        name, phase = choice_sets.class_of(user.name), user.phase
+        found.setdefault(phase, {}).setdefault((name, operand), []).append(user.name)
+        if phase == "forward" and choice_sets.may_run_again(name):
+            found.setdefault("backward", {}).setdefault((name, operand), []).append(user.name)
+    if value in choice_sets.results:
+        found.setdefault(choice_sets.graph[value.node].phase, {})[OUTPUTS, 0] = [OUTPUTS]
+    for cache in choice_sets.graph.new_caches.get(value, ()):
+        found.setdefault("forward", {}).setdefault((choice_sets.class_of(cache), -1), []).append(cache)
+    return found
+
+
+class EdgeCopy(NamedTuple):
+    """A tensor edge where it occurs: the node that produces the value and, of each consumer, the nodes that read it."""
+
+    edge: TensorEdge
+    producer: str
+    consumers: tuple[Sequence[str], ...]
+
+
+def edge_copies(choice_sets: ChoiceSets) -> Iterator[EdgeCopy]:
+    """What :func:`find_edges` counts, without multiplicities."""
+    graph = choice_sets.graph
+    for value in _used(choice_sets):
+        producer = choice_sets.class_of(value.node)
+        for phase, readers in _readers(choice_sets, value).items():
+            yield EdgeCopy(
+                TensorEdge(producer, value.index, phase, tuple(readers)), value.node, tuple(readers.values())
+            )
+    for output, value in _gradients(choice_sets):
+        edge = _gradient_edge(choice_sets, output, value)
+        reader = graph.parameters[output.name].name if output.kind == "gradient" else OUTPUTS
+        yield EdgeCopy(edge, value.node, ((reader,),))
+
+
+def _used(choice_sets: ChoiceSets) -> Iterator[Value]:
+    """The values that nodes read, or that are results."""
+    graph, returned = choice_sets.graph, choice_sets.results
+    for node in graph.nodes:
+        for index, kind in enumerate(node.types):
+            value = Value(node.name, index)
+            if kind is not None and (value in graph.users or value in returned or value in graph.new_caches):
+                yield value
+
+
+def _gradients(choice_sets: ChoiceSets) -> Iterator[tuple[Output, Value]]:
+    for output in choice_sets.graph.outputs:
+        if output.value is not None and output.kind in ("gradient", "input_gradient"):
+            yield output, output.value
 
 
 def _gradient_edge(choice_sets: ChoiceSets, output: Output, value: Value) -> TensorEdge:

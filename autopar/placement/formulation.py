@@ -16,7 +16,8 @@ column can be reached.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,15 +26,17 @@ import numpy as np
 from autopar.ir.assignment import Assignment, Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
+from autopar.ir.node import SAVED_ACTIVATION
 from autopar.ir.placements import Strategy
 from autopar.offload import Destination
 from autopar.passes.recompute.recomputable import Recomputable
 from autopar.solver.problem import Ints, Problem
+from autopar.solver.untied_dual import Copies, End, Kind
 
 from .choice_costs import ChoiceCosts
-from .choices import Choice, ChoiceSets, offloaded_strategy, recomputed_strategy
-from .edge_costs import Transfers
-from .edges import TensorEdge, find_edges
+from .choices import OUTPUTS, Choice, ChoiceSets, offloaded_strategy, recomputed_strategy
+from .edge_costs import Transfers, consumers_inside
+from .edges import EdgeCopy, TensorEdge, edge_copies, find_edges
 from .formulation_windows import instance_windows
 from .parameter_choices import with_weight_in_host
 from .prices import Prices
@@ -166,3 +169,75 @@ def build_instance(
         offload=offload,
         edges=edges,
     )
+
+
+def copies_of(instance: Instance) -> Copies:
+    """The nodes of which each group of ``instance`` consists, as copies of each other."""
+    own = instance.optimizer, instance.repeats, instance.recomputable, instance.offload
+    choice_sets = ChoiceSets(instance.graph, instance.prices, *own)
+    times, totals = Counter[int](), Counter[End]()
+    sizes, incidences = defaultdict[tuple[int, int], set[int]](set), defaultdict[str, list[End]](list)
+    for transfer, producer, consumers in _transfer_copies(instance, choice_sets):
+        times[transfer] += 1
+        for position, nodes in enumerate(consumers):
+            sizes[transfer, position].add(len(nodes))
+            totals[transfer, position, True] += 1
+            totals[transfer, position, False] += len(nodes)
+            incidences[producer].append((transfer, position, True))
+            for node in nodes:
+                incidences[node].append((transfer, position, False))
+    kinds = list[Kind]()
+    for group, nodes in _nodes_of_groups(instance):
+        for ends, count in Counter(tuple(sorted(incidences[node])) for node in nodes).items():
+            weights = {end: count * often / totals[end] for end, often in Counter(ends).items()}
+            kinds.append(Kind(group, count / len(nodes), weights))
+    loose = {slot for slot, counts in sizes.items() if len(counts) > 1} | set(_partly_read(instance, choice_sets))
+    return Copies(tuple(kinds), tuple(times[t] for t in range(len(instance.problem.transfers))), frozenset(loose))
+
+
+def _nodes_of_groups(instance: Instance) -> Iterator[tuple[int, Sequence[str]]]:
+    """The nodes of each group, by its position."""
+    nodes = defaultdict[str, list[str]](list)
+    for node in instance.graph.nodes:
+        nodes[instance.graph.classes.get(node.name, node.name)].append(node.name)
+    for group, name in enumerate(instance.names):
+        yield group, nodes[name] or (name,)
+
+
+def _transfer_copies(instance: Instance, choice_sets: ChoiceSets) -> Iterator[tuple[int, str, Sequence[Sequence[str]]]]:
+    """The transfers of the nodes, in the place of those of :func:`build_instance`: which, from what node, and to what
+    nodes of each consumer."""
+    index, fused = {edge: i for i, edge in enumerate(instance.edges)}, instance.prices.fused
+    inside = {edge: consumers_inside(edge, fused) for edge in instance.edges}
+    broken = [edge for edge, consumers in inside.items() if consumers and consumers != edge.consumers]
+    after = {edge: len(index) + i for i, edge in enumerate(broken)}
+    for copy in edge_copies(choice_sets):
+        yield index[copy.edge], copy.producer, copy.consumers
+        if copy.edge in after:
+            yield after[copy.edge], copy.producer, _readers_inside(copy, inside[copy.edge])
+    again = [name for name in choice_sets.counts if choice_sets.may_run_again(name)]
+    rerun = {name: len(index) + len(after) + i for i, name in enumerate(again)}
+    for node in instance.graph.nodes:
+        name = choice_sets.class_of(node.name)
+        if name in rerun:
+            yield rerun[name], node.name, ((OUTPUTS,),)
+
+
+def _readers_inside(copy: EdgeCopy, inside: Sequence[tuple[str, int]]) -> Sequence[Sequence[str]]:
+    return [copy.consumers[copy.edge.consumers.index(consumer)] for consumer in inside]
+
+
+def _partly_read(instance: Instance, choice_sets: ChoiceSets) -> Iterator[tuple[int, int]]:
+    """The consumers of transfers in forward that are saved activations of which forward reads some copies: what these
+    need, the others may not."""
+    graph = instance.graph
+    read = {value.node for node in graph.nodes if node.phase == "forward" for value in node.operands}
+    read |= {value.node for value in choice_sets.results if value is not None}
+    found = defaultdict[str, set[bool]](set)
+    for node in graph.nodes:
+        if node.op == SAVED_ACTIVATION:
+            found[choice_sets.class_of(node.name)].add(node.name in read)
+    partly = {name for name, answers in found.items() if len(answers) > 1}
+    for i, edge in enumerate(instance.edges):
+        if edge.role == "forward":
+            yield from ((i, c) for c, (name, _) in enumerate(edge.consumers) if name in partly)

@@ -27,7 +27,7 @@ relaxation determines it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -294,8 +294,11 @@ class Messages:
     def decode(self) -> Ints:
         """The cheapest choice of every group by theta, one group after the other, each given those before it
         (Kolmogorov 2006, "Convergent tree-reweighted message passing", section 3.3)."""
-        choices = np.zeros(len(self.theta), dtype=np.int64)
-        for index, theta in enumerate(self.theta):
+        return self._decoded(self.theta)
+
+    def _decoded(self, of_groups: Sequence[Floats]) -> Ints:
+        choices = np.zeros(len(of_groups), dtype=np.int64)
+        for index, theta in enumerate(of_groups):
             conditioned = theta.copy() if self._before[index] else theta
             for slot in self._before[index]:
                 conditioned += slot.given(choices, index)

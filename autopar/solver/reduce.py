@@ -19,7 +19,7 @@ two (Dechter 1999).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
@@ -78,6 +78,12 @@ class FewerChoices:
     kept: tuple[Ints, ...]
     image: tuple[Ints, ...]
     offset: float = 0.0
+
+    @staticmethod
+    def of(masks: Sequence[Mask]) -> FewerChoices:
+        """The inverse of keeping the masked choices alone."""
+        kept = tuple(np.flatnonzero(mask) for mask in masks)
+        return FewerChoices(kept, tuple(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int64) for mask in masks))
 
     def expand(self, choices: Ints) -> Ints:
         return np.array([kept[k] for kept, k in zip(self.kept, choices, strict=True)], dtype=np.int64)
