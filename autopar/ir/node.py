@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from sys import intern
@@ -110,7 +110,7 @@ def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     return function(arg)
 
 
-def replaced_values(args: tuple[Arg, ...], values: Mapping[Value, Value]) -> tuple[Arg, ...]:
+def replaced_values(args: Sequence[Arg], values: Mapping[Value, Value]) -> tuple[Arg, ...]:
     """``args`` with ``values`` in place of those that are their keys, all of those in ``args``."""
     return tuple(
         [
@@ -127,7 +127,7 @@ def replaced_values(args: tuple[Arg, ...], values: Mapping[Value, Value]) -> tup
 def has_expression(arg: Arg) -> bool:
     """Whether a leaf of ``arg`` is an expression of sizes."""
     if isinstance(arg, (tuple, list)):  # A value has none: neither a name nor an index is one.
-        return any(map(has_expression, arg))
+        return any([type(item) not in _LEAVES and has_expression(item) for item in arg])
     return isinstance(arg, sympy.Expr)
 
 
@@ -155,7 +155,7 @@ def _add_values(args: tuple[Arg, ...], found: list[Value]) -> None:
             _add_values(arg, found)
 
 
-def _numbered(args: tuple[Arg, ...], numbers: Mapping[Value, str]) -> str:
+def _numbered(args: Sequence[Arg], numbers: Mapping[Value, str]) -> str:
     """``args`` as text, with ``numbers`` in place of the names of values."""
     return ", ".join(
         [
