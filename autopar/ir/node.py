@@ -127,7 +127,7 @@ def replaced_values(args: Sequence[Arg], values: Mapping[Value, Value]) -> tuple
 def has_expression(arg: Arg) -> bool:
     """Whether a leaf of ``arg`` is an expression of sizes."""
     if isinstance(arg, (tuple, list)):  # A value has none: neither a name nor an index is one.
-        return any([type(item) not in _LEAVES and has_expression(item) for item in arg])
+        return any(has_expression(item) for item in arg if type(item) not in _LEAVES)
     return isinstance(arg, sympy.Expr)
 
 

@@ -115,7 +115,7 @@ class RepeatedCalls:
         found = ((each, self._match(each, module, numbers, around)) for each in known)
         alike, match = next(((each, match) for each, match in found if match is not None), (None, None))
         if alike is not None and match is not None and alike.is_proven:
-            return self._skip(alike, match, module, numbers)
+            return self._skip(alike, module, numbers, match)
         start, first = len(self.recorder.instructions), len(self.recorder.tensors)
         output = call(module, *args, **kwargs)
         region = self.recorder.last_region
@@ -314,7 +314,7 @@ class RepeatedCalls:
         )
         return len(seen) == len(expected) and all(map(_is_same, expected, seen)) and all(kinds)
 
-    def _skip(self, template: _Template, match: _Match, module: nn.Module, numbers: tuple[int, ...]) -> Any:
+    def _skip(self, template: _Template, module: nn.Module, numbers: tuple[int, ...], match: _Match) -> Any:
         """Records a call without running it, and returns its results."""
         recorder, first, start = self.recorder, len(self.recorder.tensors), len(self.recorder.instructions)
         recorder.instructions += self._renamed(template, module, match.mapping, first)
