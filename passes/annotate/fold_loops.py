@@ -29,7 +29,7 @@ NEARBY = 2
 def fold_loops(graph: Graph, classes: Mapping[str, str], apart: Container[str], groups: int = 1) -> dict[str, str]:
     """``classes`` with equivalent nodes of a loop's steps united, or of steps in the same of ``groups`` equal
     stretches; nodes named in ``apart`` keep their classes."""
-    fixed = {first for name, first in classes.items() if name in apart} if apart else frozenset[str]()
+    fixed = {first for name, first in classes.items() if name in apart}
     nodes = [node for node in graph.nodes if classes[node.name] == node.name and node.name not in fixed]
     steps = _steps(graph, nodes)
     if not steps:
