@@ -67,7 +67,7 @@ def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:
     renamed: dict[Value, Value] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
-        if any(value in renamed for value in node.operands):
+        if renamed and not renamed.keys().isdisjoint(node.operands):
             node = node.map_values(lambda value: renamed.get(value, value))
         replacement = node if node.is_placeholder else visit(node)
         if isinstance(replacement, Value):
@@ -104,6 +104,6 @@ def with_phases(graph: Graph) -> Graph:
 
     def phased(node: Node) -> Node:
         phase: Phase = "forward" if node.name in needed else "backward"
-        return node if node.is_placeholder or node.phase == phase else replace(node, phase=phase)
+        return node if node.is_placeholder or node.phase == phase else node.named(node.name, phase)
 
     return replace(graph, nodes=tuple(map(phased, graph.nodes)))

@@ -160,10 +160,11 @@ def moved_operands(
     nodes whose results are asked for; None: all. ``nodes``: those that read any of these, if they are known."""
     strategies, parameters = assignment.strategies, assignment.parameters
     for node in graph.nodes if nodes is None else nodes:
-        if not node.operands:
+        operands = node.operands
+        if not operands:
             continue
         inputs = strategies[node.name].inputs
-        for value, target in zip(node.operands, inputs, strict=True):
+        for value, target in zip(operands, inputs, strict=True):
             if of is not None and value.node not in of:
                 continue
             place = parameters.get(value.node)

@@ -40,7 +40,18 @@ from autopar.errors import GraphError
 from .annotation_text import annotate_lines, split_annotations
 from .graph_text import parse_graph, print_graph, print_node, text_lines
 from .invariants import check_nodes, check_outputs
-from .node import PLACEHOLDERS, SAVED_ACTIVATION, Arg, Node, Output, TensorType, Value, map_arg, symbol
+from .node import (
+    PLACEHOLDERS,
+    SAVED_ACTIVATION,
+    Arg,
+    Node,
+    Output,
+    TensorType,
+    Value,
+    has_expression,
+    map_arg,
+    symbol,
+)
 from .placements import Strategy
 
 Fact = TypeVar("Fact")
@@ -201,6 +212,7 @@ class Graph:
     def _with_sizes(self, sizes: Mapping[str, int]) -> Graph:
         names = {symbol(name): size for name, size in sizes.items()}
         cache: dict[sympy.Expr, Arg] = {}
+        kinds: dict[int, TensorType | None] = {}  # By identity: most nodes share the types of others.
 
         def leaf(arg: Arg) -> Arg:
             if not isinstance(arg, sympy.Expr):
@@ -210,12 +222,20 @@ class Graph:
                 cache[arg] = number if number.free_symbols else int(number) if number.is_integer else float(number)
             return cache[arg]
 
+        def concrete_type(kind: TensorType | None) -> TensorType | None:
+            if id(kind) not in kinds:
+                kinds[id(kind)] = kind and TensorType(tuple(map(leaf, kind.shape)), kind.dtype)
+            return kinds[id(kind)]
+
         def concrete(node: Node) -> Node:
             if not node.is_symbolic:
                 return node
-            types = tuple(t and TensorType(tuple(map(leaf, t.shape)), t.dtype) for t in node.types)
+            types = tuple(map(concrete_type, node.types))
+            if not has_expression(node.args) and not any(has_expression(arg) for _, arg in node.kwargs):
+                return node.of_types(types)
             kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
-            return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)
+            args = map_arg(node.args, leaf)
+            return Node(node.name, node.op, args, kwargs, types, node.module, node.source, node.phase)
 
         symbols = tuple((name, hint) for name, hint in self.symbols if name not in sizes)
         return replace(self, nodes=tuple(map(concrete, self.nodes)), symbols=symbols)
@@ -236,14 +256,14 @@ class Graph:
         needed = {value.node for value in values}
         for node in reversed(self.nodes):
             if node.name in needed:
-                for value in node.operands:
-                    needed.add(value.node)
+                needed.update([value.node for value in node.operands])
         return needed
 
     def without_dead(self) -> Graph:
-        """The graph without nodes that no output needs; placeholders stay."""
+        """The graph without nodes that no output needs, or itself if there are none; placeholders stay."""
         needed = self.needed_for(self.output_values)
-        return replace(self, nodes=tuple(n for n in self.nodes if n.name in needed or n.is_placeholder))
+        nodes = tuple([n for n in self.nodes if n.name in needed or n.is_placeholder])
+        return self if len(nodes) == len(self.nodes) else replace(self, nodes=nodes)
 
     def to_text(self, annotated: bool = False) -> str:
         """The text form, which :meth:`from_text` reads; constants print by name only, annotations if asked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from sys import intern
@@ -99,18 +99,45 @@ class Value(NamedTuple):
 Arg = Any
 
 
+_LEAVES = frozenset((Value, int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
 def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     """``arg`` with ``function`` applied to every leaf; tuples keep their structure."""
-    if isinstance(arg, (tuple, list)) and not isinstance(arg, Value):
-        return tuple([map_arg(item, function) for item in arg])
+    if isinstance(arg, (tuple, list)) and type(arg) is not Value:
+        # Most items are leaves, whose own call of this function is saved.
+        return tuple([function(item) if type(item) in _LEAVES else map_arg(item, function) for item in arg])
     return function(arg)
+
+
+def replaced_values(args: Sequence[Arg], values: Mapping[Value, Value]) -> tuple[Arg, ...]:
+    """``args`` with ``values`` in place of those that are their keys, all of those in ``args``."""
+    return tuple(
+        [
+            values[arg]
+            if type(arg) is Value
+            else replaced_values(arg, values)
+            if isinstance(arg, (tuple, list))
+            else arg
+            for arg in args
+        ]
+    )
 
 
 def has_expression(arg: Arg) -> bool:
     """Whether a leaf of ``arg`` is an expression of sizes."""
     if isinstance(arg, (tuple, list)):  # A value has none: neither a name nor an index is one.
-        return any(map(has_expression, arg))
+        return any(has_expression(item) for item in arg if type(item) not in _LEAVES)
     return isinstance(arg, sympy.Expr)
+
+
+def operands_of(args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[Value, ...]:
+    """The :class:`Value` leaves of the arguments of a call, in order, repeats included."""
+    found: list[Value] = []
+    _add_values(args, found)
+    for _, arg in kwargs:
+        _add_values((arg,), found)
+    return tuple(found)
 
 
 def values_in(arg: Arg) -> Iterator[Value]:
@@ -122,10 +149,24 @@ def values_in(arg: Arg) -> Iterator[Value]:
 
 def _add_values(args: tuple[Arg, ...], found: list[Value]) -> None:
     for arg in args:
-        if isinstance(arg, Value):
+        if type(arg) is Value:
             found.append(arg)
         elif isinstance(arg, tuple):
             _add_values(arg, found)
+
+
+def _numbered(args: Sequence[Arg], numbers: Mapping[Value, str]) -> str:
+    """``args`` as text, with ``numbers`` in place of the names of values."""
+    return ", ".join(
+        [
+            numbers[arg]
+            if type(arg) is Value
+            else f"({_numbered(arg, numbers)})"
+            if isinstance(arg, (tuple, list))
+            else repr(arg)
+            for arg in args
+        ]
+    )
 
 
 @dataclass(frozen=True, init=False)
@@ -168,11 +209,7 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Value, ...]:
         """Tensor operands in order of appearance, repeats included: ``mul(%x, %x)`` has two."""
-        found: list[Value] = []
-        _add_values(self.args, found)
-        for _, arg in self.kwargs:
-            _add_values((arg,), found)
-        return tuple(found)
+        return operands_of(self.args, self.kwargs)
 
     @cached_property
     def is_symbolic(self) -> bool:
@@ -184,9 +221,9 @@ class Node:
     def form(self) -> str:
         """The operation and its arguments as text, without the names of operands: equal for calls that differ only in
         which tensors they take. Which operands are the same tensor is part of it."""
-        numbers = {value: Value("", number) for number, value in enumerate(dict.fromkeys(self.operands))}
-        arguments = map_arg((self.args, self.kwargs), lambda arg: numbers[arg] if isinstance(arg, Value) else arg)
-        return intern(f"{self.op} {arguments!r}")
+        numbers = {value: f"%{number}" for number, value in enumerate(dict.fromkeys(self.operands))}
+        given = [f"{key}={_numbered((arg,), numbers)}" for key, arg in self.kwargs] if self.kwargs else ()
+        return intern(f"{self.op}({_numbered(self.args, numbers)}; {given})")
 
     @property
     def type(self) -> TensorType:
@@ -223,19 +260,32 @@ class Node:
         renamed = {value: function(value) for value in operands}
         if all(old is new or old == new for old, new in renamed.items()):
             return self
-
-        def leaf(arg: Arg) -> Arg:
-            return renamed[arg] if isinstance(arg, Value) else arg
-
-        kwargs = tuple([(key, map_arg(arg, leaf)) for key, arg in self.kwargs])
-        args = map_arg(self.args, leaf)
+        args, kwargs = replaced_values(self.args, renamed), self.kwargs
+        if kwargs:
+            kwargs = tuple([(key, *replaced_values((arg,), renamed)) for key, arg in kwargs])
         node = Node(self.name, self.op, args, kwargs, self.types, self.module, self.source, self.phase)
         return node.known_from(self, len(set(renamed.values())) == len(renamed))
 
     def named(self, name: str, phase: Phase) -> Node:
         """The node with another name and phase."""
-        node = Node(name, self.op, self.args, self.kwargs, self.types, self.module, self.source, phase)
-        return node.known_from(self, is_same_form=True)
+        return self._changed(name=name, phase=phase)
+
+    def inside(self, module: str) -> Node:
+        """The node called by another module."""
+        return self._changed(module=module)
+
+    def of_types(self, types: tuple[TensorType | None, ...]) -> Node:
+        """The node with results of other types."""
+        node = self._changed(types=types)
+        vars(node).pop("is_symbolic", None)
+        return node
+
+    def _changed(self, **fields: Any) -> Node:
+        """The node with other fields, on which nothing that is known of it depends."""
+        node = Node.__new__(Node)
+        vars(node).update(vars(self))
+        vars(node).update(fields)
+        return node
 
     def known_from(self, other: Node, is_same_form: bool) -> Node:
         """Itself, with what is known of ``other``, whose operands have other names: nodes are copied often.

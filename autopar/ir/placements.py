@@ -270,6 +270,7 @@ def fullest_coordinate(mesh: Sequence[int], shares: Shares) -> tuple[int, ...]:
     return tuple(each.index(max(each)) if each else 0 for each in shares or ((),) * len(mesh))
 
 
+@lru_cache(maxsize=1 << 18)
 def largest_local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...]) -> Shape:
     """The shape on the device that holds the most: at coordinate 0 if shares are equal."""
     return local_shape(shape, placements, mesh, fullest_coordinate(mesh, tuple(map(shares_of, placements))))

@@ -40,7 +40,7 @@ from autopar.errors import GraphError
 from autopar.torch_internals.operators import OpOverload, schema_of
 
 from .graph_text import print_arg, text_lines
-from .node import Arg, Value, map_arg, values_in
+from .node import Arg, Value, map_arg, operands_of
 from .placements import Placements
 from .program_text import GROUPS, InstructionParts, SectionParts, parse_program, parse_sections, print_slot
 
@@ -75,6 +75,7 @@ class Instruction:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     results: int = 1
     module: str = ""
+    _operands: tuple[Value, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(parts: InstructionParts) -> Instruction:
@@ -83,8 +84,12 @@ class Instruction:
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        """The values it reads, those of keyword arguments included, repeats too."""
-        return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
+        """The values it reads, those of keyword arguments included, repeats too; found once, since passes ask often."""
+        found = self._operands
+        if found is None:
+            found = operands_of(self.args, self.kwargs)
+            object.__setattr__(self, "_operands", found)
+        return found
 
     def with_values(self, names: Mapping[Value, Value]) -> Instruction:
         """The instruction with other names for the values it reads."""

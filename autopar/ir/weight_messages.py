@@ -41,6 +41,10 @@ class WeightMessages:
     @staticmethod
     def of(graph: Graph) -> WeightMessages:
         """The messages of a step of ``graph``, if all of its small weights are gathered over the same axes."""
+        return graph.once(WeightMessages, lambda: WeightMessages._of(graph))
+
+    @staticmethod
+    def _of(graph: Graph) -> WeightMessages:
         nodes, users = graph.placeholders("param"), graph.users
         found, small = WeightMessages.full_at(node.type for node in nodes), Counter[str]()
         for node in nodes:

@@ -27,6 +27,7 @@ in :mod:`.experts`, the loss of connectionist temporal classification in :mod:`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -224,6 +225,7 @@ _NEED_ROWS = ("view_as_complex.",)
 _NEED_ALL = ("_embedding_bag", "as_strided.", "as_strided_scatter.", "view.dtype")
 
 
+@cache
 def layout_for(op: str) -> str | None:
     """The local operation (``autopar.dense``, ``autopar.dense_rows``) that operands of ``op`` need first, if any.
     Operations of other libraries always need one: a model that made an operand contiguous for them did so in a copy

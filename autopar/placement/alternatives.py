@@ -46,12 +46,15 @@ def explanation_fields(instance: Instance, graph: Graph, chosen: Ints) -> dict[s
 
 def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
     """A record of each node of ``graph``, by name."""
-    nodes = {}
+    nodes, texts = dict[str, PlanNode](), dict[tuple[int, ...], str]()
     for node in graph.nodes:
+        own = tuple(map(id, node.types))
+        if own not in texts:
+            texts[own] = ", ".join(str(kind) for kind in node.types if kind is not None)
         first = graph.classes.get(node.name, node.name)
         nodes[node.name] = PlanNode(
             op=node.op,
-            type=_types(node),
+            type=texts[own] + _stored(node),
             module=node.module,
             target=node.target if node.is_placeholder else "",
             operands=tuple(dict.fromkeys(value.node for value in node.operands)),
@@ -60,11 +63,10 @@ def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
     return nodes
 
 
-def _types(node: Node) -> str:
-    """The types of a node's results as text, with the stored type of a parameter if it differs."""
-    types = ", ".join(str(kind) for kind in node.types if kind is not None)
+def _stored(node: Node) -> str:
+    """The stored type of a parameter as text, if it differs from its own."""
     stored_differently = node.op == "param" and node.stored != node.type
-    return f"{types}, stored {DTYPE_NAMES[node.stored.dtype]}" if stored_differently else types
+    return f", stored {DTYPE_NAMES[node.stored.dtype]}" if stored_differently else ""
 
 
 def holdings(step: PlacedStep) -> Iterator[ResidentTensor]:

@@ -127,7 +127,7 @@ class Samples:
         batch = max(sizes, key=sizes.__getitem__, default=0)
         dependent = {node.name for node in inputs if node.type.rank and int(node.type.shape[0]) == batch}
         for node in self.graph.nodes:
-            if any(value.node in dependent for value in node.operands):
+            if not dependent.isdisjoint([value.node for value in node.operands]):
                 dependent.add(node.name)
         return frozenset(dependent)
 

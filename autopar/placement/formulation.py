@@ -74,28 +74,19 @@ class Instance:
 
     def assignment(self, chosen: Ints) -> Assignment:
         """The assignment of the unfolded graph: every node takes the choice of its class."""
-        strategies: dict[str, Strategy] = {}
-        parameters: dict[str, ParameterPlacement] = {}
-        recomputed: set[str] = set()
-        offloaded: set[str] = set()
-        for node in self.graph.nodes:
-            group = self.group_of(node.name)
-            choice = self.choices[group][int(chosen[group])]
-            plain = self._plain(group, choice)
-            if isinstance(plain, ParameterPlacement):
-                parameters[node.name] = plain
-            else:
-                strategies[node.name] = plain
-            if isinstance(choice, Recomputed):
-                recomputed.add(node.name)
-            elif isinstance(choice, (Offloaded, WeightInHost)):
-                offloaded.add(node.name)
+        taken = {name: own[index] for name, own, index in zip(self.names, self.choices, chosen.tolist(), strict=True)}
+        plain = {name: self._plain(group, choice) for group, (name, choice) in enumerate(taken.items())}
+        classes = self.graph.classes
+        of_node = [(node.name, classes.get(node.name, node.name)) for node in self.graph.nodes]
+        places = {name: place for name, place in plain.items() if isinstance(place, ParameterPlacement)}
+        again = {name for name, choice in taken.items() if isinstance(choice, Recomputed)}
+        away = {name for name, choice in taken.items() if isinstance(choice, (Offloaded, WeightInHost))}
         return Assignment(
             self.prices.mesh,
-            strategies,
-            parameters,
-            recomputed=frozenset(recomputed),
-            offloaded=frozenset(offloaded),
+            {name: plain[own] for name, own in of_node if own not in places},  # type: ignore[misc]
+            {name: places[own] for name, own in of_node if own in places},
+            recomputed=frozenset([name for name, own in of_node if own in again] if again else ()),
+            offloaded=frozenset([name for name, own in of_node if own in away] if away else ()),
         )
 
     def _plain(self, group: int, choice: Choice) -> Choice:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autopar.ir.assignment import moved_operands
 from autopar.ir.graph import Graph
-from autopar.ir.node import SAVED_ACTIVATION, Node, Value
+from autopar.ir.node import PLACEHOLDERS, SAVED_ACTIVATION, Node, Value
 from autopar.offload import NVME_BUFFERS
 
 from .item_prices import (
@@ -67,22 +67,34 @@ def memory(step: PlacedStep) -> Memory:
     host = host_memory(step)
     weights, gradients, states = map(sum, zip((0, 0, 0), *_held_parameters(step), strict=True))
     activations, inputs = saved_bytes(step) * step.repeats.in_flight, 0
-    temporary, seen = host.visiting, set[tuple[str, int]]()
-    for node in graph.nodes:
-        if node.op in ("param", SAVED_ACTIVATION, "receive"):
-            continue
-        if node.is_placeholder:
-            part = prices.held(node.type, assignment.strategies[node.name].outputs[0])
-            inputs += part * step.repeats.copies_of(node.op)
-        else:
-            strategy = assignment.strategies[node.name]
-            key = graph.classes.get(node.name, node.name), id(strategy)
-            if key not in seen:  # As much as another of its class that chooses alike.
-                seen.add(key)
-                kinds = tuple([graph.type_of(value) for value in node.operands])
-                temporary = max(temporary, temporary_bytes(prices, node, kinds, strategy))
+    for node in _inputs(graph):
+        part = prices.held(node.type, assignment.strategies[node.name].outputs[0])
+        inputs += part * step.repeats.copies_of(node.op)
+    temporary, strategies = host.visiting, assignment.strategies
+    # The first of each class that chooses alike: others take as much.
+    distinct = {(own, id(strategies[name])): name for name, own in _computed(graph)}
+    for name in distinct.values():
+        node = graph[name]
+        kinds = tuple([graph.type_of(value) for value in node.operands])
+        temporary = max(temporary, temporary_bytes(prices, node, kinds, strategies[name]))
     temporary += recomputed_bytes(step) + fetched_bytes(step) + message_bytes(step)
     return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes, host.nvme)
+
+
+def _inputs(graph: Graph) -> list[Node]:
+    """What a step is given, besides parameters and values of other stages."""
+    kinds = (kind for kind in PLACEHOLDERS if kind not in ("param", "receive"))
+    return [node for kind in kinds for node in graph.placeholders(kind)]
+
+
+def _computed(graph: Graph) -> list[tuple[str, str]]:
+    """The names of the nodes that compute something, the last first, each with that of its class."""
+
+    def find() -> list[tuple[str, str]]:
+        nodes = (node for node in reversed(graph.nodes) if not node.is_placeholder and node.op != SAVED_ACTIVATION)
+        return [(node.name, graph.classes.get(node.name, node.name)) for node in nodes]
+
+    return graph.once(_computed, find)
 
 
 def saved_bytes(step: PlacedStep) -> int:

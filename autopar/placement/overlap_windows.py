@@ -119,7 +119,7 @@ class OverlapWindow:
 
 def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> HiddenShares:
     """The shares of a graph that is divided among ``stages``. Each stage has a piece that overlaps nothing."""
-    sizes = [int(node.type.bytes) for node in graph.placeholders("param")]
+    sizes = graph.once(hidden_shares, lambda: [int(node.type.bytes) for node in graph.placeholders("param")])
     messages = WeightMessages.of(graph)
     message = min(messages.limit, max(messages.small.values(), default=0))
     return shares_of_sizes(sizes, exchanged_bytes(graph), cluster, stages, message)

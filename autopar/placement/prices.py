@@ -80,8 +80,12 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
 def exchanged_bytes(graph: Graph) -> int:
     """Bytes of the unsharded gradients of a step: those of trained parameters (if the graph has no gradients, of all
     parameters)."""
-    nodes = graph.placeholders("param")
-    return sum(int(node.stored.bytes) for node in nodes if not graph.gradients or node.target in graph.gradients)
+    nodes, gradients = graph.placeholders("param"), graph.gradients
+
+    def total() -> int:
+        return sum(int(node.stored.bytes) for node in nodes if not gradients or node.target in gradients)
+
+    return graph.once(exchanged_bytes, total)
 
 
 def bucket_bytes(nbytes: float, tensors: float, most: int = BUCKET_BYTES) -> float:

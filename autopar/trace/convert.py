@@ -73,7 +73,8 @@ class _Converter:
         self.gradients: dict[int, Any] = {}
         # Of what is in a body, which is converted once for each of its calls.
         self.types: dict[int, tuple[TensorType, torch.Tensor]] = {}
-        self.sources: dict[fx.Node, str] = {}
+        self.calls: dict[fx.Node, tuple[str, str]] = {}  # The operation, and where it is called.
+        self.bases: dict[str, str] = {}  # By suggestion, of names.
 
     def convert_nodes(self) -> None:
         if self.captured.bodies is not None:
@@ -152,7 +153,9 @@ class _Converter:
         return self.captured.bodies
 
     def _name(self, suggestion: str) -> str:
-        base = re.sub(r"\W+", "_", suggestion)
+        if suggestion not in self.bases:
+            self.bases[suggestion] = re.sub(r"\W+", "_", suggestion)
+        base = self.bases[suggestion]
         name, count = base, self.counts.get(base, 0)
         while name in self.names:
             count += 1
@@ -255,22 +258,22 @@ class _Converter:
             raise TraceError(_no_operator(node))
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
-        if node not in self.sources:
-            self.sources[node] = _source(node)
-        path, source = self.path_of(node), self.sources[node]
+        if node not in self.calls:
+            self.calls[node] = str(node.target), _source(node)
+        path, (op, source) = self.path_of(node), self.calls[node]
         try:
-            call = neutral(Operation(node.name, str(node.target), args, kwargs))
+            call = neutral(Operation(node.name, op, args, kwargs))
             return self._add(call.name, call.op, call.args, value, path, kwargs=call.kwargs, source=source)
         except TraceError as error:
             where = f"{defined_at(self.request.model, path or '')}{f', at {source}' if source else ''}"
             raise TraceError(f"{node.target} {where} gives {error}") from error
 
     def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            return self.values[arg]
+        if isinstance(arg, (tuple, list)):
+            return tuple([self._arg(item) for item in arg])
         match arg:
-            case fx.Node():
-                return self.values[arg]
-            case tuple() | list():
-                return tuple(self._arg(item) for item in arg)
             case torch.SymInt() | torch.SymFloat() | torch.SymBool():
                 return self.expressions.number(arg)
             case torch.device():
@@ -373,20 +376,24 @@ def with_modules(graph: Graph, unplaced: set[str]) -> Graph:
     """Gives the ``unplaced`` nodes (torch has no path for sums of gradients) the module path of their latest producer,
     else that of a consumer.
     """
+    if not unplaced:
+        return graph
     paths = {node.name: node.module for node in graph.nodes if node.name not in unplaced}
     placeholders = {node.name for node in graph.nodes if node.is_placeholder}
     order = {node.name: position for position, node in enumerate(graph.nodes)}
     for node in graph.nodes:
+        if node.name in paths:
+            continue
         producers = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
-        if node.name not in paths and producers:
+        if producers:
             paths[node.name] = paths[max(producers, key=order.__getitem__)]
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes) if len(paths) < len(graph.nodes) else ():
         for value in node.operands:
             if node.name in paths:
                 paths.setdefault(value.node, paths[node.name])
 
     def placed(node: Node) -> Node:
         path = paths.get(node.name, "")
-        return node if node.module == path else replace(node, module=path)
+        return node if node.module == path else node.inside(path)
 
     return replace(graph, nodes=tuple(map(placed, graph.nodes)))

@@ -17,10 +17,10 @@ shortened run raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -71,6 +71,14 @@ class _Template:
     is_proven: bool = False
 
 
+class _Match(NamedTuple):
+    """How a call is like an earlier one: the parts of the modules that correspond, and for each tensor that the earlier
+    call was given the one that takes its place, by number."""
+
+    parts: Parts
+    mapping: Mapping[int, int]
+
+
 @dataclass
 class RepeatedCalls:
     """The calls that ``recorder`` need not run. ``skipped``: how many those were."""
@@ -104,9 +112,10 @@ class RepeatedCalls:
         except _UnlikeError:
             return call(module, *args, **kwargs)
         known = self._templates.setdefault(type(module), [])
-        alike = next((each for each in known if self._is_alike(each, module, numbers, around)), None)
-        if alike is not None and alike.is_proven:
-            return self._skip(alike, module, numbers)
+        found = ((each, self._match(each, module, numbers, around)) for each in known)
+        alike, match = next(((each, match) for each, match in found if match is not None), (None, None))
+        if alike is not None and match is not None and alike.is_proven:
+            return self._skip(alike, module, numbers, match)
         start, first = len(self.recorder.instructions), len(self.recorder.tensors)
         output = call(module, *args, **kwargs)
         region = self.recorder.last_region
@@ -166,13 +175,15 @@ class RepeatedCalls:
         )
         return numbers, around
 
-    def _is_alike(self, template: _Template, module: nn.Module, numbers: tuple[int, ...], around: object) -> bool:
+    def _match(self, template: _Template, module: nn.Module, numbers: tuple[int, ...], around: object) -> _Match | None:
+        """How a call is like that of ``template``; None if it is not."""
         if template.around != around:
-            return False
+            return None
         parts = corresponding_parts(template.module, module)
         if parts is None or not has_equal_attributes(parts, self.reads):
-            return False
-        return self._mapping(template, parts, numbers) is not None
+            return None
+        mapping = self._mapping(template, parts, numbers)
+        return None if mapping is None else _Match(parts, mapping)
 
     def _mapping(self, template: _Template, parts: Parts, numbers: tuple[int, ...]) -> dict[int, int] | None:
         """For each tensor that the earlier call was given the one that takes its place; None if there is none."""
@@ -264,13 +275,10 @@ class RepeatedCalls:
                 recorder.tensors[number] = own
 
     def _renamed(
-        self, template: _Template, module: nn.Module, numbers: tuple[int, ...], first: int
+        self, template: _Template, module: nn.Module, mapping: Mapping[int, int], first: int
     ) -> list[RecordedOp]:
         """The operations of a call like that of ``template``, whose first new tensor has the number ``first``."""
-        parts = corresponding_parts(template.module, module)
-        mapping = None if parts is None else self._mapping(template, parts, numbers)
-        assert mapping is not None
-        mapping.update((old, first + position) for position, old in enumerate(template.numbers))
+        mapping = {**mapping, **{old: first + position for position, old in enumerate(template.numbers)}}
         path, old_path, region = self.paths[id(module)], len(template.path), template.region
 
         def ref(old: Ref) -> Ref:
@@ -295,7 +303,10 @@ class RepeatedCalls:
         recorder = self.recorder
         if len(recorder.tensors) - first != len(template.numbers):
             return False
-        expected = self._renamed(template, module, numbers, first)
+        parts = corresponding_parts(template.module, module)
+        mapping = None if parts is None else self._mapping(template, parts, numbers)
+        assert mapping is not None
+        expected = self._renamed(template, module, mapping, first)
         seen = recorder.instructions[region.start : region.end]
         kinds = (
             tensor_kind(recorder.tensors[old]) == tensor_kind(recorder.tensors[first + position])
@@ -303,16 +314,14 @@ class RepeatedCalls:
         )
         return len(seen) == len(expected) and all(map(_is_same, expected, seen)) and all(kinds)
 
-    def _skip(self, template: _Template, module: nn.Module, numbers: tuple[int, ...]) -> Any:
+    def _skip(self, template: _Template, module: nn.Module, numbers: tuple[int, ...], match: _Match) -> Any:
         """Records a call without running it, and returns its results."""
         recorder, first, start = self.recorder, len(self.recorder.tensors), len(self.recorder.instructions)
-        parts = corresponding_parts(template.module, module)
-        assert parts is not None
-        recorder.instructions += self._renamed(template, module, numbers, first)
+        recorder.instructions += self._renamed(template, module, match.mapping, first)
         recorder.tensors += [recorder.tensors[n] for n in template.numbers]
         self._with_memory_of_its_own(template, first)
         recorder.add_region(module, _moved(template.region, start - template.region.start))
-        read_alike(parts, self.reads)
+        read_alike(match.parts, self.reads)
         given = dict(zip(template.arguments, numbers, strict=True))
         made: dict[int, torch.Tensor] = {}
 

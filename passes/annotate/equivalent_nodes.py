@@ -41,21 +41,24 @@ class EquivalenceKeys:
         self.graph = graph
         self._numbers: dict[Hashable, int] = {}
         self._by_form: dict[Hashable, int] = {}
+        self._graphs = [graph]  # Of which types are told apart by identity first.
 
     def on(self, graph: Graph) -> EquivalenceKeys:
         """Keys of the nodes of another graph, which may be compared with these."""
         other = EquivalenceKeys(graph)
-        other._numbers, other._by_form = self._numbers, self._by_form
+        other._numbers, other._by_form, other._graphs = self._numbers, self._by_form, self._graphs
+        other._graphs.append(graph)
         return other
 
     def of(self, node: Node, pattern: str) -> Hashable:
         """The key of ``node``; ``pattern``: its place in the model."""
-        operands = tuple(map(self.graph.type_of, node.operands))
-        form = node.op if node.is_placeholder else node.form, node.kwargs if node.is_placeholder else (), operands
-        key = (*form, node.types)
+        operands = [self.graph.type_of(value) for value in node.operands]
+        form = (node.op, node.kwargs) if node.is_placeholder else node.form
+        key = form, *map(id, operands), *map(id, node.types)
         if key not in self._by_form:
-            # Equal forms are described once.
-            self._by_form[key] = self._numbers.setdefault(_description(node, operands), len(self._numbers))
+            # Forms of the same types are described once.
+            described = _description(node, tuple(operands))
+            self._by_form[key] = self._numbers.setdefault(described, len(self._numbers))
         return pattern, node.phase, self._by_form[key]
 
 

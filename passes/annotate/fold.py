@@ -24,19 +24,18 @@ NOBODY: Mapping[str, Hashable] = MappingProxyType({})
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
     """The graph with ``classes``, which maps each node's name to that of the first node of its class. Nodes named in
     ``apart`` are tied only to nodes with the same entry there: those that the user pinned alike."""
-    keys, paths = EquivalenceKeys(graph), {node.name: node.path for node in graph.nodes}
-    distinct = dict.fromkeys(paths.values())
+    keys, paths = EquivalenceKeys(graph), [node.path for node in graph.nodes]
+    distinct = dict.fromkeys(paths)
     layers = layers_among(distinct)
-    patterns = {path: fold_path(path, layers) for path in distinct}
-    folded = {name: patterns[path] for name, path in paths.items()}
+    folded = {path: fold_path(path, layers) for path in distinct}
     depths: dict[str, int] = {}
     for pattern, numbers in folded.values():
         if numbers:
             stem = pattern.partition("*")[0]
             depths[stem] = max(depths.get(stem, 0), numbers[0] + 1)
     seen, classes, representative = dict[Hashable, int](), dict[str, str](), dict[Hashable, str]()
-    for node in graph.nodes:
-        pattern, numbers = folded[node.name]
+    for node, path in zip(graph.nodes, paths, strict=True):
+        pattern, numbers = folded[path]
         if not numbers:
             classes[node.name] = node.name
             continue

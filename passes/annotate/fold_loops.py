@@ -32,6 +32,8 @@ def fold_loops(graph: Graph, classes: Mapping[str, str], apart: Container[str], 
     fixed = {first for name, first in classes.items() if name in apart}
     nodes = [node for node in graph.nodes if classes[node.name] == node.name and node.name not in fixed]
     steps = _steps(graph, nodes)
+    if not steps:
+        return dict(classes)
     colours: Mapping[str, Hashable] = steps
     for _ in range(NEARBY):
         numbers: dict[Hashable, int] = {}
@@ -44,7 +46,7 @@ def fold_loops(graph: Graph, classes: Mapping[str, str], apart: Container[str], 
             stretch = seen[colour] * groups // counts[colour]
             united[name] = first_of.setdefault((colour, stretch), name)
             seen[colour] += 1
-    return {name: united.get(first, first) for name, first in classes.items()}
+    return {name: united.get(first, first) for name, first in classes.items()} if united else dict(classes)
 
 
 def _steps(graph: Graph, nodes: Iterable[Node]) -> dict[str, Hashable]:

@@ -16,8 +16,8 @@ is, without layer 3 ::
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -56,18 +56,19 @@ class OmitLayers(Pass):
 
     def apply(self, graph: Graph) -> Graph:
         layers = _Layers.of(graph, self.stack.path)
-        nodes = [self._moved(node, layers) for node in graph.nodes if not self._omits(layers.number.get(node.name))]
-        self._check_readers(graph, layers, nodes)
+        gone = {name for name, number in layers.number.items() if self._omits(number)}
+        nodes = [self._moved(node, layers, gone) for node in graph.nodes if node.name not in gone]
+        self._check_readers(graph, layers, nodes, gone)
         names = {node.name for node in nodes}
         outputs = tuple(each for each in graph.outputs if each.value is None or each.value.node in names)
         classes = {name: first for name, first in graph.classes.items() if name in names}
         return replace(graph, nodes=tuple(nodes), outputs=outputs, classes=_by_kept(classes))
 
-    def _check_readers(self, graph: Graph, layers: _Layers, left: list[Node]) -> None:
+    def _check_readers(self, graph: Graph, layers: _Layers, left: list[Node], gone: Set[str]) -> None:
         """Raises :class:`GraphError` if layers that are left out were all that read some result from outside."""
         read = {value for node in left for value in node.operands} | graph.output_values
         for node in graph.nodes:
-            if self._omits(layers.number.get(node.name)):
+            if node.name in gone:
                 for value in node.operands:
                     is_outside = value.node not in layers.number and not graph[value.node].is_placeholder
                     if is_outside and value not in read:
@@ -76,10 +77,10 @@ class OmitLayers(Pass):
     def _omits(self, number: int | None) -> bool:
         return number is not None and self.begin <= number < self.begin + self.count
 
-    def _moved(self, node: Node, layers: _Layers) -> Node:
-        if any(self._omits(layers.number.get(value.node)) for value in node.operands):
-            return node.map_values(partial(self._source, node, layers))
-        return node
+    def _moved(self, node: Node, layers: _Layers, gone: Set[str]) -> Node:
+        if gone.isdisjoint([value.node for value in node.operands]):
+            return node
+        return node.map_values(partial(self._source, node, layers))
 
     def _source(self, node: Node, layers: _Layers, value: Value) -> Value:
         """What ``node`` reads instead of ``value``."""
@@ -115,29 +116,37 @@ class _Layers:
     @staticmethod
     def of(graph: Graph, path: str) -> _Layers:
         number, place = dict[str, int](), dict[str, tuple[str, int]]()
-        seen, nodes = Counter[tuple[int, str]](), dict[tuple[int, str, int], str]()
+        seen, nodes = dict[tuple[int, str], int](), dict[tuple[int, str, int], str]()
+        layers = {own: number_at(own, path) for own in {node.path for node in graph.nodes}}
         for node in graph.nodes:
-            layer = number_in(node, path)
+            layer = layers[node.path]
             if layer is None:
                 continue
             own = graph.classes.get(node.name, node.name)
-            number[node.name], place[node.name] = layer, (own, seen[layer, own])
-            nodes[layer, own, seen[layer, own]] = node.name
-            seen[layer, own] += 1
+            before = seen.get((layer, own), 0)
+            number[node.name], place[node.name] = layer, (own, before)
+            nodes[layer, own, before] = node.name
+            seen[layer, own] = before + 1
         return _Layers(number, place, nodes)
 
 
 def number_in(node: Node, path: str) -> int | None:
     """The number of the layer of the stack at ``path`` that a node is in; None if it is in none."""
-    number = node.path[len(path) :].partition(".")[0] if node.path.startswith(path) else ""
+    return number_at(node.path, path)
+
+
+def number_at(own: str, path: str) -> int | None:
+    """:func:`number_in` of a node whose path is ``own``."""
+    number = own[len(path) :].partition(".")[0] if own.startswith(path) else ""
     return int(number) if number.isdigit() else None
 
 
 def stacks_of(graph: Graph, least: int) -> tuple[Stack, ...]:
     """The outermost stacks of a graph with classes, of at least ``least`` layers that repeat."""
     sequences: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    containers = {path: tuple(_numbers(path)) for path in {node.path for node in graph.nodes}}
     for node in graph.nodes:
-        for path, number in _numbers(node.path):
+        for path, number in containers[node.path]:
             sequences[path][number].append(graph.classes.get(node.name, node.name))
     found: list[Stack] = []
     for path, layers in sorted(sequences.items(), key=lambda item: len(item[0])):

@@ -14,6 +14,8 @@ from autopar.ops.write_rows import WRITE_ROWS, WRITE_ROWS_IN_PLACE
 def in_place(section: Section, caches: Collection[str]) -> Section:
     """``section`` with ``autopar.write_rows`` in place where its operand is one of the inputs ``caches``, and nothing
     else reads that."""
+    if not caches:
+        return section
     used = Counter(value for instruction in section.instructions for value in instruction.operands)
     used.update(value for value in section.outputs if value is not None)
     free = {Value(name) for name in caches if used[Value(name)] == 1}

@@ -100,12 +100,13 @@ class Emitter:
 
 @dataclass
 class _Member:
-    """One tensor waiting in a bucket, with the hops it has yet to take."""
+    """One tensor waiting in a bucket, with the hops it has yet to take, and the ``arguments`` of the first of them."""
 
     key: object
     value: Value
     kind: TensorType
     path: tuple[Hop, ...]
+    arguments: dict[str, Arg]
 
 
 @dataclass
@@ -144,7 +145,7 @@ class Buckets:
         dtype = None if path[0].kind == "all_gather" else kind.dtype
         group = (path[0].kind, path[0].axes, arguments.get("op"), dtype, alone)
         members = self.open.setdefault(group, [])
-        members.append(_Member(key, value, kind, path))
+        members.append(_Member(key, value, kind, path, arguments))
         if sum(member.path[0].collective.bytes for member in members if member.path[0].collective) >= self.limit:
             self._start(self.open.pop(group))
 
@@ -181,8 +182,7 @@ class Buckets:
 
     def _emit(self, members: list[_Member]) -> Value:
         """Starts the first collective of all ``members`` together."""
-        mesh, coordinate = self.emitter.mesh, self.emitter.coordinate
-        each = [dict(hop_arguments(m.path[0], m.kind, mesh, coordinate)) for m in members]
+        each = [member.arguments for member in members]
         op = f"collective.{members[0].path[0].kind}"
         if len(members) == 1:
             return self.emitter.emit(self.name, op, (members[0].value,), tuple(each[0].items()), 1, self.module)

@@ -65,14 +65,18 @@ class Lowering:
 
     def strategy(self, node: Node) -> Strategy:
         strategy = self.assignment.strategies.get(node.name)
+        if strategy is not None:
+            return strategy
         everywhere = self.assignment.replicated
-        return strategy or Strategy((everywhere,) * len(node.operands), (everywhere,) * len(node.types))
+        return Strategy((everywhere,) * len(node.operands), (everywhere,) * len(node.types))
 
     def home(self, value: Value) -> Placements:
         """The placements of a value where it is produced."""
-        if value.node in self.assignment.parameters:
-            return self.assignment.parameters[value.node].weight
-        return self.strategy(self.graph[value.node]).outputs[value.index]
+        place = self.assignment.parameters.get(value.node)
+        if place is not None:
+            return place.weight
+        strategy = self.assignment.strategies.get(value.node) or self.strategy(self.graph[value.node])
+        return strategy.outputs[value.index]
 
     def moved(self, value: Value, target: Placements, phase: Phase) -> tuple[Hop, ...]:
         """The hops that take a value from home to ``target`` in ``phase``."""
@@ -212,7 +216,8 @@ class NodeLowerer:
     def _call(self, node: Node, strategy: Strategy, operands: list[Value]) -> LocalCall:
         """The call that this device runs for ``node`` on local operands: found once for nodes that differ only in which
         tensors they take, and are placed by one strategy."""
-        key = node.form, tuple(map(self.job.graph.type_of, node.operands)), node.types, id(strategy)
+        kinds = map(self.job.graph.type_of, node.operands)
+        key = node.form, id(strategy), *map(id, kinds), *map(id, node.types)  # Of the job, which keeps them.
         if key not in self._calls:
             call = op_call(self.job.graph, node)
             context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
@@ -220,9 +225,9 @@ class NodeLowerer:
         op, args, kwargs = self._calls[key]
 
         def leaf(arg: Arg) -> Arg:
-            return operands[arg.index] if isinstance(arg, Operand) else arg
+            return operands[arg.index] if type(arg) is Operand else arg
 
-        return op, map_arg(args, leaf), tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
+        return op, map_arg(args, leaf), tuple([(key, map_arg(arg, leaf)) for key, arg in kwargs]) if kwargs else kwargs
 
 
 def with_native_operations(job: Lowering) -> Lowering:

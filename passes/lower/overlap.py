@@ -82,8 +82,9 @@ def _with_late_waits(section: Section) -> list[Instruction]:
     delayed: dict[str, Instruction] = {}
     reordered: list[Instruction] = []
     for before, instruction in zip((None, *section.instructions), section.instructions, strict=False):
-        for name in sorted(_uses(instruction) & delayed.keys(), key=list(delayed).index):
-            reordered.append(delayed.pop(name))
+        if delayed:
+            for name in sorted(_uses(instruction) & delayed.keys(), key=list(delayed).index):
+                reordered.append(delayed.pop(name))
         if instruction.op == WAIT and before is not None and _operand(instruction).node == before.name:
             delayed[instruction.name] = instruction
         else:

@@ -119,6 +119,12 @@ class Occurrences:
         return found
 
     @cached_property
+    def op_of(self) -> Mapping[str, str]:
+        """The operation that computes each node's result; that of what it saves, if it is a saved activation."""
+        ops = {node.name: node.op for node in self.graph.nodes}
+        return ops | {name: ops[value.node] for name, value in self.origin.items()}
+
+    @cached_property
     def users(self) -> Mapping[Value, Sequence[Node]]:
         """The nodes that use a value, or what is saved of it."""
         found: dict[Value, dict[str, Node]] = {}
@@ -135,8 +141,9 @@ class Occurrences:
         """Yields the matches, at most one for each node that can be the pattern's last."""
         if any(instruction.op not in self.by_op for instruction in pattern.section.instructions):
             return  # Last operations are common ones, of which a deep graph has thousands.
+        op_of, before_last = self.op_of, pattern.before_last
         for node in self.by_op.get(pattern.last.op, ()):
-            if not pattern.before_last <= {self.graph[self.base(value).node].op for value in node.operands}:
+            if not before_last.issubset([op_of[value.node] for value in node.operands]):
                 continue
             whole = (m for part in self._node(pattern, pattern.last, node, Match()) for m in self._rest(pattern, part))
             if (match := next(whole, None)) is not None:

@@ -36,8 +36,11 @@ class CastOnce(Pass):
 
 def cast_once(graph: Graph) -> Graph:
     """See :class:`CastOnce`."""
-    casts = {node.name: _only_cast(graph, node) for node in graph.placeholders("param")}
+    read = {value.node for node in graph.nodes if node.op == CAST for value in node.operands}
+    casts = {node.name: _only_cast(graph, node) for node in graph.placeholders("param") if node.name in read}
     working = {name: cast for name, cast in casts.items() if cast is not None}
+    if not working:
+        return graph
 
     def visit(node: Node) -> Node | Value:
         return node.operands[0] if node.op == CAST and node.operands[0].node in working else node

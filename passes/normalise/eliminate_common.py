@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Arg, Node, Value, map_arg
+from autopar.ir.node import Node, Value
 from autopar.passes.base import Pass, is_pure, rewrite, with_phases
 
 
@@ -27,12 +27,8 @@ def merge_common(graph: Graph) -> Graph:
     def visit(node: Node) -> Node | Value:
         if not is_pure(node.op):
             return node
-        first = seen.setdefault((node.op, _exact(node.args), _exact(node.kwargs), node.types), node)
+        # The text of a form tells 1, 1.0 and True apart, and 0.0 from -0.0.
+        first = seen.setdefault((node.form, node.operands, node.types), node)
         return node if first is node else Value(first.name)
 
     return with_phases(rewrite(graph, visit))
-
-
-def _exact(arg: Arg) -> Arg:
-    """``arg`` in a form that compares equal only for equal text: 1, 1.0 and True differ, as do 0.0 and -0.0."""
-    return map_arg(arg, lambda leaf: (type(leaf).__name__, repr(leaf)) if isinstance(leaf, (bool, float)) else leaf)

@@ -23,6 +23,8 @@ class RemoveDead(Pass):
 def remove_dead(graph: Graph) -> Graph:
     """See :class:`RemoveDead`."""
     alive = graph.without_dead()
+    if not alive.constants and all(node.op != "constant" for node in alive.nodes):
+        return alive
     used = {value.node for node in alive.nodes for value in node.operands} | {v.node for v in alive.output_values}
     nodes = tuple(node for node in alive.nodes if node.op != "constant" or node.name in used)
     constants = {name: tensor for name, tensor in graph.constants.items() if name in used}

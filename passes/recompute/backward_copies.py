@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -48,6 +49,7 @@ def is_step(node: Node) -> bool:
     return len(node.types) == 1 and (node.op == CAST or node.op in VIEWS or is_pointwise(node.op))
 
 
+@cache
 def is_pointwise(op: str) -> bool:
     """Whether torch says that an operation is elementwise."""
     name, _, overload = op.removeprefix("aten.").partition(".")

@@ -81,8 +81,9 @@ class _Forward:
 
     def chains(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The values that need not be saved, with the operations that compute them from those that are."""
-        kept = set(saved_values(self.graph))
-        for value in saved_values(self.graph):
+        saved = saved_values(self.graph)
+        kept = set(saved)
+        for value in saved:
             node = self.graph[value.node]
             if is_step(node) and node.op not in VIEWS and self._is_fused(value, node):
                 kept.discard(value)

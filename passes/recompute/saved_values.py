@@ -56,7 +56,9 @@ def save_activations(graph: Graph) -> Graph:
         if not saved.keys().isdisjoint(node.operands):
             node = node.map_values(lambda value: saved.get(value, value))
         nodes.append(node)
-        for index, kind in enumerate(node.types) if node.name in names else ():
+        if node.name not in names:
+            continue
+        for index, kind in enumerate(node.types):
             value = Value(node.name, index)
             if value in saved and kind is not None:
                 nodes.append(

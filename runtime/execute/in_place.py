@@ -22,7 +22,7 @@ import torch
 
 from autopar.ir.node import Value
 from autopar.ir.program import Instruction, Section
-from autopar.torch_internals.operators import OpOverload, aliased_argument
+from autopar.torch_internals.operators import aliased_argument
 
 from .torch_operations import Operation, resolve_aten
 
@@ -72,6 +72,8 @@ def in_place(section: Section) -> dict[str, tuple[int, ...]]:
     last.update((memory[v], len(section.instructions)) for v in section.outputs if v in memory)
     found: dict[str, tuple[int, ...]] = {}
     for index, instruction in enumerate(section.instructions):
+        if instruction.op not in WRITING:
+            continue
         written = {place: _written(instruction, place, memory) for place in _places(instruction)}
         places = tuple(place for place, name in written.items() if name is not None and last[name] == index)
         if places:
@@ -80,9 +82,7 @@ def in_place(section: Section) -> dict[str, tuple[int, ...]]:
 
 
 def _places(instruction: Instruction) -> tuple[int, ...]:
-    """The positions of the operands that the operation could write into."""
-    if instruction.op not in WRITING:
-        return ()
+    """The positions of the operands that one of the operations ``WRITING`` could write into."""
     return (0, 1) if instruction.op in _COMMUTATIVE and not instruction.kwargs else (0,)
 
 
@@ -101,8 +101,9 @@ def _memory(section: Section) -> dict[Value, str]:
     for instruction in section.instructions:
         viewed = _viewed(instruction)
         if instruction.op in ALLOCATING:
-            results = (Value(instruction.name, index) for index in range(instruction.results))
-            memory.update((value, str(value)) for value in results)
+            for index in range(instruction.results):
+                value = Value(instruction.name, index)
+                memory[value] = str(value)
         elif viewed is None:
             seen.update(memory[value] for value in instruction.operands if value in memory)
         elif viewed in memory:
@@ -112,8 +113,7 @@ def _memory(section: Section) -> dict[Value, str]:
 
 def _viewed(instruction: Instruction) -> Value | None:
     """The operand of which the instruction's one result is a view, or possibly is."""
-    operation = _operation(instruction.op)
-    position = None if operation is None else aliased_argument(operation)
+    position = _aliased(instruction.op)
     if position is None or instruction.results != 1 or position >= len(instruction.args):
         return None
     operand = instruction.args[position]
@@ -121,9 +121,9 @@ def _viewed(instruction: Instruction) -> Value | None:
 
 
 @cache
-def _operation(op: str) -> OpOverload | None:
-    """The operation of torch's of that name; None for others."""
-    return resolve_aten(op) if op.startswith("aten.") else None
+def _aliased(op: str) -> int | None:
+    """The position of the argument that a result may be a view of, for an operation of torch's."""
+    return aliased_argument(resolve_aten(op)) if op.startswith("aten.") else None
 
 
 def writing(op: str, places: tuple[int, ...], plain: Operation, into: Operation) -> Operation:

@@ -203,6 +203,57 @@ def test_graphs_of_other_nodes_know_nothing_yet() -> None:
     assert fewer.once("length", lambda: -1) == -1
 
 
+def test_a_graph_of_which_everything_is_needed_stays_itself() -> None:
+    graph = Graph.from_text(TEXT)
+    assert graph.without_dead() is graph
+    useless = Node("useless", "aten.neg.default", (Value("weight"),), types=graph["weight"].types)
+    assert replace(graph, nodes=(*graph.nodes, useless)).without_dead() == graph
+
+
+def test_a_node_of_other_sizes_has_the_form_that_it_had_unless_its_arguments_have_sizes() -> None:
+    graph = Graph.from_text("""graph(b=8)
+%x: f32[b, 4] = input("x")
+%y: f32[b, 4] = aten.mul.Tensor(%x, %x)
+%z: f32[4*b] = aten.reshape.default(%y, [4*b])
+return output "0" = %z
+""")
+    known = {node.name: (node.form, node.is_symbolic) for node in graph}
+    concrete = graph.at(b=2)
+    assert all(is_symbolic for _, is_symbolic in known.values())
+    assert not any(node.is_symbolic for node in concrete)
+    assert concrete["y"].form is known["y"][0] and concrete["z"].form != known["z"][0]
+    assert concrete.to_text() == Graph.from_text(concrete.to_text()).to_text()
+
+
+def test_forms_tell_numbers_and_repeated_operands_apart() -> None:
+    x, y = Value("x"), Value("y")
+    calls = [
+        (x, 1),
+        (x, 1.0),
+        (x, True),
+        (x, -0.0),
+        (x, 0.0),
+        (x, "1"),
+        (x, (1,)),
+        (x, y),
+        (x, x),
+        (x, "%0"),
+        ((x,), 1),
+    ]
+    assert len({Node("z", "op", args).form for args in calls}) == len(calls)
+    assert Node("z", "op", (x, (y, x))).form == Node("a", "op", (y, (x, y))).form
+    assert Node("z", "op", (x,), (("k", y),)).form != Node("z", "op", (x, y)).form
+
+
+def test_a_node_elsewhere_keeps_what_is_known_of_it() -> None:
+    node = Node("z", "aten.neg.default", (Value("x"),), module="a")
+    form, operands = node.form, node.operands
+    other = node.named("y", "backward").inside("b")
+    assert (other.name, other.phase, other.module) == ("y", "backward", "b")
+    assert other.form is form and other.operands is operands
+    assert node == Node("z", "aten.neg.default", (Value("x"),), module="a")
+
+
 def test_a_value_is_a_leaf_of_arguments_though_it_is_a_tuple() -> None:
     x, y = Value("x"), Value("y", 1)
     node = Node("z", "aten.cat.default", ((x, (y, x)), 1), (("like", y),))

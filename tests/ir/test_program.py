@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +34,17 @@ backward(%p, %one):
   %g_wait, %g_wait.1 = collective.wait(%g)
   return %g_wait.1
 """
+
+
+def test_operands_are_found_once_and_anew_for_other_arguments() -> None:
+    x, y = Value("x"), Value("y", 1)
+    step = Instruction("z", "aten.cat.default", ((x, (y, x)), 1), (("like", y),))
+    assert step.operands == (x, y, x, y) and step.operands is step.operands
+    assert replace(step, args=(y,)).operands == (y, y)
+    assert step.with_values({x: y}).operands == (y, y, y, y)
+    again = pickle.loads(pickle.dumps(step))
+    assert again == step == Instruction("z", "aten.cat.default", ((x, (y, x)), 1), (("like", y),))
+    assert again.operands == step.operands and repr(again) == repr(step)
 
 
 def test_text_round_trips() -> None:

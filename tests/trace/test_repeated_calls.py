@@ -29,9 +29,9 @@ def counting() -> Iterator[list[str]]:
     skipped: list[str] = []
     skip = RepeatedCalls._skip
 
-    def counted(self: RepeatedCalls, template: Any, module: nn.Module, numbers: Any) -> Any:
+    def counted(self: RepeatedCalls, template: Any, module: nn.Module, numbers: Any, match: Any) -> Any:
         skipped.append(self.paths[id(module)])
-        return skip(self, template, module, numbers)
+        return skip(self, template, module, numbers, match)
 
     with patch.object(RepeatedCalls, "_skip", counted):
         yield skipped
