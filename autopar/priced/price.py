@@ -80,7 +80,7 @@ def price_with(
 ) -> Priced:
     """:func:`price`. ``work``: what it has in common with plans of the same model for other arguments."""
     check_model(model)
-    check_kind(layout)
+    check_layout(layout)
     check_beside_layout(options)
     full, restriction = _completed(layout, model)
     hardware = Cluster.get(cluster)
@@ -144,16 +144,6 @@ def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
     full = replace(layout, schedule=schedule, precision=shown).completed()
     values = {name: getattr(full, name) for name in full.given if name != "precision"}
     return full, Layout(**values) if option is None else full
-
-
-def check_kind(layout: object) -> None:
-    """Raises :class:`OptionsError` for what is no layout, and for one of a kind that no plan can have."""
-    if isinstance(layout, Layout) and type(layout) is not Layout:
-        raise OptionsError(
-            f"layout is a {type(layout).__name__}: prices are those of plans, and no plan does what its fields add; "
-            "give an autopar.Layout (what other systems do is priced by benchmarks.recipes, see docs/published.md)"
-        )
-    check_layout(layout)
 
 
 def check_beside_layout(options: Options) -> None:

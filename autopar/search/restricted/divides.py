@@ -8,9 +8,9 @@ from collections import Counter
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
-from autopar.layout import Layout, degrees, divisors
+from autopar.layout import degrees, divisors
 from autopar.planner.request import PlanRequest
-from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts, written_heads
 from autopar.planner.roles.expert_blocks import expert_blocks
 from autopar.planner.roles.products import products_of
 from autopar.planner.step_graphs import bare_step_graph
@@ -25,8 +25,9 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     words = words_of(request.options.layout)
     devices = math.prod(request.mesh)
     others = math.prod(n or 1 for n in (restriction.pipeline, restriction.data, restriction.context))
-    layout, ranks = Layout(tensor=tensor, context=context), _left(devices, others)
-    check_division(graph, layout, words, ranks=ranks, devices=devices, written=True)
+    check_sequences(graph, context, words)
+    counts = {**dict(heads_and_experts(graph)), **dict(written_heads(graph))}
+    check_tensor(counts, tensor, words, _left(devices, others), devices)
     if (restriction.expert or 1) > 1:
         among = _left(devices, tensor * (restriction.pipeline or 1))
         _check_experts(graph, restriction.expert or 1, tensor, among)
