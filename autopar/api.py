@@ -18,6 +18,7 @@ from autopar.calibration.default_cluster import default_cluster
 from autopar.cluster.description import Cluster
 from autopar.compiler.agreed_arguments import check_same_arguments
 from autopar.compiler.agreed_plan import agreed_plan
+from autopar.compiler.batch_indices import warn_of_indices
 from autopar.compiler.calls import Compiler
 from autopar.compiler.fixed_axes import with_fixed_axes
 from autopar.compiler.late_search import proposed_layouts
@@ -47,6 +48,7 @@ from autopar.runtime.module.padded_batch import padded_batch
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.unwrapped import check_whole
 from autopar.runtime.module.value_checks import ValueChecks
+from autopar.trace.call import describe_call
 
 from .arguments import PLAN_VARIABLE, Batch, check_model, given_options, given_plan, split_batch
 from .errors import OptionsError
@@ -198,7 +200,9 @@ def _prepared(
         return prepare_inference(model, planned_call(model, args, kwargs, options), device, options, timings)
     precision = options.precision
     given: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "precision": precision, "timings": timings}
-    return compiled_as_planned(prepare(model, args, kwargs, training=True, **given), None, options, cluster)
+    base = prepare(model, args, kwargs, training=True, **given)
+    warn_of_indices(base.graph, describe_call(args, kwargs).tensors)
+    return compiled_as_planned(base, None, options, cluster)
 
 
 @suggests

@@ -20,17 +20,27 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*$")
+_SIZE = re.compile(r"^\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*$", re.ASCII | re.IGNORECASE)
 
 
 def parse_bytes(text: str, name: str = "") -> int:
-    """``"10GiB"``, ``"80GB"``, ``"1.5e9"`` or ``"1024"`` in bytes. ``name``: the option whose value it is.
+    """``"10GiB"``, ``"80GB"``, ``"1.5e9"`` or ``"1024"`` in bytes, a fraction of a byte dropped. ``name``: the option
+    whose value it is. A bare prefix (``"40G"``) is refused, since some tools mean 10**9 by it and others 2**30.
 
     Raises:
         OptionsError: if it is not a size.
     """
     match = _SIZE.match(text)
-    count = float(match[1]) * _UNITS.get(match[2].upper(), math.nan) if match else math.nan
+    number, unit = (match[1], match[2].upper()) if match else ("nan", "")
+    given = f"{name and f'{name}='}{text!r}"
+    if unit and f"{unit}IB" in _UNITS:
+        decimal, binary = (f"{number}{prefix}B" for prefix in (unit, f"{unit}i"))
+        raise OptionsError(f"{given} may be {decimal} ({_count(decimal)}) or {binary} ({_count(binary)}): write which")
+    count = float(number) * _UNITS.get(unit, math.nan)
     if not math.isfinite(count):
-        raise OptionsError(f"{name and f'{name}='}{text!r} is not a size in bytes; write 10GiB, 80GB or 1024")
+        raise OptionsError(f"{given} is not a size in bytes; write 10GiB, 80GB or 1024")
     return int(count)
+
+
+def _count(text: str) -> str:
+    return f"{parse_bytes(text):,} bytes"

@@ -6,13 +6,18 @@ import argparse
 
 from torch import nn
 
-from autopar.files import check_folder
+from autopar.files import check_folder, exists, is_url
 from autopar.plans.plan import Plan
 
 from .arguments import load_target, options_from
 from .output import Output
 
 TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage", "division")
+
+
+def is_plan_file(target: str) -> bool:
+    """Whether ``target`` is a path or URL, and not ``file.py:function``."""
+    return ":" not in target or is_url(target) or exists(target)
 
 
 def make_plan(arguments: argparse.Namespace, output: Output) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +25,14 @@ _TORCH = {
     "channels_last": torch.channels_last,
     "channels_last_3d": torch.channels_last_3d,
 }
-_VALUE = re.compile(r"%(\w+)(?:\.(\d+))?")
-MODULE = re.compile(r"  @(\S+)$")
-# Results, operation and arguments of one line, of a graph or of a program.
-CALL = re.compile(r"^(?P<results>%.*?) = (?P<op>[\w.]+)\((?P<args>.*)\)$")
+_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_VALUE = re.compile(rf"{_STRING}|%(\w+)(?:\.(\d+))?")
+_OUTPUT = re.compile(rf"^return (\w+) ({_STRING}) = (?:none|%(\w+)(?:\.(\d+))?)$")
+# Results, operation, arguments and module of one line, of a graph or of a program. What is within quotes ends nothing.
+CALL = re.compile(
+    r"^(?P<results>%.*?) = (?P<op>[\w.]+)"
+    rf"\((?P<args>[^\"']*(?:{_STRING}[^\"']*)*)\)(?:  @(?P<module>.+))?$"
+)
 
 
 def print_arg(arg: Arg) -> str:
@@ -35,13 +40,20 @@ def print_arg(arg: Arg) -> str:
     if isinstance(arg, tuple) and not isinstance(arg, Value):
         return f"[{', '.join(map(print_arg, arg))}]"
     if isinstance(arg, str):
-        quoted = repr(arg)
-        return f'"{quoted[1:-1]}"' if not {"'", '"'} & set(arg) else quoted
+        return _quoted(arg)
     if isinstance(arg, torch.device):
         return f'device("{arg}")'
-    if isinstance(arg, float) and not isinstance(arg, bool):
-        return repr(arg) if arg == arg and abs(arg) != float("inf") else f'float("{arg}")'
+    if isinstance(arg, float):
+        # Of floats, since numbers of numpy print their type.
+        return float.__repr__(arg) if math.isfinite(arg) else f'float("{float(arg)}")'
+    if isinstance(arg, complex):
+        return f"complex({print_arg(arg.real)}, {print_arg(arg.imag)})"
     return str(arg)
+
+
+def _quoted(text: str) -> str:
+    quoted = repr(text)
+    return f'"{quoted[1:-1]}"' if not {"'", '"'} & set(text) else quoted
 
 
 def print_node(node: Node) -> str:
@@ -57,7 +69,7 @@ def print_node(node: Node) -> str:
 def print_graph(symbols: Iterable[tuple[str, int]], nodes: Iterable[str], outputs: Iterable[Output]) -> str:
     """The text form of a graph of these parts; ``nodes`` are lines."""
     lines = [f"graph({', '.join(f'{k}={v}' for k, v in symbols)})", *nodes]
-    lines += [f'return {o.kind} "{o.name}" = {o.value if o.value is not None else "none"}' for o in outputs]
+    lines += [f"return {o.kind} {_quoted(o.name)} = {o.value if o.value is not None else 'none'}" for o in outputs]
     return "\n".join(lines) + "\n"
 
 
@@ -78,6 +90,10 @@ def _parse_expression(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Arg:
             return torch.device(str(name))
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=name)]):
             return float(str(name))
+        case ast.Call(func=ast.Name(id="complex"), args=[real, imaginary]):
+            return complex(_parse_expression(real, symbols), _parse_expression(imaginary, symbols))
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float() as number)):
+            return -number  # Expressions know no -0.0.
         case ast.UnaryOp() | ast.BinOp() | ast.Call():
             return _parse_arithmetic(tree, symbols)
     raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
@@ -135,7 +151,7 @@ def _arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Any:
 
 def parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
     """The positional and keyword arguments in ``text``. Raises :class:`GraphError`."""
-    python = _VALUE.sub(lambda m: f"VALUE_{m[2] or 0}_{m[1]}", text)
+    python = _VALUE.sub(lambda m: f"VALUE_{m[2] or 0}_{m[1]}" if m[1] else m[0], text)
     try:
         call = ast.parse(f"f({python})", mode="eval").body
     except SyntaxError as error:
@@ -157,10 +173,8 @@ def parse_type(text: str, symbols: dict[str, sympy.Symbol]) -> TensorType | None
 
 
 def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
-    module = MODULE.search(line)
-    body = MODULE.sub("", line)
-    backward = body.startswith("backward ")
-    match = CALL.match(body.removeprefix("backward "))
+    backward = line.startswith("backward ")
+    match = CALL.match(line.removeprefix("backward "))
     if match is None:
         raise GraphError(f"cannot read the line {line!r}")
     results = re.findall(r"%(\w+)(?:\.\d+)?: (none|\w+\[[^\]]*\])", match["results"])
@@ -170,25 +184,24 @@ def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
     if match["op"] in PLACEHOLDERS and len(args) != 1:
         raise GraphError(f"a placeholder takes one name: {line!r}")
     types = tuple(parse_type(t, symbols) for _, t in results)
-    path = module[1] if module else ""
     return Node(
         name=results[0][0],
         op=match["op"],
         args=args,
         kwargs=kwargs,
         types=types,
-        module=path,
+        module=match["module"] or "",
         source="",
         phase="backward" if backward else "forward",
     )
 
 
 def _parse_output(line: str) -> Output:
-    match = re.match(r'^return (\w+) "([^"]*)" = (?:none|%(\w+)(?:\.(\d+))?)$', line)
+    match = _OUTPUT.match(line)
     if match is None:
         raise GraphError(f"cannot read the line {line!r}")
     value = Value(match[3], int(match[4] or 0)) if match[3] else None
-    return Output(match[1], match[2], value)  # type: ignore[arg-type]
+    return Output(match[1], ast.literal_eval(match[2]), value)  # type: ignore[arg-type]
 
 
 def text_lines(text: str) -> list[str]:

@@ -27,7 +27,7 @@ import torch
 
 from autopar.errors import GraphError, OptionsError
 
-from .graph_text import CALL, MODULE, parse_args, parse_type, text_lines
+from .graph_text import CALL, parse_args, parse_type, text_lines
 from .node import Arg, TensorType, Value
 from .placements import Placements, parse_placements, short
 
@@ -193,10 +193,9 @@ def _parse_values(text: str) -> Iterator[Value | None]:
 
 
 def _parse_instruction(line: str) -> InstructionParts:
-    module = MODULE.search(line)
-    match = CALL.match(MODULE.sub("", line))
+    match = CALL.match(line)
     if match is None:
         raise GraphError(f"cannot read the line {line!r}")
     results = [value for value in _parse_values(match["results"]) if value is not None]
     args, kwargs = parse_args(match["args"], {})
-    return InstructionParts(results[0].node, match["op"], args, kwargs, len(results), module[1] if module else "")
+    return InstructionParts(results[0].node, match["op"], args, kwargs, len(results), match["module"] or "")

@@ -39,10 +39,14 @@ def what_if(plan: PlanRecord, asked: Mapping[Sweep, Sequence[Any] | None]) -> Wh
         Cluster.get(cluster)
     if not wanted:
         wanted = dict(_unasked(plan, question))
+    written = _written(asked.get("memory_limit"))
     answers: list[Answer[Any]] = []
     work = question.begin()
     for sweep, values in wanted.items():
-        answers += in_order([_answer(question, sweep, value, work) for value in values])
+        solved = [_answer(question, sweep, value, work) for value in values]
+        if sweep == "memory_limit":
+            solved = [replace(answer, written=written.get(answer.amount, "")) for answer in solved]
+        answers += in_order(solved)
     return WhatIf(plan, tuple(answers))
 
 
@@ -54,7 +58,7 @@ def _unasked(plan: PlanRecord, question: Question) -> Iterator[tuple[Sweep, tupl
 
 def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
     """The values of one sweep, each once. Raises :class:`OptionsError` for what cannot be asked."""
-    given = tuple(values) if isinstance(values, (list, tuple, range)) else (values,)
+    given = _listed(values)
     if sweep == "memory_limit":
         given = tuple(parse_bytes(value, sweep) if isinstance(value, str) else value for value in given)
     if not given:
@@ -68,6 +72,16 @@ def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
     if sweep == "devices":
         given = tuple(tuple(value) if isinstance(value, list) else value for value in given)
     return tuple(value for i, value in enumerate(given) if value not in given[:i])
+
+
+def _listed(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, (list, tuple, range)) else (values,)
+
+
+def _written(values: Any) -> dict[int, str]:
+    """Bytes that were given with a unit, and how they were written first."""
+    texts = [text.strip() for text in _listed(values) if isinstance(text, str)]
+    return {parse_bytes(text): text for text in reversed(texts) if text[-1].isalpha()}
 
 
 def _is_positive(value: object) -> bool:

@@ -31,6 +31,7 @@ from autopar.restriction import words_of
 from autopar.search.restricted.advice import layout_infeasible
 from autopar.search.restricted.arrangements import arrangements
 from autopar.search.restricted.divides import check_stages_divide
+from autopar.search.restricted.nearest import arranged_or_explained
 from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
@@ -154,7 +155,7 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
         proposals = request.propose(request) if request.propose is not None and asks else Proposals()
 
     def solve(own: PlanRequest) -> Tried:
-        return _of_arrangements(arrangements(own), pinned, timings)
+        return _of_arrangements(arranged_or_explained(own), pinned, timings)
 
     tried = tried_proposals(request, proposals, timings, solve, partial(_worth, request))
     return replace(tried if tried.candidates else solve(request), estimated=proposals.estimated)

@@ -36,9 +36,9 @@ class RecipePlacing(Placing):
         return self.layout.hides_input_gradients
 
     def check(self, graph: Graph) -> None:
-        check_sequences(graph, self.layout.context, self.layout)
+        check_sequences(graph, self.layout.context, self.layout, advised=True)
         counts = {node: count for node, count in heads_and_experts(graph) if not self._is_replicated(node)}
-        check_tensor(counts, self.layout.tensor, self.layout)
+        check_tensor(counts, self.layout.tensor, self.layout, advised=True)
 
     def rules(self, instance: Instance) -> tuple[Allowed, ...]:
         rules = super().rules(instance)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import print_node
-from autopar.ir.node import Node, TensorType, Value, map_arg, symbol
+from autopar.ir.node import Node, Output, TensorType, Value, map_arg, symbol
+from autopar.ir.program import Instruction, Section
 
 # ruff: noqa: E501
 TEXT = """graph(b=8)
@@ -37,6 +41,28 @@ def test_arguments_keep_their_types() -> None:
     assert node.args[2] == (2 * symbol("b"), 3, -1)
     assert kwargs["x"] == -0.5 and kwargs["dtype"] is torch.float32 and kwargs["device"] == torch.device("cpu")
     assert kwargs["y"] == float("-inf") and kwargs["z"] is None and kwargs["flag"] is True and kwargs["name"] == "a b"
+
+
+CONSTANTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+)
+
+
+@given(CONSTANTS, st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
+@example((-0.0, -5e-324, 1, True, 1.0, -(2**70), complex(-0.0, float("nan"))), "a b")
+@example(("a %x", '"', "'", "\\", "\n", "\u2028", "é", '"  @a', ")  @b", "  like %x", " = %x"), "é")
+def test_constants_round_trip(constant: Any, module: str) -> None:
+    """``repr`` tells -0.0 from 0.0, True from 1, and finds each nan equal."""
+    x = Node("x", "input", ("x",), types=(TensorType((2,), torch.float32),))
+    y = Node("y", "aten.a.b", (Value("x"), constant), (("k", constant),), x.types, module)
+    graph = Graph((x, y), (Output("output", str(constant), Value("y")),))
+    found = Graph.from_text(graph.to_text())
+    assert repr((found.nodes, found.outputs)) == repr((graph.nodes, graph.outputs))
+    annotated = Graph.from_text(graph.annotated(classes={"y": "x"}).to_text(annotated=True))
+    assert repr(annotated.nodes) == repr(graph.nodes) and annotated.classes == {"y": "x"}
+    section = Section("forward", ("x",), (Instruction("y", y.op, y.args, y.kwargs, 1, module),), (Value("y"),))
+    assert repr(Section.from_text(section.to_text())) == repr(section)
 
 
 def test_at_replaces_the_symbol_everywhere() -> None:

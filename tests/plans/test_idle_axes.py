@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cluster.description import Cluster
+from autopar.cluster.presets import PRESETS
 
 
 class Net(nn.Module):
@@ -18,10 +20,16 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.layers(x), y)
 
 
-def warnings_of(mesh: tuple[int, ...], width: int = 32, samples: int = 32, **options: object) -> list[str]:
+def warnings_of(
+    mesh: tuple[int, ...],
+    width: int = 32,
+    samples: int = 32,
+    cluster: str | Cluster = "dgx-a100-80gb",
+    **options: object,
+) -> list[str]:
     batch = (torch.randn(samples, 16), torch.randn(samples, 1))
     settings = autopar.Options(**options)  # type: ignore[arg-type]
-    plan = autopar.plan(Net(width), mesh, batch, cluster="dgx-a100-80gb", options=settings)
+    plan = autopar.plan(Net(width), mesh, batch, cluster=cluster, options=settings)
     assert autopar.Plan.from_json(plan.to_json()).warnings == plan.warnings
     return [warning for warning in plan.warnings if "same" in warning]
 
@@ -29,7 +37,7 @@ def warnings_of(mesh: tuple[int, ...], width: int = 32, samples: int = 32, **opt
 def test_a_small_model_says_that_devices_compute_the_same_and_why() -> None:
     (said,) = warnings_of((2, 2))
     assert said.startswith("the 4 devices along axes idle0 and idle1 all compute the same: ")
-    assert "(data parallel is priced at " in said and "fewer processes" in said
+    assert "(data parallel is priced at " in said and "fewer processes" in said and "calibrate" not in said
     (said,) = warnings_of((4,), stages=2, microbatches=2)
     assert said.startswith("the 2 devices along axis idle of each stage all compute the same: ")
 
@@ -52,3 +60,8 @@ def test_devices_that_have_something_to_do(
 def test_restrictions_are_the_reason_where_there_are_any(options: dict[str, object], why: str) -> None:
     (said,) = warnings_of((4,), **options)
     assert f"nothing quicker was found under {why}; fewer processes" in said
+
+
+def test_prices_that_were_not_measured_may_be_the_reason() -> None:
+    (said,) = warnings_of((2, 2), cluster=Cluster.from_toml(PRESETS["local"]))
+    assert said.endswith("; prices were not measured here, run `autopar calibrate` and plan again")

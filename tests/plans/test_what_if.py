@@ -384,7 +384,8 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert "error" in data["answers"][0] and 'id="whatif"' in page.read_text()
     assert main([*words, "--memory-limits", "1KB"]) == 1
-    assert "no plan" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n  1KB " in shown and "no plan" in shown
     with pytest.raises(SystemExit):
         main([*words, "--precisions", "fp7"])
     assert "'fp7' is not a precision: one of" in capsys.readouterr().err
@@ -397,3 +398,17 @@ def test_rows_of_every_tensor_are_repeated_or_cut() -> None:
     assert longer["x"].tolist() == rows[[0, 1, 2, 0, 1]].tolist() == longer["list"][0].tolist()
     assert longer["scale"] is tree["scale"] and longer["n"] == 3
     assert resized(tree, 3, 2)["x"].tolist() == rows[:2].tolist()
+
+
+def test_limits_are_shown_as_they_were_written() -> None:
+    answers = ask().whatif(memory_limit=["2MB", 1 << 30, " 2 GiB", "4000000000"]).answers
+    assert [answer.label for answer in answers] == ["2MB", "1 GiB", "2 GiB", "3.73 GiB"]
+
+
+def test_the_command_given_a_plan_names_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    ask().save(file)
+    assert main(["whatif", str(file)]) == 2
+    assert "autopar whatif train.py:make --mesh 2,2 (the plan's mesh)" in capsys.readouterr().err
+    assert main(["whatif", "train.py:make"]) == 2
+    assert "give the mesh" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_stages_that_share_processors() -> None:
     assert parts.step_seconds == pytest.approx(made)
     assert parts.step_seconds < apart.predicted.step_seconds
     assert autopar.step_timeline(shared).seconds == pytest.approx(parts.step_seconds)
-    assert "processors of waiting ranks -" in str(shared)
+    assert "quicker on cores that waiting ranks leave free -" in str(shared)
     assert Plan.from_json(shared.to_json()) == shared == Plan.from_text(shared.to_text())
 
 

@@ -7,10 +7,9 @@ from contextlib import nullcontext
 
 from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning, load_target
 from autopar.cli.output import Output
-from autopar.cli.plans import describe, make_plan
+from autopar.cli.plans import describe, is_plan_file, make_plan
 from autopar.cli.status import OK
 from autopar.errors import OptionsError
-from autopar.files import exists, is_url
 from autopar.plans.plan import Plan
 from autopar.plans.views.step_timeline import step_timeline
 
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
-    is_file = ":" not in arguments.target or is_url(arguments.target) or exists(arguments.target)
+    is_file = is_plan_file(arguments.target)
     if is_file and (arguments.after or arguments.solve):
         what = "--after" if arguments.after else "--solve"
         raise OptionsError(f"{what} needs the model, which a plan file does not have: name model.py:make, with --mesh")

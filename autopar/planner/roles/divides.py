@@ -23,18 +23,17 @@ from autopar.placement.axis_names import weight_values
 from .expert_blocks import FORWARD, number_of_experts
 
 
-def check_tensor(counts: Mapping[Node, int], tensor: int, words: object, ranks: int = 0, devices: int = 0) -> None:
+def check_tensor(counts: Mapping[Node, int], tensor: int, words: object, advised: bool = False) -> None:
     """Raises :class:`OptionsError` for heads or experts, of which nodes have ``counts``, that do not divide among
-    ``tensor`` ranks of a layout, in ``words``. ``ranks``: how many there may be at most, which those that errors name
-    divide; if only one does, those that divide all ``devices``, with other degrees than those given."""
+    ``tensor`` ranks of a layout, in ``words``. ``advised``: whether errors name the degrees that divide them."""
     common = math.gcd(*counts.values())
     for node, count in counts.items():
         if count % tensor:
             kind = "experts" if node.op == FORWARD else "heads"
-            among = math.gcd(common, ranks) if math.gcd(common, ranks) > 1 else math.gcd(common, devices)
+            advice = f"; {degrees('tensor', common, tensor)}" if advised else ""
             raise OptionsError(
                 f"{words}: {node.module or node.name} has {count} {kind}, which do not divide among {tensor} tensor "
-                f"ranks; {degrees('tensor', among, tensor)}"
+                f"ranks{advice}"
             )
 
 
@@ -61,9 +60,9 @@ def written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
             yield node, count
 
 
-def check_sequences(graph: Graph, context: int, words: object) -> None:
+def check_sequences(graph: Graph, context: int, words: object, advised: bool = False) -> None:
     """Raises :class:`OptionsError` for an input of a concrete step graph without a sequence, or whose sequence does not
-    divide among ``context`` ranks of a layout, in ``words``."""
+    divide among ``context`` ranks of a layout, in ``words``. ``advised``: as of :func:`check_tensor`."""
     for node in graph.placeholders("input") if context > 1 else ():
         size = int(node.type.shape[1]) if node.type.rank > 1 else 0
         product = _summed_over(graph, Value(node.name), size) if size > 1 else None
@@ -74,9 +73,10 @@ def check_sequences(graph: Graph, context: int, words: object) -> None:
                 "context=1, and more data or tensor ranks"
             )
         if size % context:
+            advice = f"; {degrees('context', size, context)}" if advised else ""
             raise OptionsError(
                 f"{words}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
-                f"divide among {context} context ranks; {degrees('context', size, context)}"
+                f"divide among {context} context ranks{advice}"
             )
 
 

@@ -140,7 +140,7 @@ def _parts(plan: PlanRecord) -> list[tuple[str, float, float]]:
         for kind, label in kinds.items()
     ]
     sums.append(("bubble", plan.predicted.bubble_seconds))
-    sums.append(("processors of waiting ranks", -plan.predicted.freed_seconds))
+    sums.append(("quicker on cores that waiting ranks leave free", -plan.predicted.freed_seconds))
     return [(label, seconds, 100 * seconds / total) for label, seconds in sums if seconds]
 
 

@@ -23,7 +23,7 @@ _FIGURES = (
     ("compute", "compute_seconds"),
     ("communication", "comm_seconds"),
     ("bubble", "bubble_seconds"),
-    ("processors freed", "freed_seconds"),
+    ("quicker on cores that waiting ranks leave free", "freed_seconds"),
     ("peak", "peak_bytes"),
     ("weights", "weight_bytes"),
     ("gradients", "gradient_bytes"),

@@ -26,11 +26,14 @@ def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> It
     count = math.prod(plan.mesh[axis] for axis in axes)
     names = " and ".join(plan.axis_names[axis] for axis in axes)
     where = f"ax{'is' if len(axes) == 1 else 'es'} {names}{' of each stage' if plan.stages > 1 else ''}"
+    # Sources of prices that were not measured name this command.
+    measures = "autopar calibrate" in plan.cluster_source
+    advice = "; prices were not measured here, run `autopar calibrate` and plan again" if measures else ""
     share = min(_alike(plan, axis) for axis in axes)
     what = "all compute the same" if share > ALL else f"spend {share:.0%} of their computing on the same"
     yield (
         f"the {count} devices along {where} {what}: {_reason(plan, priced)}; fewer processes would do as well, and a "
-        "larger batch or model could use them"
+        f"larger batch or model could use them{advice}"
     )
 
 

@@ -345,7 +345,7 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
         "grad sync": plan.seconds_of("gradient"),
         "bubble": plan.predicted.bubble_seconds,
         "hidden by computing": plan.seconds_of("hidden"),
-        "processors of waiting ranks": -plan.predicted.freed_seconds,
+        "quicker on cores that waiting ranks leave free": -plan.predicted.freed_seconds,
     }
     p, total = plan.predicted, plan.predicted.step_seconds
     yield from _wrapped(

@@ -40,17 +40,20 @@ class Answer(Generic[AnyPlan]):
     """The plan for one changed question. ``sweep`` is what was changed and ``value`` to what: bytes per device, a
     number of devices or the shape of a mesh, samples of the global batch, a precision, or a cluster's name.
     ``amount``: the value as a number (bytes, devices, samples; 0 for precisions and clusters). ``plan`` is None where
-    there is no plan; then ``error`` says why, in full."""
+    there is no plan; then ``error`` says why, in full. ``written``: the value as text if it was asked as such."""
 
     sweep: Sweep
     value: Any
     amount: int
     plan: AnyPlan | None
     error: str = ""
+    written: str = ""
 
     @property
     def label(self) -> str:
         """The changed value for people."""
+        if self.written:
+            return self.written
         if self.sweep == "memory_limit":
             return size(self.amount)
         if isinstance(self.value, tuple):

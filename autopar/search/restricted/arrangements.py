@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from autopar.errors import OptionsError
-from autopar.layout import degrees
 from autopar.options import Options
 from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.planner.roles.axis_roles import ROLE_NAMES, AxisRole, role_names
@@ -29,7 +28,8 @@ _OF_PRODUCTS = frozenset(("data", "context", "tensor"))
 
 def arrangements(request: PlanRequest) -> list[PlanRequest]:
     """The requests to solve for ``request``: itself if no layout fixes a degree, otherwise one for each arrangement of
-    its devices. Raises :class:`OptionsError` if there is none, with the numbers and the nearest that work."""
+    its devices. Raises :class:`OptionsError` if there is none, with the numbers (:mod:`.nearest` adds those that work).
+    """
     restriction = Restriction.of(request.options.layout)
     stages = request.options.stages
     restriction = replace(restriction, pipeline=restriction.pipeline or (None if isinstance(stages, tuple) else stages))
@@ -141,17 +141,14 @@ def _with_microbatches(request: PlanRequest, restriction: Restriction, known: Ma
     """The options, with the number of microbatches if the layout gives their size."""
     batch, data, words = request.batch, known.get("data", 1), words_of(request.options.layout)
     if batch % data:
-        raise OptionsError(
-            f"{words}: a batch of {batch} does not divide among {data} data ranks; {degrees('data', batch, data)}"
-        )
+        raise OptionsError(f"{words}: a batch of {batch} does not divide among {data} data ranks")
     if restriction.microbatch is None:
         return request.options
     count, rest = divmod(batch // data, restriction.microbatch)
     if rest:
         raise OptionsError(
             f"{words}: each of {data} data ranks has {batch // data} of {batch} samples, which do not divide into "
-            f"microbatches of {restriction.microbatch}; "
-            f"{degrees('microbatch', batch // data, restriction.microbatch)}"
+            f"microbatches of {restriction.microbatch}"
         )
     if request.options.microbatches not in (None, count):
         raise OptionsError(
@@ -163,28 +160,20 @@ def _with_microbatches(request: PlanRequest, restriction: Restriction, known: Ma
 
 
 def _no_devices(request: PlanRequest, restriction: Restriction) -> OptionsError:
-    """The error for degrees whose product is not, or does not divide, the number of devices: names what would."""
+    """The error for degrees whose product is not, or does not divide, the number of devices."""
     devices = math.prod(request.mesh)
     given = {name: n for name in _DEGREES if (n := getattr(restriction, name)) is not None}
     needed = " x ".join(f"{name}={n}" for name, n in given.items())
-    advice = []
-    for name, n in given.items():
-        others = math.prod(given.values()) // n
-        if devices % others == 0:
-            works = f"{name}={devices // others}"
-            advice.append(works if len(given) == len(_DEGREES) else degrees(name, devices // others, n))
-    instead = f"; {' or '.join(advice)} with the other degrees as they are" if advice else ""
     return OptionsError(
         f"{words_of(request.options.layout)}: {needed} = {math.prod(given.values())} devices, but the mesh "
-        f"{request.mesh} has {devices}{instead}. Degrees that are left out are searched"
+        f"{request.mesh} has {devices} (degrees that are left out are searched)"
     )
 
 
 def _experts_apart(restriction: Restriction, known: Mapping[str, int]) -> OptionsError:
-    ranks = known.get("data", 1) * known.get("context", 1)
     return OptionsError(
         f"Layout(expert={restriction.expert}): experts are divided among data x context ranks, here "
-        f"{known.get('data', 1)} x {known.get('context', 1)}; {degrees('expert', ranks, restriction.expert or 1)}"
+        f"{known.get('data', 1)} x {known.get('context', 1)}"
     )
 
 

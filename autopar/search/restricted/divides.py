@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
-from autopar.layout import degrees, divisors
+from autopar.layout import divisors
 from autopar.planner.request import PlanRequest
 from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts, written_heads
 from autopar.planner.roles.expert_blocks import expert_blocks
@@ -20,17 +21,13 @@ from autopar.restriction import Restriction, words_of
 def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None:
     """Raises :class:`OptionsError` if heads, experts or the sequence do not divide among the ranks that ``restriction``
     gives them, or if there are no experts to divide or no sequence."""
-    graph = bare_step_graph(request.graph, request.loss, request.batch)
+    graph = _step(request)
     tensor, context = restriction.tensor or 1, restriction.context or 1
     words = words_of(request.options.layout)
-    devices = math.prod(request.mesh)
-    others = math.prod(n or 1 for n in (restriction.pipeline, restriction.data, restriction.context))
     check_sequences(graph, context, words)
-    counts = {**dict(heads_and_experts(graph)), **dict(written_heads(graph))}
-    check_tensor(counts, tensor, words, _left(devices, others), devices)
+    check_tensor({**dict(heads_and_experts(graph)), **dict(written_heads(graph))}, tensor, words)
     if (restriction.expert or 1) > 1:
-        among = _left(devices, tensor * (restriction.pipeline or 1))
-        _check_experts(graph, restriction.expert or 1, tensor, among)
+        _check_experts(graph, restriction.expert or 1, tensor)
     needs_sequence = {"context": context > 1, "sequence_parallel": bool(restriction.sequence_parallel)}
     for name, needed in needs_sequence.items():
         if needed and not any(node.type.rank > 1 for node in graph.placeholders("input")):
@@ -60,9 +57,15 @@ def check_stages_divide(request: PlanRequest) -> None:
         )
 
 
+def _step(request: PlanRequest) -> Graph:
+    whole, loss, batch = request.graph, request.loss, request.batch
+    make = partial(bare_step_graph, whole, loss, batch)
+    return request.shared.once("bare step", (whole,), loss, batch, make=make)
+
+
 def _products(request: PlanRequest) -> int:
     """How many forward operations of a step read matrices or tables of weights."""
-    graph = bare_step_graph(request.graph, request.loss, request.batch)
+    graph = _step(request)
     return sum(graph[name].phase == "forward" for name in products_of(graph))
 
 
@@ -80,8 +83,7 @@ def _left(devices: int, others: int) -> int:
     return devices // others if devices % others == 0 else devices
 
 
-def _check_experts(graph: Graph, expert: int, tensor: int, ranks: int) -> None:
-    """``ranks``: those of data and context, of which experts take some."""
+def _check_experts(graph: Graph, expert: int, tensor: int) -> None:
     blocks = expert_blocks(graph)
     if not blocks:
         raise OptionsError(
@@ -91,8 +93,7 @@ def _check_experts(graph: Graph, expert: int, tensor: int, ranks: int) -> None:
     for node, count in blocks.items():
         if count % (expert * tensor):
             among = f"{expert} expert ranks" + (f" x {tensor} tensor ranks" if tensor > 1 else "")
-            works = math.gcd(count // math.gcd(count, tensor), ranks)
             raise OptionsError(
                 f"Layout(expert={expert}): {node.module or node.name} has {count} experts, which do not divide among "
-                f"{among}; {degrees('expert', works, expert)}"
+                f"{among}"
             )

@@ -88,8 +88,8 @@ class Placing:
 
     def check(self, graph: Graph) -> None:
         """Raises :class:`OptionsError` if the layout does not divide the graph of a step."""
-        check_sequences(graph, self.layout.context, self.layout)
-        check_tensor(dict(heads_and_experts(graph)), self.layout.tensor, self.layout)
+        check_sequences(graph, self.layout.context, self.layout, advised=True)
+        check_tensor(dict(heads_and_experts(graph)), self.layout.tensor, self.layout, advised=True)
 
     def rules(self, instance: Instance) -> tuple[Allowed, ...]:
         """What every choice of the program must fulfil."""
