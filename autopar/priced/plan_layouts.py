@@ -30,7 +30,7 @@ from autopar.search.segments import pinned_stage, stage_pins
 
 from .figures import device_flops, notes_on
 from .precision import planned_precision
-from .price import OF_LAYOUTS, mesh_of, price_with
+from .price import OF_LAYOUTS, price_with
 from .priced import Priced
 from .report import LayoutReport
 
@@ -125,7 +125,7 @@ def _under_pins(options: Options, layout: Layout, plan: Plan, price: Callable[[L
     the stage, or the axes, that they name. If there is no such plan either, without. Says which are left out."""
     stages, placements = stage_pins(options.pins)
     kept = {path: text for path, text in stages.items() if pinned_stage(text) < layout.pipeline > 1}
-    if mesh_of(replace(layout, pipeline=1)) == (tuple(n for n in plan.mesh if n > 1) or (1,)):
+    if replace(layout, pipeline=1).mesh == (tuple(n for n in plan.mesh if n > 1) or (1,)):
         kept |= placements
     try:
         found = price(layout, replace(options, pins=kept))

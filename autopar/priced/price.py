@@ -90,7 +90,7 @@ def price_with(
 
     def planned(options: Options, cluster: Cluster) -> Plan:
         arguments: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": work, "advises": False}
-        return make_plan(model, mesh_of(full), batch, options=options, cluster=cluster, **arguments)
+        return make_plan(model, full.mesh, batch, options=options, cluster=cluster, **arguments)
 
     needed = None
     try:
@@ -128,12 +128,6 @@ def _with_memory(cluster: Cluster) -> Cluster:
         return replace(group, device=replace(device, memory_bytes=more, reserve_bytes=kept, reserve_fraction=0.0))
 
     return cluster.with_groups(*map(with_more, cluster.groups)) if cluster.groups else cluster
-
-
-def mesh_of(layout: Layout) -> tuple[int, ...]:
-    """The mesh whose axes are the degrees of a layout, outermost first."""
-    degrees = (layout.pipeline, layout.data, layout.context, layout.tensor)
-    return tuple(degree for degree in degrees if degree > 1) or (1,)
 
 
 def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
