@@ -228,9 +228,9 @@ def _four_devices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "MANY_DEVICES", 4)
 
 
-def request(layout: Layout, **options: Any) -> PlanRequest:
+def request(layout: Layout, source: str = "stack", cluster: str = "slow", **options: Any) -> PlanRequest:
     open_ones = {"mesh_search": True, "stages": None, "microbatches": None}
-    asked = requested("stack", (2, 2), slow_devices(), **{**open_ones, **options})
+    asked = requested(source, (2, 2), CLUSTERS[cluster], **{**open_ones, **options})
     return replace(asked, propose=lambda _: Proposals((layout,)))
 
 
@@ -248,12 +248,13 @@ def test_a_plan_says_what_was_searched() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("source", "cluster"), [("stack", "fast"), ("gpt2", "slow")])
 @pytest.mark.usefixtures("_four_devices_are_many")
-def test_what_was_excluded_is_not_quicker() -> None:
+def test_what_was_excluded_is_not_quicker(source: str, cluster: str) -> None:
     """Every division of four devices that its bound excludes, solved nevertheless."""
-    asked = request(Layout(pipeline=2, tensor=2, data=1, microbatch=1))
+    asked = request(Layout(pipeline=2, tensor=2, data=1, microbatch=1), source, cluster)
     plan = best_plan.best_plan(asked, Timings())
-    limits, seconds = bounds("stack", slow_devices(), 4), plan.predicted.step_seconds
+    limits, seconds = bounds(source, CLUSTERS[cluster], 4), plan.predicted.step_seconds
     excluded = [d for d in all_divisions(4, BATCH, 100, 1) if divides(d, BATCH) and limits.seconds(d) >= seconds]
     assert excluded
     for division in excluded:
