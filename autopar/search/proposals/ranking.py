@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from autopar.layout import Layout, divisors
 from autopar.planner.request import NEAR, PlanRequest, memory_limit_of
@@ -34,6 +35,7 @@ DEEP = 32
 LAUNCHES_COUNT = 0.02
 # The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
 UNSURE = 0.985
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,7 +125,7 @@ class Ranking:
         count, limit = self._microbatches(division), memory_limit_of(self.request)
         devices, stages = division.data * division.tensor, division.pipeline
         waiting: list[tuple[float, int, Kind]] = []
-        placed = self._placed(division)
+        placed = self._useful(division)
         for index, each in enumerate(placed):
             kinds = self.forms.kinds(each.totals(division.data), stages, count, limit)
             waiting += [(seconds, index, kind) for seconds, kind in kinds]
@@ -136,30 +138,51 @@ class Ranking:
             least = min(least, own)
         return least
 
-    def _placed(self, division: Degrees) -> tuple[PlacedStage, ...]:
+    def _placed(self, division: Degrees) -> Iterable[PlacedStage]:
         return self.programs.placed(division.tensor, division.samples)
+
+    def _useful(self, division: Degrees) -> list[PlacedStage]:
+        """The placements that may be the quickest, the first ones: where one fits under every schedule, those that
+        recompute more only take longer."""
+        return list(self._until_one_fits(self._placed(division), lambda each: each.totals(division.data), division))
+
+    def _until_one_fits(
+        self, items: Iterable[Item], totals: Callable[[Item], Totals], division: Degrees
+    ) -> Iterator[Item]:
+        count, limit = self._microbatches(division), memory_limit_of(self.request)
+        for item in items:
+            yield item
+            if self.forms.fits(totals(item), division.pipeline, count, limit):
+                return
 
     def _alone(self, division: Degrees) -> float:
         """The closed form of a division by the program of a sample on one device, and by what other microbatches of as
         many tensor ranks send."""
-        totals, samples = self._on_one_device(division.samples)
-        shared = [each.shared(division.tensor, division.samples // samples) for each in totals]
-        known = self.programs.any_of(division.tensor)
+        each, samples = self._on_one_device(division.samples)
+        known, sent = self.programs.any_of(division.tensor), 0.0
         if known is not None:
-            sent = known[1][0].totals(self._most_data).sending * division.samples / known[0]
-            shared = [replace(each, seconds=each.seconds + sent) for each in shared]
-        return min((self._closed(each, division) for each in shared), default=math.inf)
+            sent = known[1].totals(self._most_data).sending * division.samples / known[0]
 
-    def _on_one_device(self, samples: int) -> tuple[list[Totals], int]:
+        def shared(totals: Totals) -> Totals:
+            own = totals.shared(division.tensor, division.samples // samples)
+            return replace(own, seconds=own.seconds + sent)
+
+        useful = self._until_one_fits(each, shared, division)
+        return min((self._closed(shared(totals), division) for totals in useful), default=math.inf)
+
+    def _on_one_device(self, samples: int) -> tuple[Iterator[Totals], int]:
         """The program of a microbatch of ``samples`` on one device, or of one sample if that tells what more take."""
-        one = [placed.totals(self._most_data) for placed in self.programs.placed(1, 1)]
-        if samples == 1 or all(each.launching <= LAUNCHES_COUNT * each.seconds for each in one):
-            return one, 1
-        return [placed.totals(self._most_data) for placed in self.programs.placed(1, samples)], samples
+        first = next(self._totals_alone(1), None)
+        if samples == 1 or first is None or first.launching <= LAUNCHES_COUNT * first.seconds:
+            return self._totals_alone(1), 1
+        return self._totals_alone(samples), samples
+
+    def _totals_alone(self, samples: int) -> Iterator[Totals]:
+        return (placed.totals(self._most_data) for placed in self.programs.placed(1, samples))
 
     def _together(self, division: Degrees) -> float:
         """The closed form by the program of the tensor ranks."""
-        totals = (placed.totals(division.data) for placed in self._placed(division))
+        totals = (placed.totals(division.data) for placed in self._useful(division))
         return min((self._closed(each, division) for each in totals), default=math.inf)
 
     def _closed(self, totals: Totals, division: Degrees) -> float:
@@ -169,7 +192,7 @@ class Ranking:
     @cached_property
     def forms(self) -> ClosedForms:
         """Those of the model on one device, with messages that are free."""
-        alone = self.programs.placed(1, 1)[0].costs(self._most_data)
+        alone = next(self.programs.placed(1, 1)).costs(self._most_data)
         return ClosedForms(alone.over(WirePrice(0.0, math.inf)).segments)
 
     @cached_property

@@ -80,7 +80,9 @@ class PlacedStage:
 
     @cached_property
     def _launching(self) -> float:
-        """Seconds to launch the kernels of one microbatch, in all layers."""
+        """Seconds to launch the kernels of one microbatch, in all layers; what is recomputed is not counted."""
+        if self.of_parameters is not None:
+            return self.of_parameters._launching
         of, launching, prices = self.microbatch.segment_of, np.zeros(self._few.count), self.solution.prices
         alone = seconds_alone(prices.cluster, self.solution.instance.graph, prices.fused)
         for name, (seconds, launches) in alone.items():
