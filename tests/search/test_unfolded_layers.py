@@ -27,7 +27,7 @@ def _request(kind: str) -> PlanRequest:
 
 
 def _placed(step: FewLayerStep, tensor: int) -> tuple[PlacedStage, ...]:
-    return StagePrograms(step).placed(tensor, 1)
+    return tuple(StagePrograms(step).placed(tensor, 1))
 
 
 @pytest.mark.parametrize(("kind", "tensor"), slow_rows_but([0], [("llama", 2), ("gpt2", 1)]))

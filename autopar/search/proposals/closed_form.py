@@ -41,15 +41,22 @@ class ClosedForms:
     def kinds(self, totals: Totals, stages: int, microbatches: int, limit: float) -> Iterator[tuple[float, Kind]]:
         """Each schedule that may fit into ``limit`` bytes of each device, with its seconds. Cuts may give full stages
         less than their share, so that up to :data:`JUST_OVER` times the limit may fit."""
-        for name, chunks in schedule_choices(stages, None):
-            if stages * chunks > self.segments.count:
-                continue
-            in_flight = max(SCHEDULES[name].in_flight(rank, stages, microbatches, chunks) for rank in (0, stages - 1))
-            held = totals.static / stages + in_flight * totals.saved / (stages * chunks)
+        for held, name, chunks in self._held(totals, stages, microbatches):
             if held <= JUST_OVER * limit:
                 idle = _idle_share(name, stages, microbatches, chunks) / stages
                 busy = self._busiest(stages, (name, chunks))
                 yield microbatches * totals.seconds * (busy + idle) + totals.once / stages, (name, chunks)
+
+    def fits(self, totals: Totals, stages: int, microbatches: int, limit: float) -> bool:
+        """Whether every schedule fits, even where cuts give the fullest stage :data:`JUST_OVER` times its share."""
+        return all(JUST_OVER * held <= limit for held, *_ in self._held(totals, stages, microbatches))
+
+    def _held(self, totals: Totals, stages: int, microbatches: int) -> Iterator[tuple[float, str, int]]:
+        """What a device holds under each schedule for which there are enough segments."""
+        for name, chunks in schedule_choices(stages, None):
+            if stages * chunks <= self.segments.count:
+                flying = max(SCHEDULES[name].in_flight(rank, stages, microbatches, chunks) for rank in (0, stages - 1))
+                yield totals.static / stages + flying * totals.saved / (stages * chunks), name, chunks
 
     def seconds(self, totals: Totals, stages: int, microbatches: int, limit: float) -> float:
         """Seconds of the quickest schedule that may fit; infinite if none may."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from autopar.layout import Layout, divisors
 from autopar.planner.request import NEAR, PlanRequest, memory_limit_of
@@ -33,6 +34,7 @@ DEEP = 32
 LAUNCHES_COUNT = 0.02
 # The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
 UNSURE = 0.985
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Ranking:
 
     def _estimate(self, layout: Layout) -> float:
         count, limit, stages = self._microbatches(layout), memory_limit_of(self.request), layout.pipeline
-        every = [placed.costs(layout.data) for placed in self._placed(layout)]
+        every = [placed.costs(layout.data) for placed in self._useful(layout)]
         waiting = [
             (seconds, index, kind)
             for index, costs in enumerate(every)
@@ -110,31 +112,50 @@ class Ranking:
             least = min(least, estimated_seconds(*of_stages, arranged, limit, least))
         return least
 
-    def _placed(self, layout: Layout) -> tuple[PlacedStage, ...]:
+    def _placed(self, layout: Layout) -> Iterable[PlacedStage]:
         return self.programs.placed(layout.tensor, layout.microbatch)
+
+    def _useful(self, layout: Layout) -> list[PlacedStage]:
+        """The placements that may be the quickest, the first ones: where one fits under every schedule, those that
+        recompute more only take longer."""
+        return list(self._until_one_fits(self._placed(layout), lambda placed: placed.costs(layout.data).totals, layout))
+
+    def _until_one_fits(
+        self, items: Iterable[Item], totals: Callable[[Item], Totals], layout: Layout
+    ) -> Iterator[Item]:
+        count, limit = self._microbatches(layout), memory_limit_of(self.request)
+        for item in items:
+            yield item
+            if self.forms.fits(totals(item), layout.pipeline, count, limit):
+                return
 
     def _alone(self, layout: Layout) -> float:
         """The closed form of a division by the program of a sample on one device, and by what other microbatches of as
         many tensor ranks send."""
-        totals, samples = self._on_one_device(layout.microbatch)
-        shared = [each.shared(layout.tensor, layout.microbatch // samples) for each in totals]
-        known = self.programs.any_of(layout.tensor)
+        every, samples = self._on_one_device(layout.microbatch)
+        known, sent = self.programs.any_of(layout.tensor), 0.0
         if known is not None:
-            sent = known[1][0].costs(self._devices).totals.sending * layout.microbatch / known[0]
-            shared = [replace(each, seconds=each.seconds + sent) for each in shared]
-        return self._closed(shared, layout)
+            sent = known[1].costs(self._devices).totals.sending * layout.microbatch / known[0]
 
-    def _on_one_device(self, samples: int) -> tuple[list[Totals], int]:
+        def shared(totals: Totals) -> Totals:
+            own = totals.shared(layout.tensor, layout.microbatch // samples)
+            return replace(own, seconds=own.seconds + sent)
+
+        return self._closed(map(shared, self._until_one_fits(every, shared, layout)), layout)
+
+    def _on_one_device(self, samples: int) -> tuple[Iterator[Totals], int]:
         """The program of a microbatch of ``samples`` on one device, or of one sample if that tells what more take."""
-        for own in (1, samples):
-            totals = [placed.costs(self._devices).totals for placed in self.programs.placed(1, own)]
-            if own == samples or all(each.launching <= LAUNCHES_COUNT * each.seconds for each in totals):
-                break
-        return totals, own
+        first = next(self._totals_alone(1), None)
+        if first is None or first.launching <= LAUNCHES_COUNT * first.seconds:
+            samples = 1
+        return self._totals_alone(samples), samples
+
+    def _totals_alone(self, samples: int) -> Iterator[Totals]:
+        return (placed.costs(self._devices).totals for placed in self.programs.placed(1, samples))
 
     def _together(self, layout: Layout) -> float:
         """The closed form by the program of the tensor ranks."""
-        return self._closed([placed.costs(layout.data).totals for placed in self._placed(layout)], layout)
+        return self._closed([placed.costs(layout.data).totals for placed in self._useful(layout)], layout)
 
     def _closed(self, every: Iterable[Totals], layout: Layout) -> float:
         count, limit = self._microbatches(layout), memory_limit_of(self.request)
@@ -144,7 +165,7 @@ class Ranking:
     @cached_property
     def forms(self) -> ClosedForms:
         """Those of the model on one device."""
-        return ClosedForms.of(self.programs.placed(1, 1)[0].costs(self._devices))
+        return ClosedForms.of(next(self.programs.placed(1, 1)).costs(self._devices))
 
     @property
     def _devices(self) -> int:

@@ -104,7 +104,9 @@ class PlacedStage:
 
     @cached_property
     def _launching(self) -> float:
-        """Seconds to launch the kernels of one microbatch, in all layers."""
+        """Seconds to launch the kernels of one microbatch, in all layers; what is recomputed is not counted."""
+        if self.of_parameters is not None:
+            return self.of_parameters._launching
         prices = self.solution.prices
         alone = seconds_alone(prices.cluster, self.solution.instance.graph, prices.fused)
         return float(

@@ -4,8 +4,10 @@ Their axes have the roles that a layout gives them, as in the search for a plan 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,22 +40,28 @@ class StagePrograms:
     """The programs of ``step``, each solved when it is first asked for."""
 
     step: FewLayerStep
-    _placed: dict[tuple[int, int], tuple[PlacedStage, ...]] = field(default_factory=dict)
+    # By tensor ranks and samples, what has been placed so far, and what remains to be.
+    _placed: dict[tuple[int, int], tuple[list[PlacedStage], Iterator[PlacedStage]]] = field(default_factory=dict)
     _microbatches: dict[int, Microbatch] = field(default_factory=dict)
 
-    def placed(self, tensor: int, samples: int) -> tuple[PlacedStage, ...]:
+    def placed(self, tensor: int, samples: int) -> Iterator[PlacedStage]:
         """The placements of a microbatch of so many ``samples`` on tensor ranks alone, without limits of memory: the
-        quickest, and the same with more and more recomputed; none if the model does not divide so."""
+        quickest, and the same with more and more recomputed, each priced when it is first asked for; none if the model
+        does not divide so."""
         if (tensor, samples) not in self._placed:
-            try:
-                self._placed[tensor, samples] = tuple(self._solved(tensor, samples))
-            except AutoparError:  # Heads, or samples, do not divide, or samples are coupled.
-                self._placed[tensor, samples] = ()
-        return self._placed[tensor, samples]
+            self._placed[tensor, samples] = [], self._solved(tensor, samples)
+        found, rest = self._placed[tensor, samples]
+        for at in itertools.count():
+            if at == len(found):
+                with suppress(AutoparError):  # Heads, or samples, do not divide, or samples are coupled.
+                    found += itertools.islice(rest, 1)
+            if at == len(found):
+                return
+            yield found[at]
 
-    def any_of(self, tensor: int) -> tuple[int, tuple[PlacedStage, ...]] | None:
-        """The first placements that were solved for so many tensor ranks, with their samples; None if none were."""
-        return next(((m, placed) for (t, m), placed in self._placed.items() if t == tensor and placed), None)
+    def any_of(self, tensor: int) -> tuple[int, PlacedStage] | None:
+        """The first placement that was solved for so many tensor ranks, with its samples; None if none was."""
+        return next(((m, found[0]) for (t, m), (found, _) in self._placed.items() if t == tensor and found), None)
 
     def _solved(self, tensor: int, samples: int) -> Iterator[PlacedStage]:
         layout = division(tensor, math.prod(self.step.request.mesh) // tensor, 1, samples)
