@@ -144,6 +144,12 @@ class Layout:
         return self.stage_devices * self.pipeline
 
     @property
+    def mesh(self) -> tuple[int, ...]:
+        """The mesh whose axes are the degrees, outermost first."""
+        degrees = (self.pipeline, self.data, self.context, self.tensor)
+        return tuple(degree for degree in degrees if degree > 1) or (1,)
+
+    @property
     def stage_devices(self) -> int:
         """Devices of one pipeline stage."""
         return self.data * self.context * self.tensor

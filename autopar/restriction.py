@@ -45,7 +45,12 @@ class Restriction:
 
 def check_layout(layout: object) -> None:
     """Raises :class:`OptionsError` for what is no layout, or is of a kind that no plan can have."""
-    if type(layout) is not Layout:
+    if isinstance(layout, Layout) and type(layout) is not Layout:
+        raise OptionsError(
+            f"layout is a {type(layout).__name__}: prices are those of plans, and no plan does what its fields add; "
+            "give an autopar.Layout (what other systems do is priced by benchmarks.recipes, see docs/published.md)"
+        )
+    if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r} is not an autopar.Layout; write layout=autopar.Layout(tensor=2, data=4)")
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,11 +25,12 @@ from autopar.planner.shared_work import SharedWork
 from autopar.plans.plan import Plan
 from autopar.plans.question import resized
 from autopar.precision import Precision
+from autopar.restriction import check_layout
 from autopar.search.segments import pinned_stage, stage_pins
 
 from .figures import device_flops, notes_on
 from .precision import planned_precision
-from .price import OF_LAYOUTS, check_kind, mesh_of, price_with
+from .price import OF_LAYOUTS, price_with
 from .priced import Priced
 from .report import LayoutReport
 
@@ -91,16 +93,9 @@ def plan_layouts(
     given: dict[str, Any] = {"loss_fn": loss_fn, "targets": resized(targets, batch_size(*split_batch(batch)), samples)}
     plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, work=work, **given)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    # Of layouts for comparison: without what a layout says.
-    beside = replace(own, layout=None, **dict[str, Any].fromkeys(OF_LAYOUTS))
-
-    def priced(layout: Layout) -> Priced:
-        def under(pins: Mapping[str, str]) -> Priced:
-            return price_with(model, inputs, hardware, layout, replace(beside, pins=pins), work=work, **given)
-
-        return _under_pins(beside.pins, layout, plan, under)
-
-    named = {name: priced(layout) for name, layout in (compare or {}).items()}
+    said: dict[str, Any] = dict.fromkeys(OF_LAYOUTS)  # By the layouts for comparison.
+    beside, price = replace(own, layout=None, **said), partial(price_with, model, inputs, hardware, work=work, **given)
+    named = {name: _under_pins(beside, layout, plan, price) for name, layout in (compare or {}).items()}
     return LayoutReport(
         plan=plan,
         model=type(model).__name__,
@@ -125,20 +120,20 @@ def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
     return (devices,) if is_one_axis else (devices // node, node)
 
 
-def _under_pins(pins: Mapping[str, str], layout: Layout, plan: Plan, price: Callable[[Any], Priced]) -> Priced:
-    """The price of a layout under those of the ``pins`` of ``plan`` that it does not contradict: it has the stage, or
-    the axes, that they name. If there is no such plan either, under none. Says which are left out."""
-    stages, placements = stage_pins(pins)
+def _under_pins(options: Options, layout: Layout, plan: Plan, price: Callable[[Layout, Options], Priced]) -> Priced:
+    """The price of a layout under ``options``, with those of the pins of ``plan`` that it does not contradict: it has
+    the stage, or the axes, that they name. If there is no such plan either, without. Says which are left out."""
+    stages, placements = stage_pins(options.pins)
     kept = {path: text for path, text in stages.items() if pinned_stage(text) < layout.pipeline > 1}
-    if mesh_of(replace(layout, pipeline=1)) == (tuple(n for n in plan.mesh if n > 1) or (1,)):
+    if replace(layout, pipeline=1).mesh == (tuple(n for n in plan.mesh if n > 1) or (1,)):
         kept |= placements
     try:
-        found = price(kept)
+        found = price(layout, replace(options, pins=kept))
     except (OptionsError, InfeasibleError):
         if not kept:
             raise
-        kept, found = {}, price({})
-    left_out = [path for path in pins if path not in kept]
+        kept, found = {}, price(layout, replace(options, pins={}))
+    left_out = [path for path in options.pins if path not in kept]
     if not left_out:
         return found
     note = f"pins that {layout} contradicts are left out: {', '.join(left_out)}"
@@ -183,7 +178,7 @@ def _check(devices: object, tokens: object, compare: Mapping[str, Layout], sampl
                 f"{name}: {layout} takes {layout.devices} devices, not {devices}; {_filling(layout, devices)}"
             )
         layout.microbatches(samples)
-        check_kind(layout)
+        check_layout(layout)
 
 
 def _filling(layout: Layout, devices: Any) -> str:

@@ -80,7 +80,7 @@ def price_with(
 ) -> Priced:
     """:func:`price`. ``work``: what it has in common with plans of the same model for other arguments."""
     check_model(model)
-    check_kind(layout)
+    check_layout(layout)
     check_beside_layout(options)
     full, restriction = _completed(layout, model)
     hardware = Cluster.get(cluster)
@@ -90,7 +90,7 @@ def price_with(
 
     def planned(options: Options, cluster: Cluster) -> Plan:
         arguments: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": work, "advises": False}
-        return make_plan(model, mesh_of(full), batch, options=options, cluster=cluster, **arguments)
+        return make_plan(model, full.mesh, batch, options=options, cluster=cluster, **arguments)
 
     needed = None
     try:
@@ -130,12 +130,6 @@ def _with_memory(cluster: Cluster) -> Cluster:
     return cluster.with_groups(*map(with_more, cluster.groups)) if cluster.groups else cluster
 
 
-def mesh_of(layout: Layout) -> tuple[int, ...]:
-    """The mesh whose axes are the degrees of a layout, outermost first."""
-    degrees = (layout.pipeline, layout.data, layout.context, layout.tensor)
-    return tuple(degree for degree in degrees if degree > 1) or (1,)
-
-
 def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
     """The layout with every field given, and what of it restricts the plan: all but the precision of a model that is
     planned as it is. Raises :class:`OptionsError` if the fields contradict each other."""
@@ -144,16 +138,6 @@ def _completed(layout: Layout, model: nn.Module) -> tuple[Layout, Layout]:
     full = replace(layout, schedule=schedule, precision=shown).completed()
     values = {name: getattr(full, name) for name in full.given if name != "precision"}
     return full, Layout(**values) if option is None else full
-
-
-def check_kind(layout: object) -> None:
-    """Raises :class:`OptionsError` for what is no layout, and for one of a kind that no plan can have."""
-    if isinstance(layout, Layout) and type(layout) is not Layout:
-        raise OptionsError(
-            f"layout is a {type(layout).__name__}: prices are those of plans, and no plan does what its fields add; "
-            "give an autopar.Layout (what other systems do is priced by benchmarks.recipes, see docs/published.md)"
-        )
-    check_layout(layout)
 
 
 def check_beside_layout(options: Options) -> None:

@@ -214,7 +214,7 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
     if tried.failures and never_fits(request):
         return tried
     staged, failure = with_stages(request, pinned, timings, min(best, tried.least), _wants_memory(tried))
-    tried += Tried(tuple(staged))
+    tried += staged
     if tried.candidates:
         return replace(tried, failures=())
     return tried if tried.failures else replace(tried, failures=(failure,))

@@ -19,7 +19,7 @@ from autopar.planner.roles.axis_roles import role_names
 from autopar.plans.plan import Plan
 from autopar.plans.views.quantities import duration, size
 
-from .division_bounds import Division
+from .division_bounds import Division, division_of
 from .stage_meshes import StageLayout
 
 # Kinds of plans that people ask for.
@@ -164,8 +164,7 @@ def tried_divisions(tried: Tried, batch: int) -> Iterator[TriedDivision]:
     yield from (TriedDivision(name, "solved", seconds) for name, seconds in solved.items())
     covered = {division for candidate in tried.candidates for division in candidate.divisions}
     for layout, seconds in tried.estimated.items():
-        count = batch // (layout.data * layout.microbatch)
-        if Division(layout.pipeline, layout.data, layout.tensor, count, 1) not in covered:
+        if division_of(layout, batch) not in covered:
             yield TriedDivision(str(layout), "estimated", seconds)
 
 

@@ -39,7 +39,7 @@ from typing import NamedTuple
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.searched import Searched, TriedDivision
-from autopar.layout import divisors
+from autopar.layout import Layout, divisors
 from autopar.passes.pipeline.chunk_assignment import gradient_parts
 from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.placement.fused_kernels import FusedKernels
@@ -72,6 +72,11 @@ def all_divisions(devices: int, batch: int, pieces: int, most_chunks: int) -> It
             for microbatches in counts:
                 for interleave in range(1, min(most_chunks, pieces // pipeline) + 1 if pipeline > 1 else 2):
                     yield Division(pipeline, data, devices // (pipeline * data), microbatches, interleave)
+
+
+def division_of(layout: Layout, batch: int) -> Division:
+    """The division that a layout with all degrees and a chunk on each stage is."""
+    return Division(layout.pipeline, layout.data, layout.tensor, layout.microbatches(batch), 1)
 
 
 def divides(division: Division, batch: int) -> bool:

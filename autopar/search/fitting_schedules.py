@@ -25,7 +25,7 @@ from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cut
 from autopar.solver.problem import Ints
 
 from .chunks import place_chunks
-from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, wire_prices
+from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, slowest_wire, wire_prices
 from .pipeline_record import planned_pipeline
 from .pipeline_request import PipelineRequest
 from .segments import pinned_ranks, price_segments
@@ -201,21 +201,13 @@ def _on_blocks(
     priced: tuple[CostBreakdown, ...],
 ) -> tuple[Segments, ...]:
     """The segments between ``candidates``, as ``priced`` on each block of devices."""
-    layout, cluster = request.layout, request.cluster
-    ranks = tuple(range(layout.stages))
-    slowest = min(
-        wire_prices(cluster, ranks, layout.blocks, _ring(layout.stages)).values(), key=lambda link: link.bandwidth
-    )
+    slowest = slowest_wire(request.cluster, request.layout.blocks)
     segments: dict[int, Segments] = {}
     for own, prices, breakdown in zip(solved, prices_on_blocks(solved), priced, strict=True):
         if id(breakdown) not in segments:  # Equal blocks have one breakdown.
             own_segments = price_segments(pieces.graph, candidates, segment_of, own, prices, breakdown, slowest)
             segments[id(breakdown)] = own_segments
     return tuple(segments[id(breakdown)] for breakdown in priced)
-
-
-def _ring(stages: int) -> tuple[tuple[int, int], ...]:
-    return tuple((s, (s + 1) % stages) for s in range(stages))
 
 
 def cut_and_price(

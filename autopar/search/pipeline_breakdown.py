@@ -83,6 +83,13 @@ def wire_prices(
     return wires
 
 
+def slowest_wire(cluster: Cluster, blocks: Sequence[range]) -> WirePrice:
+    """The slowest wire between stages on neighbouring ``blocks`` of devices, and from the last to the first."""
+    ranks = tuple(range(len(blocks)))
+    wires = wire_prices(cluster, ranks, blocks, tuple(zip(ranks, (*ranks[1:], 0), strict=True)))
+    return min(wires.values(), key=lambda wire: wire.bandwidth)
+
+
 def shared_processors(cluster: Cluster, sizes: Sequence[int]) -> SharedProcessors | None:
     """Which stages share the processors of a host, and how quick they are while others wait; None if no two stages
     share processors. ``sizes``: the devices of each stage. Prices assume that all devices of a host are at work. A

@@ -13,19 +13,23 @@ from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
-from autopar.passes.pipeline.microbatch import split_inputs
-from autopar.planner.request import PlanRequest, asked_mesh, rank_limits, stage_limits
+from autopar.passes.annotate.few_layers import FewLayers
+from autopar.passes.pipeline.microbatch import microbatch, split_inputs
+from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_graph
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
 from autopar.search.restricted.never_fits import never_fits
 
 from .attempts import attempts
-from .candidate import Candidate, Failure, named_axes, needed
+from .candidate import Candidate, Excluded, Failure, Tried, named_axes, needed
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .fitting_schedules import PipelineSolution
 from .infeasible import FULLER, pipeline_infeasible
+from .pipeline import inner_repeats
 from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest
 from .rehearsed_memory import search_within
@@ -39,6 +43,9 @@ HOPELESS = 1.5
 # The share of counted work that is left for microbatches and pipelines where memory is short. Chosen: programs under a
 # limit that binds take long, and those without stages may have taken most of it.
 FOR_SHORT_OF_MEMORY = 0.75
+# The operations of a step from which on a program of few layers says first whether a pipeline could win. Chosen: of
+# Llama of 32 layers, with 6,200, that spares half of the search; of smaller ones a price of all layers takes no longer.
+MANY_OPERATIONS = 5000
 _NO_LOSS = (
     "a step in stages or microbatches runs forward and backward in turns, so the loss must be part of it, but the "
     "model returns none for this batch: pass the labels from which the model computes it, or loss_fn, called as "
@@ -48,9 +55,10 @@ _NO_LOSS = (
 
 def with_stages(
     request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float, lacks_memory: bool = False
-) -> tuple[list[Candidate], Failure]:
-    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and why others were impossible: of
-    those that do not fit, that which needs fewest bytes. That is an error for the user only if nothing else was found.
+) -> tuple[Tried, Failure]:
+    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, those that quick prices exclude,
+    and why others were impossible: of those that do not fit, that which needs fewest bytes. That is an error for the
+    user only if nothing else was found.
 
     Args:
         pinned: the stages of modules, by path.
@@ -58,9 +66,8 @@ def with_stages(
         lacks_memory: whether that would be quicker with more memory.
     """
     if request.loss is None and request.graph.gradients:
-        return [], _impossible(OptionsError(_NO_LOSS))
-    graph = whole_step(request)
-    candidates: list[Candidate] = []
+        return Tried(), _impossible(OptionsError(_NO_LOSS))
+    graph, tried = whole_step(request), Tried()
     nothing = (
         f"no pipeline stages are possible on the mesh {asked_mesh(request)} under these options: leave some of them out"
     )
@@ -69,14 +76,17 @@ def with_stages(
     if lacks_memory and request.options.stages is None:
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     for layout, counts in attempts(request, graph, best, lacks_memory):
-        quickest = min([best, *(candidate.seconds for candidate in candidates)])
+        quickest = min(best, tried.least)
         if _is_over(request, timings, quickest, has_failed=failure is not impossible):
             break
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
+        excluded = {n: slow for n in counts if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
+        tried += Tried(excluded=tuple(excluded.values()))
+        counts = tuple(n for n in counts if n not in excluded)
         solved, last = _of_layout(pipeline, counts, timings, best, quickest)
-        candidates += solved
+        tried += Tried(tuple(solved))
         failure = failure if last is None else _nearer(last, failure)
-    return candidates, failure
+    return tried, failure
 
 
 def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed: bool) -> bool:
@@ -157,11 +167,7 @@ class _Pipeline:
     def solved(self, timings: Timings, best: float = math.inf) -> Candidate:
         """The quickest such pipeline. ``best``: seconds of the best plan found so far. Raises :class:`InfeasibleError`
         if none fits, :class:`OptionsError` if none is possible."""
-        request, layout = self.request, self.layout
-        names = tuple(request.axis_names[axis] for axis in layout.axes) if request.axis_names else ()
-        roles = tuple(request.roles[axis] for axis in layout.axes) if request.roles else ()
-        limits = rank_limits(request)
-        inside = replace(request, mesh=layout.mesh, axis_names=names, roles=roles, rank_limits=limits)
+        request, layout, inside = self.request, self.layout, self._inside
         if layout.stages == 1:  # The objective is the step.
             inside = replace(inside, worth=min(request.worth, best))
         programs = StagePrograms(inside, layout, best, timings)
@@ -187,6 +193,41 @@ class _Pipeline:
         chosen = replace(inside, mesh=prices.mesh, shares=prices.shares)
         solved = _Solved(request, chosen, timings, solution)
         return replace(solved.candidate(), improved=solved.improved)
+
+    @property
+    def _inside(self) -> PlanRequest:
+        """The request for the mesh inside a stage."""
+        request, axes = self.request, self.layout.axes
+        names = tuple(request.axis_names[axis] for axis in axes) if request.axis_names else ()
+        roles = tuple(request.roles[axis] for axis in axes) if request.roles else ()
+        limits = rank_limits(request)
+        return replace(request, mesh=self.layout.mesh, axis_names=names, roles=roles, rank_limits=limits)
+
+    def too_slow(self, timings: Timings, best: float) -> Excluded | None:
+        """Why the pipeline is not searched for, if few layers show that it takes longer than ``best`` seconds. That is
+        asked of deep models alone, where the options leave stages open."""
+        if math.isinf(best) or len(self.graph) < MANY_OPERATIONS or self._is_asked or self.layout.stages == 1:
+            return None
+        few, stacks = FewLayers().shortened(folded_graph(self.request, self.graph))
+        if not stacks:
+            return None
+        programs = StagePrograms(self._inside, self.layout, best, timings)
+        with suppress(InfeasibleError, OptionsError):
+            pieces = microbatch(few, self.microbatches, split_inputs(self.request.graph), self._alone())
+            repeats = inner_repeats(self.microbatches, self.layout.stages)
+            price = programs.quick_price(SaveActivations()(pieces.graph), stacks, repeats)
+            if price.is_too_slow:
+                where = named_axes(self._inside, price.solution.assignment, price.solution.instance.graph)
+                name = f"{self.layout.described} x {where}, {self.microbatches} microbatches"
+                return Excluded(name, TooSlowError(name, price.seconds, is_proven=False))
+        return None
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the options say something about stages, or devices differ, so that few layers show nothing."""
+        options = self.request.options
+        asked = (options.stages, options.schedule, options.microbatches, options.layout)
+        return bool(self.pinned or self.request.cluster.groups) or any(value is not None for value in asked)
 
     def _alone(self) -> Callable[[], Graph] | None:
         """The step graph of a batch of the size of a microbatch, if microbatches may be batches of their own."""

@@ -17,7 +17,7 @@ from autopar.planner.timings import Timings
 from autopar.restriction import words_of
 
 from .candidate import RULE, Excluded, Tried, keep_shown
-from .division_bounds import Division, bounds_of
+from .division_bounds import bounds_of, division_of
 from .pipelines import whole_step
 
 # The shares of counted work that are left for plans without stages, and then for further pipelines. Chosen.
@@ -122,9 +122,7 @@ class ProposedSearch:
         return self.proposals.is_near(layout) and self.proposals.may_take(self.tried.least, layout)
 
     def _bound(self, layout: Layout) -> float:
-        count = self.request.batch // (layout.data * layout.microbatch)
-        division = Division(layout.pipeline, layout.data, layout.tensor, count, 1)
-        return bounds_of(self.request, whole_step(self.request)).seconds(division)
+        return bounds_of(self.request, whole_step(self.request)).seconds(division_of(layout, self.request.batch))
 
     @property
     def _is_spent(self) -> bool:

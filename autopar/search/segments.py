@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from autopar.errors import OptionsError
-from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Node, Value
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Value
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.passes.pipeline.first_chunks import first_chunks
 from autopar.passes.pipeline.repeated import copies_in_backward
-from autopar.placement.breakdown import CostBreakdown
+from autopar.placement.breakdown import CostBreakdown, CostLine
 from autopar.placement.constraints import unmatched
-from autopar.placement.formulation import Instance
-from autopar.placement.item_prices import accumulator_bytes, parameter_bytes, temporary_bytes
-from autopar.placement.memory_bound import recomputed_of
+from autopar.placement.item_prices import temporary_bytes
+from autopar.placement.memory_bound import held_bytes, recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
@@ -84,15 +82,12 @@ def price_segments(
     count = len(candidates) + 1
     # Lists: their elements are added to far more often than there are segments.
     seconds, static, saved, wire, working, entering, returning = ([0.0] * count for _ in range(7))
-    exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}
-    for line in breakdown.lines:
-        if line.kind not in (*ONCE_A_STEP, "hidden"):
-            share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
-            seconds[segment_at(line.name, segment_of)] += share * line.seconds / line.times
+    for line, own_seconds in seconds_of_microbatch(breakdown.lines):
+        seconds[segment_at(line.name, segment_of)] += own_seconds
     away, read_in = assignment.recomputed | assignment.offloaded, _first_readers(instance.graph, segment_of)
     for node in instance.graph.nodes:
         if node.op == "param":
-            static[segment_at(node.name, segment_of)] += _static_bytes(instance, assignment, node)
+            static[segment_at(node.name, segment_of)] += sum(held_bytes(uncut.step.placed, node))
         elif node.op == SAVED_ACTIVATION and node.name not in away:
             size = prices.held(node.type, assignment.strategies[node.name].outputs[0])
             made = segment_at(node.operands[0].node, segment_of)
@@ -118,20 +113,17 @@ def price_segments(
     return Segments(names, _array(seconds), _array(static), _array(saved), *of_messages, _array(working), again)
 
 
+def seconds_of_microbatch(lines: Sequence[CostLine]) -> Iterator[tuple[CostLine, float]]:
+    """The lines of every microbatch, with what one of them waits for: of gathers of weights, what is not hidden."""
+    exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(lines).items()}
+    for line in lines:
+        if line.kind not in (*ONCE_A_STEP, "hidden"):
+            share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
+            yield line, share * line.seconds / line.times
+
+
 def _array(values: list[float]) -> Floats:
     return np.array(values, dtype=np.float64)
-
-
-def _static_bytes(instance: Instance, assignment: Assignment, node: Node) -> int:
-    """Bytes of the parameter ``node`` with its gradient, the sum that this accumulates in, and its state on a
-    device."""
-    place, value = assignment.parameters[node.name], instance.graph.gradients.get(node.target)
-    weight, gradient, state = parameter_bytes(instance.prices, node, place, instance.optimizer)
-    weight = 0 if node.name in assignment.offloaded else weight
-    if value is None:
-        return weight
-    raw = assignment.placements_of(value)
-    return weight + gradient + state + accumulator_bytes(instance.prices, node.stored, raw, instance.repeats)
 
 
 def _first_readers(graph: Graph, segment_of: Mapping[str, int]) -> dict[str, int]:

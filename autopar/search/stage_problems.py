@@ -12,9 +12,11 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
+from autopar.passes.annotate.few_layers import FewLayers
+from autopar.passes.annotate.omit_layers import Stack, number_in
 from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, mesh_candidates
+from autopar.planner.request import UNLIMITED, PlanRequest, mesh_candidates
 from autopar.planner.row_shares import Division, bisected, divisions, divisions_by_memory, on_mesh
 from autopar.planner.solve_mesh import is_short_of_memory, solve_only
 from autopar.planner.timings import Timings
@@ -29,6 +31,16 @@ SAFETY_FACTOR = 1.15
 # The most nodes of a graph whose program is solved under a limit of memory as if stages held the average.
 # Chosen: of 16,000 nodes (GPT of 128 layers) that took a third of the search for a pipeline, and no stages fitted.
 MOST_NODES = 10_000
+
+
+@dataclass(frozen=True)
+class QuickPrice:
+    """What stages take: each its share of the ``seconds`` that a program of few layers proves, unfolded to all.
+    ``is_too_slow``: whether pipelines of these stages cannot be quicker than the best plan."""
+
+    seconds: float
+    is_too_slow: bool
+    solution: MeshSolution
 
 
 @dataclass
@@ -100,6 +112,14 @@ class StagePrograms:
         """The quickest solution for each stage, by rank."""
         quickest = {kind: min(each, key=lambda solution: solution.breakdown.seconds) for kind, each in found.items()}
         return tuple(quickest[kind] for kind in self._kinds)
+
+    def quick_price(self, few: Graph, stacks: Sequence[Stack], repeats: Repeats) -> QuickPrice:
+        """What equal stages take for a step, by the program of ``few`` layers, which lack layers of ``stacks``, without
+        a limit of memory. Raises :class:`InfeasibleError` if there are no placements."""
+        free = replace(self._inside(0), repeats=repeats, memory_limit=UNLIMITED, host_limit=math.inf)
+        solution = solve_only(free, few, self.timings)
+        seconds = solution.unlimited * _unfolded(solution, stacks) / self.layout.stages
+        return QuickPrice(seconds, seconds > SAFETY_FACTOR * self.best, solution)
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)
@@ -186,3 +206,17 @@ class StagePrograms:
 def _is_any_full(failures: Sequence[InfeasibleError]) -> bool:
     """Whether memory is what any of these lack."""
     return any(not isinstance(failure, TooSlowError) for failure in failures)
+
+
+def _unfolded(solution: MeshSolution, stacks: Sequence[Stack]) -> float:
+    """How many times as long as in ``solution`` a step takes that has all layers of ``stacks``: those that are left out
+    take what the last turn before them takes. Messages that overlap computation are taken to do so in proportion."""
+    graph, own, added = solution.step.placed.graph, 0.0, 0.0
+    turns = [(stack.path, FewLayers().omits(stack), stack.period) for stack in stacks]
+    for line in (line for line in solution.breakdown.lines if line.kind != "hidden"):
+        own += line.seconds
+        for path, omits, period in turns:
+            number = number_in(graph[line.name], path) if line.name in graph else None
+            if number is not None and omits.begin - period <= number < omits.begin:
+                added += line.seconds * omits.count / period
+    return (own + added) / own

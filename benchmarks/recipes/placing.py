@@ -15,7 +15,7 @@ from autopar.layout import TENSOR
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import Allowed
 from autopar.placement.formulation import Instance
-from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts
 from benchmarks.emulator.sections.placement import Placing
 
 from .modules import matches
@@ -36,7 +36,9 @@ class RecipePlacing(Placing):
         return self.layout.hides_input_gradients
 
     def check(self, graph: Graph) -> None:
-        check_division(graph, self.layout, divided=lambda node: not self._is_replicated(node))
+        check_sequences(graph, self.layout.context, self.layout, advised=True)
+        counts = {node: count for node, count in heads_and_experts(graph) if not self._is_replicated(node)}
+        check_tensor(counts, self.layout.tensor, self.layout, advised=True)
 
     def rules(self, instance: Instance) -> tuple[Allowed, ...]:
         rules = super().rules(instance)

@@ -8,7 +8,7 @@ from torch import nn
 
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.divides import check_tensor, heads_and_experts, written_heads
 from autopar.planner.step_graphs import bare_step_graph
 from tests.helpers.planning import make_request
 
@@ -46,9 +46,10 @@ class Attention(nn.Module):
 def check(kind: str, tensor: int) -> None:
     request = make_request(Attention(kind), (torch.randn(BATCH, LENGTH, WIDTH),), (tensor,))
     graph = bare_step_graph(request.graph, request.loss, request.batch)
-    check_division(graph, Layout(tensor=tensor), written=True)
-    if kind != "mask":  # The emulator prices the rank with most heads, where attention is no operation of its own.
-        check_division(graph, Layout(tensor=5))
+    operations = dict(heads_and_experts(graph))
+    check_tensor({**operations, **dict(written_heads(graph))}, tensor, Layout(tensor=tensor), advised=True)
+    # The emulator prices the rank with most heads, where attention is no operation of its own.
+    assert len(operations) == (kind == "mask")
 
 
 @pytest.mark.parametrize("kind", ["written", "einsum", "mask"])

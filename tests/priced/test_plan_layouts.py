@@ -108,6 +108,10 @@ def test_a_layout_for_comparison_that_does_not_fit_is_marked() -> None:
     assert "! does not fit: ours by up to 1 B" in text
     known = dataclasses.replace(small, memory_limit=10, needed_bytes=2058)
     assert "! does not fit: ours by 2 KiB" in str(dataclasses.replace(found, named={"ours": known}))
+    # The quickest plan may hold less than the smallest that was looked for: it is the table's bound as well.
+    less = dataclasses.replace(small, needed_bytes=priced.predicted.peak_bytes + (4 << 10))
+    assert less.excess_bytes == less.row.excess_bytes == 1
+    assert "! does not fit: ours by 1 B" in str(dataclasses.replace(found, named={"ours": less}))
 
 
 def test_pins_go_where_a_layout_contradicts_them() -> None:

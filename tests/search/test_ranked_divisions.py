@@ -11,14 +11,14 @@ import torch
 import transformers as hf
 from torch import nn
 
-from autopar.layout import Layout
 from autopar.options import Options
 from autopar.planner.request import NEAR, PlanRequest, Proposals, memory_limit_of
+from autopar.planner.roles.expert_blocks import expert_blocks
 from autopar.search.proposals.few_layer_step import FewLayerStep
-from autopar.search.proposals.mixtures import MixtureRanking, has_experts
+from autopar.search.proposals.mixtures import MixtureRanking
 from autopar.search.proposals.proposals import proposed_layouts
-from autopar.search.proposals.ranking import Degrees, Ranking
-from autopar.search.proposals.stage_programs import StagePrograms
+from autopar.search.proposals.ranking import Ranking
+from autopar.search.proposals.stage_programs import StagePrograms, division
 from tests.helpers.models import Case, llama, text
 from tests.helpers.planning import requested
 
@@ -86,10 +86,7 @@ def test_other_microbatches_of_what_is_proposed_have_prices() -> None:
     for layout in found.layouts:
         for samples in (1, 2, 4, 8):
             if 256 % (layout.data * samples) == 0:
-                own = Layout(
-                    tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data, context=1, microbatch=samples
-                )
-                assert found.quick[own] > 0
+                assert found.quick[division(layout.tensor, layout.pipeline, layout.data, samples)] > 0
 
 
 @pytest.mark.slow
@@ -121,13 +118,13 @@ def test_what_cannot_fit_is_excluded_without_a_program() -> None:
 
 def test_degrees_that_do_not_divide_the_batch_are_left_out() -> None:
     every = list(_ranking().every())
-    assert every and all(256 % (division.data * division.samples) == 0 for division in every)
-    assert Degrees(1, 2, 64, 8) not in every
+    assert every and all(256 % (layout.data * layout.microbatch) == 0 for layout in every)
+    assert division(1, 2, 64, 8) not in every
 
 
 def test_far_divisions_are_not_ranked() -> None:
     ranking = _ranking()
-    found = [ranking.estimate(division) for division in ranking.best_first()]
+    found = [ranking.estimate(layout) for layout in ranking.best_first()]
     assert found == sorted(found) and max(found) <= NEAR * min(found)
 
 
@@ -135,10 +132,10 @@ def test_far_divisions_are_not_ranked() -> None:
 def test_a_mixture_is_proposed_with_its_data_ranks() -> None:
     request = _on_many(_mixture)
     step = FewLayerStep.of(request)
-    assert step is not None and has_experts(step.graph)
+    assert step is not None and expert_blocks(step.graph)
     ranking = MixtureRanking(request, StagePrograms(step))
-    placed = ranking.programs.placed_on(Degrees(2, 2, 32, 1).layout)
-    assert placed is not None and placed.solution.prices.mesh == (32, 2) and placed.has_data
+    (placed,) = ranking.programs.placed_on(division(2, 2, 32, 1))
+    assert placed.solution.prices.mesh == (32, 2) and placed.has_data
     found = proposed_layouts(request)
     _check(found)
     assert math.isfinite(min(found.quick.values()))

@@ -130,7 +130,7 @@ def test_what_is_given_is_remembered() -> None:
     ("options", "said"),
     [
         ({"layout": "tensor=2"}, "is not an autopar.Layout"),
-        ({"layout": Recipe(tensor=2)}, "is not an autopar.Layout"),
+        ({"layout": Recipe(tensor=2)}, "layout is a Recipe: .* give an autopar.Layout"),
         ({"stages": 2, "layout": Layout(pipeline=4)}, r"stages=2, layout=Layout\(pipeline=4\)\) contradict"),
     ],
 )

@@ -27,7 +27,7 @@ def _request(kind: str) -> PlanRequest:
 
 
 def _placed(step: FewLayerStep, tensor: int) -> tuple[PlacedStage, ...]:
-    return StagePrograms(step).placed(tensor, 1)
+    return tuple(StagePrograms(step).placed(tensor, 1))
 
 
 @pytest.mark.parametrize(("kind", "tensor"), slow_rows_but([0], [("llama", 2), ("gpt2", 1)]))
@@ -62,7 +62,7 @@ def test_sections_are_all_that_a_microbatch_takes() -> None:
 def test_recomputing_more_saves_less_and_takes_longer() -> None:
     few = FewLayerStep.of(_request("llama"))
     assert few is not None
-    totals = [placed.totals(2) for placed in _placed(few, 2)]
+    totals = [placed.costs(2).totals for placed in _placed(few, 2)]
     assert sorted(totals, key=lambda each: each.seconds) == totals
     assert sorted(totals, key=lambda each: -each.saved) == totals
     assert totals[0].saved > totals[-1].saved

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -14,7 +14,7 @@ from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placement, is_shard
-from autopar.layout import Layout, degrees
+from autopar.layout import degrees
 from autopar.passes.recompute.attention import products_with_values
 from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import RULES
@@ -23,48 +23,32 @@ from autopar.placement.axis_names import weight_values
 from .expert_blocks import FORWARD, number_of_experts
 
 
-def check_division(
-    graph: Graph,
-    layout: Layout,
-    words: str = "",
-    divided: Callable[[Node], bool] = lambda node: True,
-    written: bool = False,
-    advised: bool = True,
-) -> None:
-    """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: an input without a
-    sequence, or whose sequence does not divide among context ranks; heads or experts that do not divide among tensor
-    ranks. ``words``: the layout as its user wrote it, if it restricts a plan; ``divided``: which operations tensor
-    ranks divide. ``written``: whether heads of attention that is written out in products have to divide too;
-    ``advised``: whether errors name the degrees that divide what does not."""
-    for node in graph.placeholders("input"):
-        if layout.context > 1 and node.type.rank > 1:
-            _check_sequence(graph, node, layout, words or str(layout), advised)
-    counts = {node: count for node, count in _counted(graph, written) if divided(node)}
+def check_tensor(counts: Mapping[Node, int], tensor: int, words: object, advised: bool = False) -> None:
+    """Raises :class:`OptionsError` for heads or experts, of which nodes have ``counts``, that do not divide among
+    ``tensor`` ranks of a layout, in ``words``. ``advised``: whether errors name the degrees that divide them."""
     common = math.gcd(*counts.values())
     for node, count in counts.items():
-        if count % layout.tensor:
+        if count % tensor:
             kind = "experts" if node.op == FORWARD else "heads"
-            advice = f"; {degrees('tensor', common, layout.tensor)}" if advised else ""
+            advice = f"; {degrees('tensor', common, tensor)}" if advised else ""
             raise OptionsError(
-                f"{words or layout}: {node.module or node.name} has {count} {kind}, which do not divide among "
-                f"{layout.tensor} tensor ranks{advice}"
+                f"{words}: {node.module or node.name} has {count} {kind}, which do not divide among {tensor} tensor "
+                f"ranks{advice}"
             )
 
 
-def _counted(graph: Graph, written: bool) -> Iterator[tuple[Node, int]]:
-    """Nodes whose heads or experts tensor ranks divide, with their number. Query heads of attention: no system with
-    such a layout gives some ranks one more head, since all would wait for them. Experts: each tensor rank has its
+def heads_and_experts(graph: Graph) -> Iterator[tuple[Node, int]]:
+    """Operations whose heads or experts tensor ranks divide, with their number. Query heads of attention: no system
+    with such a layout gives some ranks one more head, since all would wait for them. Experts: each tensor rank has its
     own."""
     for node in graph.nodes:
         if node.op == FORWARD:
             yield node, number_of_experts(graph, node)
         elif node.phase == "forward" and family_of(node.op).is_attention:
             yield node, int(graph.type_of(node.operands[0]).shape[1])
-    if written:
-        yield from _written_heads(graph)
 
 
-def _written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
+def written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
     """Attention written out in products, with its heads: how many matrices a product has for each sample. (If they are
     of windows or blocks of a sequence too, they are a multiple of the heads, and what does not divide them does not
     divide heads.) Without heads there is one."""
@@ -76,21 +60,24 @@ def _written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
             yield node, count
 
 
-def _check_sequence(graph: Graph, node: Node, layout: Layout, words: str, advised: bool) -> None:
-    size = int(node.type.shape[1])
-    product = _summed_over(graph, Value(node.name), size) if size > 1 else None
-    if product is not None:
-        raise OptionsError(
-            f"{words}: context ranks divide a sequence, dim 1 of every input, but that of {node.target!r} {node.type} "
-            f"is not one: {product.module or product.name} ({product.op}) sums over it; take context=1, and more "
-            "data or tensor ranks"
-        )
-    if size % layout.context:
-        advice = f"; {degrees('context', size, layout.context)}" if advised else ""
-        raise OptionsError(
-            f"{words}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
-            f"divide among {layout.context} context ranks{advice}"
-        )
+def check_sequences(graph: Graph, context: int, words: object, advised: bool = False) -> None:
+    """Raises :class:`OptionsError` for an input of a concrete step graph without a sequence, or whose sequence does not
+    divide among ``context`` ranks of a layout, in ``words``. ``advised``: as of :func:`check_tensor`."""
+    for node in graph.placeholders("input") if context > 1 else ():
+        size = int(node.type.shape[1]) if node.type.rank > 1 else 0
+        product = _summed_over(graph, Value(node.name), size) if size > 1 else None
+        if product is not None:
+            raise OptionsError(
+                f"{words}: context ranks divide a sequence, dim 1 of every input, but that of {node.target!r} "
+                f"{node.type} is not one: {product.module or product.name} ({product.op}) sums over it; take "
+                "context=1, and more data or tensor ranks"
+            )
+        if size % context:
+            advice = f"; {degrees('context', size, context)}" if advised else ""
+            raise OptionsError(
+                f"{words}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
+                f"divide among {context} context ranks{advice}"
+            )
 
 
 def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -13,38 +13,16 @@ import numpy as np
 from autopar.cost import bubble_fraction
 from autopar.errors import ScheduleError
 from autopar.schedule.named import SCHEDULES
+from autopar.search.chunks import WirePrice
 from autopar.search.fitting_schedules import JUST_OVER
 from autopar.search.pipeline_request import schedule_choices
 from autopar.search.schedules.cuts import Segments, best_cuts
+from autopar.search.schedules.schedule_estimates import chunk_starts
+
+from .stage_costs import StageCosts, Totals
 
 # A schedule, and the chunks of each stage.
 Kind = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """All layers together: ``seconds`` of one microbatch, of which some are ``launching`` kernels and ``sending``, and
-    those ``once`` a step; ``static`` bytes, and those that a microbatch ``saved``."""
-
-    seconds: float
-    launching: float
-    sending: float
-    once: float
-    static: float
-    saved: float
-
-    def shared(self, ranks: int, samples: int = 1) -> Totals:
-        """Of a microbatch of ``samples`` times as many samples, the part of each of so many ranks that share all but
-        launches, of which each has as many."""
-        each = samples / ranks
-        return replace(
-            self,
-            seconds=each * (self.seconds - self.launching) + self.launching,
-            sending=each * self.sending,
-            once=self.once / ranks,
-            static=self.static / ranks,
-            saved=each * self.saved,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +33,30 @@ class ClosedForms:
     segments: Segments
     _shares: dict[tuple[int, Kind], float] = field(default_factory=dict)
 
+    @staticmethod
+    def of(costs: StageCosts) -> ClosedForms:
+        """Those of a model whose stages have ``costs``, with messages that are free."""
+        return ClosedForms(costs.over(WirePrice(0.0, math.inf)).segments)
+
     def kinds(self, totals: Totals, stages: int, microbatches: int, limit: float) -> Iterator[tuple[float, Kind]]:
         """Each schedule that may fit into ``limit`` bytes of each device, with its seconds. Cuts may give full stages
         less than their share, so that up to :data:`JUST_OVER` times the limit may fit."""
-        for name, chunks in schedule_choices(stages, None):
-            if stages * chunks > self.segments.count:
-                continue
-            in_flight = max(SCHEDULES[name].in_flight(rank, stages, microbatches, chunks) for rank in (0, stages - 1))
-            held = totals.static / stages + in_flight * totals.saved / (stages * chunks)
+        for held, name, chunks in self._held(totals, stages, microbatches):
             if held <= JUST_OVER * limit:
                 idle = _idle_share(name, stages, microbatches, chunks) / stages
                 busy = self._busiest(stages, (name, chunks))
                 yield microbatches * totals.seconds * (busy + idle) + totals.once / stages, (name, chunks)
+
+    def fits(self, totals: Totals, stages: int, microbatches: int, limit: float) -> bool:
+        """Whether every schedule fits, even where cuts give the fullest stage :data:`JUST_OVER` times its share."""
+        return all(JUST_OVER * held <= limit for held, *_ in self._held(totals, stages, microbatches))
+
+    def _held(self, totals: Totals, stages: int, microbatches: int) -> Iterator[tuple[float, str, int]]:
+        """What a device holds under each schedule for which there are enough segments."""
+        for name, chunks in schedule_choices(stages, None):
+            if stages * chunks <= self.segments.count:
+                flying = max(SCHEDULES[name].in_flight(rank, stages, microbatches, chunks) for rank in (0, stages - 1))
+                yield totals.static / stages + flying * totals.saved / (stages * chunks), name, chunks
 
     def seconds(self, totals: Totals, stages: int, microbatches: int, limit: float) -> float:
         """Seconds of the quickest schedule that may fit; infinite if none may."""
@@ -75,18 +65,13 @@ class ClosedForms:
     def _busiest(self, stages: int, kind: Kind) -> float:
         """The share of all work that the busiest stage has."""
         if (stages, kind) not in self._shares:
-            self._shares[stages, kind] = self._share(stages, kind)
+            chunks, own = stages * kind[1], self.segments
+            cuts = best_cuts([own] * chunks, (1,) * chunks, (math.inf,) * chunks)
+            assert cuts is not None
+            work = [own.seconds[a:b].sum() for a, b in pairwise(chunk_starts([own], cuts))]
+            busy = np.bincount(SCHEDULES[kind[0]].placement(stages, kind[1]), work)
+            self._shares[stages, kind] = float(busy.max() / own.seconds.sum())
         return self._shares[stages, kind]
-
-    def _share(self, stages: int, kind: Kind) -> float:
-        chunks, own = stages * kind[1], self.segments
-        cuts = best_cuts([own] * chunks, (1,) * chunks, (math.inf,) * chunks)
-        assert cuts is not None
-        starts = [0, *(own.starts.index(name) + 1 for name in cuts), own.count]
-        busy = np.zeros(stages)
-        for rank, (a, b) in zip(SCHEDULES[kind[0]].placement(stages, kind[1]), pairwise(starts), strict=True):
-            busy[rank] += own.seconds[a:b].sum()
-        return float(busy.max() / own.seconds.sum())
 
 
 def _idle_share(name: str, stages: int, microbatches: int, chunks: int) -> float:

@@ -14,14 +14,14 @@ from torch.distributed.tensor import Shard
 
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.node import Node, TensorType
-from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placement, Placements, is_valid
+from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placement, is_valid
 from autopar.placement.item_prices import (
     accumulator_bytes,
     optimizer_seconds,
     parameter_bytes,
     working_copy_seconds,
 )
-from autopar.placement.prices import Options, Prices
+from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
 
 
@@ -39,28 +39,9 @@ def parameter_costs(solution: MeshSolution, data: int, exchanged: int) -> dict[s
     """The cost of each parameter of ``solution``, by the name of its node, if ``data`` ranks have one of its meshes
     each. ``exchanged``: bytes of all unsharded gradients of a step."""
     whole = solution.prices
-    options: dict[TensorType, Options] = {}
-    for node in solution.instance.graph.placeholders("param"):
-        for kind, places in _placed(solution, node):
-            known = options.get(kind, ((),) * len(whole.mesh))
-            options[kind] = tuple(
-                tuple(dict.fromkeys((*own, REPLICATE, PARTIAL_SUM, *(place[axis] for place in places))))
-                for axis, own in enumerate(known)
-            )
-    options = {kind: (_on_data_axis(kind, data), *inner) for kind, inner in options.items()}
+    options = {kind: (_on_data_axis(kind, data), *inner) for kind, inner in whole.options.items()}
     prices = Prices(whole.cluster, (data, *whole.mesh), options, exchanged, messages=whole.messages)
     return {node.name: _cost(solution, node, prices) for node in solution.instance.graph.placeholders("param")}
-
-
-def _placed(solution: MeshSolution, node: Node) -> Iterator[tuple[TensorType, tuple[Placements, ...]]]:
-    """The types in which a parameter and its gradient are sent, with their placements."""
-    place, value = solution.assignment.parameters[node.name], solution.instance.graph.gradients.get(node.target)
-    yield node.type, (place.weight, place.optimizer)
-    if value is not None:
-        yield (
-            solution.instance.graph.type_of(value),
-            (solution.assignment.placements_of(value), place.gradient, place.optimizer),
-        )
 
 
 def _on_data_axis(kind: TensorType, data: int) -> tuple[Placement, ...]:

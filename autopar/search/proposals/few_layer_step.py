@@ -30,7 +30,6 @@ class Microbatch:
 
     graph: Graph
     bare: Graph
-    count: int
     exchanged: int
     candidates: tuple[CutCandidate, ...]
     segment_of: Mapping[str, int]
@@ -69,7 +68,7 @@ class FewLayerStep:
         segments = segment_of_nodes(pieces.graph, candidates)
         exchanged = exchanged_bytes(whole_step(self.request))
         saving = SaveActivations()(pieces.graph)
-        return Microbatch(saving, pieces.graph, count, exchanged, candidates, segments, unfolded)
+        return Microbatch(saving, pieces.graph, exchanged, candidates, segments, unfolded)
 
     @cached_property
     def share(self) -> float:

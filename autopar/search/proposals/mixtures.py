@@ -7,23 +7,16 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.ir.graph import Graph
-from autopar.planner.roles.expert_blocks import expert_blocks
-from autopar.search.chunks import WirePrice
-from autopar.search.division_bounds import Bounds, Division, bounds_of
+from autopar.layout import Layout
+from autopar.search.division_bounds import bounds_of, division_of
 from autopar.search.pipelines import whole_step
 
 from .closed_form import ClosedForms
-from .ranking import Degrees, Ranking
+from .ranking import Ranking
 from .stage_costs import PlacedStage
 
 # How many programs are solved. Chosen: each takes a second or two, and the search for a plan solves the best in full.
 MOST_PROGRAMS = 3
-
-
-def has_experts(graph: Graph) -> bool:
-    """Whether a graph has blocks of experts."""
-    return bool(expert_blocks(graph))
 
 
 @dataclass
@@ -31,37 +24,29 @@ class MixtureRanking(Ranking):
     """A ranking by the bounds of divisions (:mod:`autopar.search.division_bounds`), and by the programs of those that
     these put first."""
 
-    _solved: dict[Degrees, tuple[PlacedStage, ...]] = field(default_factory=dict)
+    _solved: dict[Layout, tuple[PlacedStage, ...]] = field(default_factory=dict)
 
-    def bound(self, division: Degrees) -> float:
+    def bound(self, layout: Layout) -> float:
         """What a division takes, by the ratio of estimates to bounds where it is not estimated itself."""
-        if division in self.estimated:
-            return self.known[division]
-        ratios = [self.known[each] / self._alone(each) for each in self.estimated if math.isfinite(self.known[each])]
-        return self._alone(division) * min(ratios, default=1.0)
+        if layout in self.estimated:
+            return self.estimated[layout]
+        ratios = [s / self._alone(each) for each, s in self.estimated.items() if math.isfinite(s)]
+        return self._alone(layout) * min(ratios, default=1.0)
 
-    def _alone(self, division: Degrees) -> float:
-        count, stages = self._microbatches(division), division.pipeline
-        least = self._bounds.seconds(Division(stages, division.data, division.tensor, count, 1))
-        return least * (1.0 + (stages - 1) / (6.0 * count))
+    def _alone(self, layout: Layout) -> float:
+        request, batch = self.request, self.request.batch
+        least = bounds_of(request, whole_step(request)).seconds(division_of(layout, batch))
+        return least * (1.0 + (layout.pipeline - 1) / (6.0 * layout.microbatches(batch)))
 
-    def _placed(self, division: Degrees) -> tuple[PlacedStage, ...]:
-        if division not in self._solved:
-            placed = self.programs.placed_on(division.layout)
-            self._solved[division] = () if placed is None else (placed,)
-        return self._solved[division]
+    def _placed(self, layout: Layout) -> tuple[PlacedStage, ...]:
+        if layout not in self._solved:
+            self._solved[layout] = self.programs.placed_on(layout)
+        return self._solved[layout]
 
-    def _together(self, division: Degrees) -> float:
-        if division not in self._solved and len(self._solved) >= MOST_PROGRAMS:
-            return math.inf
-        placed = self._placed(division)
-        return min((self._closed(each.totals(division.data), division) for each in placed), default=math.inf)
-
-    @cached_property
-    def _bounds(self) -> Bounds:
-        return bounds_of(self.request, whole_step(self.request))
+    def _together(self, layout: Layout) -> float:
+        is_left_out = layout not in self._solved and len(self._solved) >= MOST_PROGRAMS
+        return math.inf if is_left_out else super()._together(layout)
 
     @cached_property
     def forms(self) -> ClosedForms:
-        placed = next(each for found in self._solved.values() for each in found)
-        return ClosedForms(placed.costs(1).over(WirePrice(0.0, math.inf)).segments)
+        return ClosedForms.of(next(each for found in self._solved.values() for each in found).costs(1))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopar.layout import divisors
+from autopar.layout import Layout, divisors
 from autopar.planner.request import PlanRequest, Proposals
+from autopar.planner.roles.expert_blocks import expert_blocks
 
 from .few_layer_step import FewLayerStep
-from .mixtures import MixtureRanking, has_experts
-from .ranking import Degrees, Ranking
-from .stage_programs import StagePrograms
+from .mixtures import MixtureRanking
+from .ranking import Ranking
+from .stage_programs import StagePrograms, division
 
 # How many layouts are proposed. Chosen: solving one takes as long as estimating all.
 PROPOSED = 2
@@ -27,27 +28,26 @@ def proposed_layouts(request: PlanRequest) -> Proposals:
     step = FewLayerStep.of(request)
     if step is None:
         return Proposals()
-    ranking = (MixtureRanking if has_experts(step.graph) else Ranking)(request, StagePrograms(step))
-    found: dict[tuple[int, ...], Degrees] = {}
-    for division in ranking.best_first():
-        found.setdefault(division.ranks, division)
+    ranking = (MixtureRanking if expert_blocks(step.graph) else Ranking)(request, StagePrograms(step))
+    found: dict[tuple[int, int], Layout] = {}
+    for layout in ranking.best_first():
+        found.setdefault((layout.tensor, layout.pipeline), layout)
         if len(found) == PROPOSED:
             break
     rule = rule_of_thumb(ranking)
-    quick = {d.layout: ranking.bound(d) for d in ranking.every() if d.ranks in found}
-    quick |= {} if rule is None else {rule.layout: ranking.estimate(rule)}
-    layouts = tuple(division.layout for division in found.values())
-    proposals = Proposals(layouts, None if rule is None else rule.layout, quick)
-    estimated = {d.layout: ranking.known[d] for d in sorted(ranking.estimated) if math.isfinite(ranking.known[d])}
-    return replace(proposals, layouts=tuple(filter(proposals.is_near, layouts)), estimated=estimated)
+    quick = {each: ranking.bound(each) for each in ranking.every() if (each.tensor, each.pipeline) in found}
+    quick |= {} if rule is None else {rule: ranking.estimate(rule)}
+    proposals = Proposals(tuple(found.values()), rule, quick)
+    estimated = {layout: seconds for layout, seconds in ranking.estimated.items() if math.isfinite(seconds)}
+    return replace(proposals, layouts=tuple(filter(proposals.is_near, proposals.layouts)), estimated=estimated)
 
 
-def rule_of_thumb(ranking: Ranking) -> Degrees | None:
+def rule_of_thumb(ranking: Ranking) -> Layout | None:
     """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and the remaining devices as
     data ranks. Microbatches have one sample. None if no number of stages fits."""
     devices, tensor = math.prod(ranking.request.mesh), ranking.node
     for stages in divisors(devices // tensor):
-        rule = Degrees(tensor, stages, devices // (tensor * stages), 1)
+        rule = division(tensor, stages, devices // (tensor * stages), 1)
         if ranking.request.batch % rule.data == 0 and math.isfinite(ranking.estimate(rule)):
             return rule
     return None

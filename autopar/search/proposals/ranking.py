@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from autopar.layout import Layout, divisors
 from autopar.planner.request import NEAR, PlanRequest, memory_limit_of
-from autopar.search.chunks import WirePrice
 from autopar.search.schedules.schedule_estimates import Arranged
 
-from .closed_form import ClosedForms, Kind, Totals
-from .stage_costs import PlacedStage
-from .stage_programs import StagePrograms, restriction
+from .closed_form import ClosedForms
+from .stage_costs import PlacedStage, Totals
+from .stage_programs import StagePrograms, division
 from .step_estimates import estimated_seconds
 
 # Samples of a microbatch of one data rank that are tried. Chosen: larger ones leave few microbatches to a pipeline.
@@ -34,147 +34,142 @@ DEEP = 32
 LAUNCHES_COUNT = 0.02
 # The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
 UNSURE = 0.985
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Degrees:
-    """Tensor ranks, pipeline stages, data ranks, and the samples of a microbatch."""
-
-    tensor: int
-    pipeline: int
-    data: int
-    samples: int
-
-    @property
-    def layout(self) -> Layout:
-        return restriction(self.tensor, self.pipeline, self.data, self.samples)
-
-    @property
-    def ranks(self) -> tuple[int, int, int]:
-        return self.tensor, self.pipeline, self.data
+Item = TypeVar("Item")
 
 
 @dataclass
 class Ranking:
-    """The divisions of a request by their estimates. ``known``: what each takes in seconds, or at least; infinite if it
-    does not fit."""
+    """The divisions of a request, as layouts, by their estimates. ``known``: what each takes in seconds, or at least;
+    infinite if it does not fit. ``estimated``: of those that have an estimate of their own."""
 
     request: PlanRequest
     programs: StagePrograms
-    known: dict[Degrees, float] = field(default_factory=dict)
-    estimated: set[Degrees] = field(default_factory=set)
+    known: dict[Layout, float] = field(default_factory=dict)
+    estimated: dict[Layout, float] = field(default_factory=dict)
 
-    def every(self, pipeline: Sequence[int] = ()) -> Iterator[Degrees]:
-        """All divisions with stages, those alone that have a number of them in ``pipeline`` if that is given."""
-        devices = math.prod(self.request.mesh)
+    def every(self) -> Iterator[Layout]:
+        """All divisions with stages."""
         for tensor in divisors(self.node):
-            for stages in pipeline or divisors(devices // tensor)[1:]:
-                if devices // tensor % stages == 0 and stages <= MOST_STAGES:
-                    yield from self._of_ranks(tensor, stages)
-
-    def _of_ranks(self, tensor: int, stages: int) -> Iterator[Degrees]:
-        data = math.prod(self.request.mesh) // (tensor * stages)
-        for samples in MICROBATCHES:
-            if self.request.batch % (data * samples) == 0:
-                yield Degrees(tensor, stages, data, samples)
+            for stages in divisors(self._devices // tensor)[1:]:
+                data = self._devices // (tensor * stages)
+                for samples in MICROBATCHES if stages <= MOST_STAGES else ():
+                    if self.request.batch % (data * samples) == 0:
+                        yield division(tensor, stages, data, samples)
 
     @cached_property
     def node(self) -> int:
         """The devices that the innermost link joins, at most :data:`MOST_TENSOR_RANKS` of them."""
-        devices = math.prod(self.request.mesh)
-        inner = self.request.cluster.links[0].size or devices
-        return math.gcd(min(inner, MOST_TENSOR_RANKS), devices)
+        inner = self.request.cluster.links[0].size or self._devices
+        return math.gcd(min(inner, MOST_TENSOR_RANKS), self._devices)
 
-    def best_first(self) -> Iterator[Degrees]:
+    def best_first(self) -> Iterator[Layout]:
         """The divisions with stages that fit and are near the quickest, the quickest by its estimate first."""
-        waiting = [(self._alone(division), 0, division) for division in self.every()]
+        waiting = [(self._alone(layout), 0, place, layout) for place, layout in enumerate(self.every())]
         heapq.heapify(waiting)
         least = math.inf
         while waiting:
-            seconds, steps, division = heapq.heappop(waiting)
-            self.known[division] = seconds
+            seconds, steps, place, layout = heapq.heappop(waiting)
+            self.known[layout] = seconds
             if math.isinf(seconds) or seconds > NEAR * least:
                 return
             if steps == 2:
                 least = min(least, seconds)
-                yield division
+                yield layout
             elif steps == 1:
-                heapq.heappush(waiting, (self.estimate(division), 2, division))
-            elif (known := self._alone(division)) > seconds:  # By what has been solved meanwhile.
-                heapq.heappush(waiting, (known, 0, division))
+                heapq.heappush(waiting, (self.estimate(layout), 2, place, layout))
+            elif (known := self._alone(layout)) > seconds:  # By what has been solved meanwhile.
+                heapq.heappush(waiting, (known, 0, place, layout))
             else:
-                doubt = 1.0 if division.pipeline > DEEP else UNSURE
-                heapq.heappush(waiting, (doubt * self._together(division), 1, division))
+                doubt = 1.0 if layout.pipeline > DEEP else UNSURE
+                heapq.heappush(waiting, (doubt * self._together(layout), 1, place, layout))
 
-    def estimate(self, division: Degrees) -> float:
+    def estimate(self, layout: Layout) -> float:
         """The estimated seconds of a division; infinite if it does not fit."""
-        if division not in self.estimated:
-            self.estimated.add(division)
-            self.known[division] = self._estimate(division)
-        return self.known[division]
+        if layout not in self.estimated:
+            self.known[layout] = self.estimated[layout] = self._estimate(layout)
+        return self.estimated[layout]
 
-    def bound(self, division: Degrees) -> float:
+    def bound(self, layout: Layout) -> float:
         """What a division takes at least, as far as it is known."""
-        if division not in self.known:
-            self.known[division] = self._alone(division)
-        return self.known[division]
+        if layout not in self.known:
+            self.known[layout] = self._alone(layout)
+        return self.known[layout]
 
-    def _estimate(self, division: Degrees) -> float:
-        count, limit = self._microbatches(division), memory_limit_of(self.request)
-        devices, stages = division.data * division.tensor, division.pipeline
-        waiting: list[tuple[float, int, Kind]] = []
-        placed = self._placed(division)
-        for index, each in enumerate(placed):
-            kinds = self.forms.kinds(each.totals(division.data), stages, count, limit)
-            waiting += [(seconds, index, kind) for seconds, kind in kinds]
+    def _estimate(self, layout: Layout) -> float:
+        count, limit, stages = self._microbatches(layout), memory_limit_of(self.request), layout.pipeline
+        every = [placed.costs(layout.data) for placed in self._useful(layout)]
+        waiting = [
+            (seconds, index, kind)
+            for index, costs in enumerate(every)
+            for seconds, kind in self.forms.kinds(costs.totals, stages, count, limit)
+        ]
         least = math.inf
         for seconds, index, kind in sorted(waiting):
             if UNSURE * seconds >= least:
                 break
-            costs, arranged = placed[index].costs(division.data), Arranged(kind, tuple(range(stages)), count)
-            own = estimated_seconds(costs, self.request.cluster, stages, devices, arranged, limit, least)
-            least = min(least, own)
+            costs, arranged = every[index], Arranged(kind, tuple(range(stages)), count)
+            of_stages = costs, self.request.cluster, stages, layout.stage_devices
+            least = min(least, estimated_seconds(*of_stages, arranged, limit, least))
         return least
 
-    def _placed(self, division: Degrees) -> tuple[PlacedStage, ...]:
-        return self.programs.placed(division.tensor, division.samples)
+    def _placed(self, layout: Layout) -> Iterable[PlacedStage]:
+        return self.programs.placed(layout.tensor, layout.microbatch)
 
-    def _alone(self, division: Degrees) -> float:
+    def _useful(self, layout: Layout) -> list[PlacedStage]:
+        """The placements that may be the quickest, the first ones: where one fits under every schedule, those that
+        recompute more only take longer."""
+        return list(self._until_one_fits(self._placed(layout), lambda placed: placed.costs(layout.data).totals, layout))
+
+    def _until_one_fits(
+        self, items: Iterable[Item], totals: Callable[[Item], Totals], layout: Layout
+    ) -> Iterator[Item]:
+        count, limit = self._microbatches(layout), memory_limit_of(self.request)
+        for item in items:
+            yield item
+            if self.forms.fits(totals(item), layout.pipeline, count, limit):
+                return
+
+    def _alone(self, layout: Layout) -> float:
         """The closed form of a division by the program of a sample on one device, and by what other microbatches of as
         many tensor ranks send."""
-        totals, samples = self._on_one_device(division.samples)
-        shared = [each.shared(division.tensor, division.samples // samples) for each in totals]
-        known = self.programs.any_of(division.tensor)
+        every, samples = self._on_one_device(layout.microbatch)
+        known, sent = self.programs.any_of(layout.tensor), 0.0
         if known is not None:
-            sent = known[1][0].totals(self._most_data).sending * division.samples / known[0]
-            shared = [replace(each, seconds=each.seconds + sent) for each in shared]
-        return min((self._closed(each, division) for each in shared), default=math.inf)
+            sent = known[1].costs(self._devices).totals.sending * layout.microbatch / known[0]
 
-    def _on_one_device(self, samples: int) -> tuple[list[Totals], int]:
+        def shared(totals: Totals) -> Totals:
+            own = totals.shared(layout.tensor, layout.microbatch // samples)
+            return replace(own, seconds=own.seconds + sent)
+
+        return self._closed(map(shared, self._until_one_fits(every, shared, layout)), layout)
+
+    def _on_one_device(self, samples: int) -> tuple[Iterator[Totals], int]:
         """The program of a microbatch of ``samples`` on one device, or of one sample if that tells what more take."""
-        one = [placed.totals(self._most_data) for placed in self.programs.placed(1, 1)]
-        if samples == 1 or all(each.launching <= LAUNCHES_COUNT * each.seconds for each in one):
-            return one, 1
-        return [placed.totals(self._most_data) for placed in self.programs.placed(1, samples)], samples
+        first = next(self._totals_alone(1), None)
+        if first is None or first.launching <= LAUNCHES_COUNT * first.seconds:
+            samples = 1
+        return self._totals_alone(samples), samples
 
-    def _together(self, division: Degrees) -> float:
+    def _totals_alone(self, samples: int) -> Iterator[Totals]:
+        return (placed.costs(self._devices).totals for placed in self.programs.placed(1, samples))
+
+    def _together(self, layout: Layout) -> float:
         """The closed form by the program of the tensor ranks."""
-        totals = (placed.totals(division.data) for placed in self._placed(division))
-        return min((self._closed(each, division) for each in totals), default=math.inf)
+        return self._closed([placed.costs(layout.data).totals for placed in self._useful(layout)], layout)
 
-    def _closed(self, totals: Totals, division: Degrees) -> float:
-        count, limit = self._microbatches(division), memory_limit_of(self.request)
-        return self.forms.seconds(totals, division.pipeline, count, limit)
+    def _closed(self, every: Iterable[Totals], layout: Layout) -> float:
+        count, limit = self._microbatches(layout), memory_limit_of(self.request)
+        seconds = (self.forms.seconds(totals, layout.pipeline, count, limit) for totals in every)
+        return min(seconds, default=math.inf)
 
     @cached_property
     def forms(self) -> ClosedForms:
-        """Those of the model on one device, with messages that are free."""
-        alone = self.programs.placed(1, 1)[0].costs(self._most_data)
-        return ClosedForms(alone.over(WirePrice(0.0, math.inf)).segments)
+        """Those of the model on one device."""
+        return ClosedForms.of(next(self.programs.placed(1, 1)).costs(self._devices))
 
-    @cached_property
-    def _most_data(self) -> int:
+    @property
+    def _devices(self) -> int:
         return math.prod(self.request.mesh)
 
-    def _microbatches(self, division: Degrees) -> int:
-        return self.request.batch // (division.data * division.samples)
+    def _microbatches(self, layout: Layout) -> int:
+        return layout.microbatches(self.request.batch)

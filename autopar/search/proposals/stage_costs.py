@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.plan_record import ONCE_A_STEP
-from autopar.placement.overlap_windows import hidden_gathers
 from autopar.planner.alone import seconds_alone
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.search.chunk_price import sections_of
 from autopar.search.chunks import WirePrice
 from autopar.search.schedules.cuts import Segments
-from autopar.search.segments import price_segments, segment_at
+from autopar.search.segments import price_segments, seconds_of_microbatch, segment_at
 from autopar.solver.problem import Floats
 
-from .closed_form import Totals
-from .data_ranks import ParameterCost, parameter_costs
+from .data_ranks import parameter_costs
 from .few_layer_step import Microbatch
 
 SECTIONS = ("forward", "input_gradient", "weight_gradient")
+# The kinds of lines that reduce gradients, and that update parameters.
+_ONCE = (("gradient",), ("refresh", "optimizer", "offload"))
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """All layers together: ``seconds`` of one microbatch, of which some are ``launching`` kernels and ``sending``, and
+    those ``once`` a step; ``static`` bytes, and those that a microbatch ``saved``."""
+
+    seconds: float
+    launching: float
+    sending: float
+    once: float
+    static: float
+    saved: float
+
+    def shared(self, ranks: int, samples: int = 1) -> Totals:
+        """Of a microbatch of ``samples`` times as many samples, the part of each of so many ranks that share all but
+        launches, of which each has as many."""
+        each = samples / ranks
+        return replace(
+            self,
+            seconds=each * (self.seconds - self.launching) + self.launching,
+            sending=each * self.sending,
+            once=self.once / ranks,
+            static=self.static / ranks,
+            saved=each * self.saved,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
     """The segments of all layers. ``sections``: the seconds of each for one microbatch; ``reduce``, ``update``: seconds
     once a step; ``weights``: the bytes of its parameters, none of them sharded; ``wire_bytes``: what a device sends of
-    the values that cross its start."""
+    the values that cross its start; ``launching``, ``sending``: as of :class:`Totals`."""
 
     segments: Segments
     sections: Mapping[str, Floats]
@@ -37,11 +62,21 @@ class StageCosts:
     update: Floats
     weights: tuple[tuple[int, ...], ...]
     wire_bytes: Floats
+    launching: float
+    sending: float
 
     def over(self, link: WirePrice) -> StageCosts:
         """With messages over ``link``."""
         wire = np.where(np.arange(self.segments.count) > 0, link.latency + self.wire_bytes / link.bandwidth, 0.0)
         return replace(self, segments=replace(self.segments, wire=wire))
+
+    @cached_property
+    def totals(self) -> Totals:
+        seconds, update, reduce, static, saved = (
+            float(part.sum())
+            for part in (self.segments.seconds, self.update, self.reduce, self.segments.static, self.segments.saved)
+        )
+        return Totals(seconds, self.launching, self.sending, update + reduce, static, saved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +88,7 @@ class PlacedStage:
     solution: MeshSolution
     has_data: bool = False
     of_parameters: PlacedStage | None = None
+    _of_data: dict[int, StageCosts] = field(default_factory=dict, init=False)
 
     def costs(self, data: int) -> StageCosts:
         """The costs where so many data ranks have a mesh each."""
@@ -60,40 +96,22 @@ class PlacedStage:
             self._of_data[data] = self._costs(data)
         return self._of_data[data]
 
-    def totals(self, data: int) -> Totals:
-        """All layers together, where so many data ranks have a mesh each."""
-        if data not in self._totals:
-            costs = self.costs(data)
-            own, once = costs.segments, float(costs.update.sum() + costs.reduce.sum())
-            sums = (float(part.sum()) for part in (own.static, own.saved))
-            self._totals[data] = Totals(float(own.seconds.sum()), self._launching, self._sending, once, *sums)
-        return self._totals[data]
-
     @cached_property
     def _sending(self) -> float:
         """Seconds of the messages of one microbatch, in all layers, as if computing hid none."""
-        of, sending = self.microbatch.segment_of, np.zeros(self._few.count)
-        for line in self.solution.breakdown.lines:
-            if line.kind in ("reshard", "exchange"):
-                sending[segment_at(line.name, of)] += line.seconds / line.times
-        return float(sending[list(self.microbatch.unfolded)].sum())
+        lines = (line for line in self.solution.breakdown.lines if line.kind in ("reshard", "exchange"))
+        return float(self._unfolded((line.name, line.seconds / line.times) for line in lines).sum())
 
     @cached_property
     def _launching(self) -> float:
-        """Seconds to launch the kernels of one microbatch, in all layers."""
-        of, launching, prices = self.microbatch.segment_of, np.zeros(self._few.count), self.solution.prices
+        """Seconds to launch the kernels of one microbatch, in all layers; what is recomputed is not counted."""
+        if self.of_parameters is not None:
+            return self.of_parameters._launching
+        prices = self.solution.prices
         alone = seconds_alone(prices.cluster, self.solution.instance.graph, prices.fused)
-        for name, (seconds, launches) in alone.items():
-            launching[segment_at(name, of)] += min(seconds, launches)
-        return float(launching[list(self.microbatch.unfolded)].sum())
-
-    @cached_property
-    def _totals(self) -> dict[int, Totals]:
-        return {}
-
-    @cached_property
-    def _of_data(self) -> dict[int, StageCosts]:
-        return {}
+        return float(
+            self._unfolded((name, min(seconds, launches)) for name, (seconds, launches) in alone.items()).sum()
+        )
 
     @cached_property
     def _few(self) -> Segments:
@@ -103,69 +121,52 @@ class PlacedStage:
 
     @cached_property
     def _sections(self) -> Mapping[str, Floats]:
-        """Seconds of each segment of few layers by section, for one microbatch."""
-        lines, of = self.solution.breakdown.lines, self.microbatch.segment_of
-        section_of, exposed = sections_of(self.solution.step.placed.graph), hidden_gathers(lines)
-        found = {name: np.zeros(self._few.count) for name in SECTIONS}
-        for line in lines:
-            if line.kind not in (*ONCE_A_STEP, "hidden"):
-                share = 1.0 - exposed.get(line.phase, 0.0) if line.kind == "weight" else 1.0
-                found[section_of(line)][segment_at(line.name, of)] += share * line.seconds / line.times
-        return found
+        """Seconds of each segment by section, for one microbatch."""
+        section_of = sections_of(self.solution.step.placed.graph)
+        lines = [(section_of(line), line.name, s) for line, s in seconds_of_microbatch(self.solution.breakdown.lines)]
+        return {own: self._unfolded((name, s) for section, name, s in lines if section == own) for own in SECTIONS}
+
+    @cached_property
+    def _weights(self) -> tuple[tuple[int, ...], ...]:
+        few: list[tuple[int, ...]] = [() for _ in range(self._few.count)]
+        for node in self.solution.instance.graph.placeholders("param"):
+            few[segment_at(node.name, self.microbatch.segment_of)] += (int(node.type.bytes),)
+        return tuple(few[segment] for segment in self.microbatch.unfolded)
 
     def _costs(self, data: int) -> StageCosts:
-        few, own, of = self._few, self.microbatch, self.microbatch.segment_of
+        few, every = self._few, list(self.microbatch.unfolded)
         static, reduce, update = self._once(data)
-        weights: list[tuple[int, ...]] = [() for _ in range(few.count)]
-        for node in self.solution.instance.graph.placeholders("param"):
-            weights[segment_at(node.name, of)] += (int(node.type.bytes),)
-        every = list(own.unfolded)
         # Plans choose better what to recompute than these few ways. Chosen: that makes up for messages in flight.
         uncounted = np.zeros(len(every))
         seconds, saved, wire, working, again = (
             part[every] for part in (few.seconds, few.saved, few.wire, few.working, few.again)
         )
-        segments = Segments(own.starts, seconds, static[every], saved, wire, uncounted, uncounted, working, again)
-        return StageCosts(
-            segments,
-            {name: part[every] for name, part in self._sections.items()},
-            reduce[every],
-            update[every],
-            tuple(weights[segment] for segment in every),
-            few.wire[every],
-        )
-
-    def parameters(self, data: int) -> Mapping[str, ParameterCost]:
-        """What each parameter costs where so many data ranks have a mesh each."""
-        if self.of_parameters is not None:
-            return self.of_parameters.parameters(data)
-        if data not in self._parameters:
-            self._parameters[data] = parameter_costs(self.solution, data, self.microbatch.exchanged)
-        return self._parameters[data]
-
-    @cached_property
-    def _parameters(self) -> dict[int, Mapping[str, ParameterCost]]:
-        return {}
+        starts = self.microbatch.starts
+        segments = Segments(starts, seconds, static, saved, wire, uncounted, uncounted, working, again)
+        of_microbatch = self._weights, wire, self._launching, self._sending
+        return StageCosts(segments, self._sections, reduce, update, *of_microbatch)
 
     def _once(self, data: int) -> tuple[Floats, Floats, Floats]:
-        """By segment of few layers: static bytes, and the seconds of reducing gradients and of updates."""
-        of, parts = self.microbatch.segment_of, tuple(np.zeros(self._few.count) for _ in range(3))
+        """By segment: static bytes, and the seconds of reducing gradients and of updates."""
+        if self.of_parameters is not None:
+            known = self.of_parameters.costs(data)
+            return known.segments.static, known.reduce, known.update
         if self.has_data:
-            reduce, update = (_seconds_of(self.solution, of, self._few.count, kinds) for kinds in _ONCE)
-            return self._few.static, reduce, update
-        for name, cost in self.parameters(data).items():
-            for part, value in zip(parts, (cost.static, cost.reduce, cost.update), strict=True):
-                part[segment_at(name, of)] += value
-        return parts[0], parts[1], parts[2]
+            lines = self.solution.breakdown.lines
+            reduce, update = (
+                self._unfolded((line.name, line.seconds) for line in lines if line.kind in kinds) for kinds in _ONCE
+            )
+            return self._few.static[list(self.microbatch.unfolded)], reduce, update
+        costs = parameter_costs(self.solution, data, self.microbatch.exchanged)
+        static, reduce, update = (
+            self._unfolded((name, getattr(cost, part)) for name, cost in costs.items())
+            for part in ("static", "reduce", "update")
+        )
+        return static, reduce, update
 
-
-_ONCE: tuple[Sequence[str], ...] = (("gradient",), ("refresh", "optimizer", "offload"))
-
-
-def _seconds_of(solution: MeshSolution, segment_of: Mapping[str, int], count: int, kinds: Sequence[str]) -> Floats:
-    """By segment, the seconds of the lines of some kinds in a whole step."""
-    seconds = np.zeros(count)
-    for line in solution.breakdown.lines:
-        if line.kind in kinds:
-            seconds[segment_at(line.name, segment_of)] += line.seconds
-    return seconds
+    def _unfolded(self, named: Iterable[tuple[str, float]]) -> Floats:
+        """The sum by segment of figures of nodes or lines of few layers, for all layers."""
+        few = np.zeros(self._few.count)
+        for name, figure in named:
+            few[segment_at(name, self.microbatch.segment_of)] += figure
+        return few[list(self.microbatch.unfolded)]

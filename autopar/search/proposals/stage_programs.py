@@ -4,8 +4,10 @@ Their axes have the roles that a layout gives them, as in the search for a plan 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,11 +28,8 @@ from autopar.solver.problem import Solution, evaluate
 from .few_layer_step import FewLayerStep, Microbatch
 from .stage_costs import PlacedStage
 
-# The axes that a stage may have.
-_INSIDE = ("data", "tensor")
 
-
-def restriction(tensor: int, pipeline: int, data: int, microbatch: int) -> Layout:
+def division(tensor: int, pipeline: int, data: int, microbatch: int) -> Layout:
     """The layout that a proposal of these degrees is. What the search for its plan decides as well as it can be, such
     as the schedule, and where weights rest, is left to it."""
     return Layout(tensor=tensor, pipeline=pipeline, data=data, context=1, microbatch=microbatch)
@@ -41,72 +40,69 @@ class StagePrograms:
     """The programs of ``step``, each solved when it is first asked for."""
 
     step: FewLayerStep
-    _placed: dict[tuple[int, int], tuple[PlacedStage, ...]] = field(default_factory=dict)
+    # By tensor ranks and samples, what has been placed so far, and what remains to be.
+    _placed: dict[tuple[int, int], tuple[list[PlacedStage], Iterator[PlacedStage]]] = field(default_factory=dict)
     _microbatches: dict[int, Microbatch] = field(default_factory=dict)
 
-    def placed(self, tensor: int, samples: int) -> tuple[PlacedStage, ...]:
-        """The placements of a microbatch of so many ``samples`` on tensor ranks alone: the quickest, and the same with
-        more and more recomputed; none if the model does not divide so."""
+    def placed(self, tensor: int, samples: int) -> Iterator[PlacedStage]:
+        """The placements of a microbatch of so many ``samples`` on tensor ranks alone, without limits of memory: the
+        quickest, and the same with more and more recomputed, each priced when it is first asked for; none if the model
+        does not divide so."""
         if (tensor, samples) not in self._placed:
-            try:
-                self._placed[tensor, samples] = tuple(self._solved(tensor, samples))
-            except AutoparError:  # Heads, or samples, do not divide, or samples are coupled.
-                self._placed[tensor, samples] = ()
-        return self._placed[tensor, samples]
+            self._placed[tensor, samples] = [], self._solved(tensor, samples)
+        found, rest = self._placed[tensor, samples]
+        for at in itertools.count():
+            if at == len(found):
+                with suppress(AutoparError):  # Heads, or samples, do not divide, or samples are coupled.
+                    found += itertools.islice(rest, 1)
+            if at == len(found):
+                return
+            yield found[at]
 
-    def any_of(self, tensor: int) -> tuple[int, tuple[PlacedStage, ...]] | None:
-        """The first placements that were solved for so many tensor ranks, with their samples; None if none were."""
-        return next(((m, placed) for (t, m), placed in self._placed.items() if t == tensor and placed), None)
+    def any_of(self, tensor: int) -> tuple[int, PlacedStage] | None:
+        """The first placement that was solved for so many tensor ranks, with its samples; None if none was."""
+        return next(((m, found[0]) for (t, m), (found, _) in self._placed.items() if t == tensor and found), None)
 
     def _solved(self, tensor: int, samples: int) -> Iterator[PlacedStage]:
-        request = self.step.request
-        devices = math.prod(request.mesh)
-        own = self.microbatch(request.batch // samples)
-        inside = self._inside(restriction(tensor, devices // tensor, 1, samples), tensor)
+        layout = division(tensor, math.prod(self.step.request.mesh) // tensor, 1, samples)
         # The seconds of all microbatches count: of what is done once a step little depends on tensor ranks.
-        inside = replace(inside, repeats=inner_repeats(own.count, 1))
-        quickest = solve_only(inside, own.graph, Timings(counted=True))
-        first = PlacedStage(own, quickest)
+        inside = self._inside(layout, {"tensor"}, 1, UNLIMITED, math.inf)
+        first = self._quickest(inside, layout, has_data=False)
         yield first
-        for solution in _recomputing(inside, quickest):
-            yield PlacedStage(own, solution, of_parameters=first)
+        for solution in _recomputing(inside, first.solution):
+            yield PlacedStage(first.microbatch, solution, of_parameters=first)
 
-    def microbatch(self, count: int) -> Microbatch:
-        """One of ``count`` microbatches. Raises :class:`OptionsError` if the batch cannot be divided so."""
-        if count not in self._microbatches:
-            self._microbatches[count] = self.step.microbatch(count)
-        return self._microbatches[count]
-
-    def placed_on(self, layout: Layout) -> PlacedStage | None:
-        """The placements of a microbatch on the mesh inside a stage of ``layout``, data ranks included, within the
-        memory of all stages together; None if it does not divide so, or does not fit."""
-        request, count = self.step.request, layout.microbatches(self.step.request.batch)
-        limit = layout.pipeline * memory_limit_of(request) * self.step.share
-        host = layout.pipeline * usable_host_bytes(request.cluster) * self.step.share
+    def placed_on(self, layout: Layout) -> tuple[PlacedStage, ...]:
+        """The quickest placements of a microbatch on the mesh inside a stage of ``layout``, data ranks included, within
+        the memory of all stages together; none if it does not divide so, or does not fit."""
+        request, stages, share = self.step.request, layout.pipeline, self.step.share
+        limits = (stages * limit * share for limit in (memory_limit_of(request), usable_host_bytes(request.cluster)))
         try:
-            arranged = self._arranged(layout)
-            inside = [(n, role) for n, role in zip(arranged.mesh, arranged.roles, strict=True) if role.name in _INSIDE]
-            mesh, roles = zip(*inside, strict=True) if inside else ((1,), ())
-            repeats = inner_repeats(count, layout.pipeline)
-            own = replace(arranged, mesh=mesh, roles=roles, repeats=repeats, memory_limit=limit, host_limit=host)
-            pieces = self.microbatch(count)
-            return PlacedStage(pieces, solve_only(own, pieces.graph, Timings(counted=True)), has_data=True)
+            inside = self._inside(layout, {"data", "tensor"}, stages, *limits)
+            return (self._quickest(inside, layout, has_data=True),)
         except AutoparError:
-            return None
+            return ()
 
-    def _inside(self, layout: Layout, tensor: int) -> PlanRequest:
-        """The request for tensor ranks alone, without limits of memory. Raises :class:`OptionsError` if ``layout`` is
-        impossible."""
-        arranged = self._arranged(layout)
-        roles = tuple(role for role in arranged.roles if role.name == "tensor")
-        return replace(arranged, mesh=(tensor,), roles=roles, memory_limit=UNLIMITED, host_limit=math.inf)
-
-    def _arranged(self, layout: Layout) -> PlanRequest:
-        """The request for a layout that says what each axis of its mesh is for. Raises :class:`OptionsError`."""
+    def _inside(
+        self, layout: Layout, axes: Collection[str], stages: int, memory_limit: float, host_limit: float
+    ) -> PlanRequest:
+        """The request for those ``axes`` of ``layout``, which says what each axis is for, with as many microbatches in
+        flight as so many ``stages`` have. Raises :class:`OptionsError` if the layout is impossible."""
         request = self.step.request
         options = replace(request.options, layout=layout, pins={}, offload=False)
         arranged = arrangements(replace(request, options=options))[0]
-        return replace(arranged, propose=None, axis_names=(), rank_limits=())
+        inside = [(n, role) for n, role in zip(arranged.mesh, arranged.roles, strict=True) if role.name in axes]
+        mesh, roles = zip(*inside, strict=True) if inside else ((1,), ())
+        repeats = inner_repeats(layout.microbatches(request.batch), stages)
+        own = replace(arranged, mesh=mesh, roles=roles, repeats=repeats, propose=None, axis_names=(), rank_limits=())
+        return replace(own, memory_limit=memory_limit, host_limit=host_limit)
+
+    def _quickest(self, inside: PlanRequest, layout: Layout, has_data: bool) -> PlacedStage:
+        count = layout.microbatches(inside.batch)
+        if count not in self._microbatches:
+            self._microbatches[count] = self.step.microbatch(count)
+        own = self._microbatches[count]
+        return PlacedStage(own, solve_only(inside, own.graph, Timings(counted=True)), has_data)
 
 
 def _recomputing(request: PlanRequest, quickest: MeshSolution) -> Iterator[MeshSolution]:

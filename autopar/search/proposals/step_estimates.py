@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.cluster.description import Cluster
-from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.pipeline.prices import ChunkPrice, PipelinePrices
 from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES
-from autopar.search.chunks import WirePrice
-from autopar.search.pipeline_breakdown import shared_processors, wire_prices
+from autopar.search.pipeline_breakdown import shared_processors, slowest_wire
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, chunk_starts, cuts_of
 from autopar.search.stage_meshes import StageLayout
 
@@ -29,21 +28,11 @@ class StepEstimates(Estimates):
     cluster: Cluster
 
     def prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
-        starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement
-        spans, wire = list(pairwise(starts)), self.costs.segments.wire
-        edges = {
-            (c, c + 1): EdgePrice(latency=float(wire[starts[c + 1]]))
-            for c, pair in enumerate(pairwise(placement))
-            if pair[0] != pair[1]
-        }
-        update = np.zeros(len(arranged.order))
-        for rank, (a, b) in zip(placement, spans, strict=True):
-            update[rank] += self.costs.update[a:b].sum()
-        chunks = tuple(self._chunk(a, b) for a, b in spans)
-        return PipelinePrices(chunks, edges, float(update.max()), hides=self.cluster.overlaps, shared=self.shared)
+        spans = pairwise(chunk_starts(self.on_blocks, cuts))
+        update = np.bincount(arranged.placement, [self.costs.update[a:b].sum() for a, b in spans])
+        return replace(super().prices(arranged, cuts), step=float(update.max()), hides=self.cluster.overlaps)
 
-    def _chunk(self, start: int, end: int) -> ChunkPrice:
-        """The price of a chunk of segments ``start`` to ``end - 1``."""
+    def chunk(self, block: int, start: int, end: int) -> ChunkPrice:
         forward, first, second = (float(self.costs.sections[name][start:end].sum()) for name in SECTIONS)
         reduce = float(self.costs.reduce[start:end].sum())
         sizes = [size for each in self.costs.weights[start:end] for size in each]
@@ -66,7 +55,7 @@ def estimated_seconds(
     """Seconds of ``stages`` of so many ``devices`` each as ``arranged``, cut as is best within ``limit`` bytes of each
     device; infinite if nothing fits, or if ``least`` seconds are not reached."""
     layout = StageLayout(stages, (devices,), (0,))
-    costs = costs.over(_slowest_link(cluster, layout))
+    costs = costs.over(slowest_wire(cluster, layout.blocks))
     on_blocks, limits = [costs.segments] * stages, (limit,) * stages
     estimates = StepEstimates(on_blocks, shared_processors(cluster, layout.sizes), costs, cluster)
     anywhere = np.full(costs.segments.count, -1, dtype=np.int64)
@@ -75,10 +64,3 @@ def estimated_seconds(
     if fitting is None or estimates.bound(fitting) >= least:
         return math.inf
     return estimates.seconds(fitting)
-
-
-def _slowest_link(cluster: Cluster, layout: StageLayout) -> WirePrice:
-    """The slowest wire between neighbours."""
-    pairs = tuple((stage, (stage + 1) % layout.stages) for stage in range(layout.stages))
-    links = wire_prices(cluster, tuple(range(layout.stages)), layout.blocks, pairs)
-    return min(links.values(), key=lambda link: link.bandwidth)

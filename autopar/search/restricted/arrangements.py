@@ -22,7 +22,7 @@ from autopar.restriction import Restriction, words_of
 
 from .divides import check_layout_divides
 
-_DEGREES = ("pipeline", "data", "context", "tensor")
+DEGREES = ("pipeline", "data", "context", "tensor")
 _OF_PRODUCTS = frozenset(("data", "context", "tensor"))
 
 
@@ -33,7 +33,7 @@ def arrangements(request: PlanRequest) -> list[PlanRequest]:
     restriction = Restriction.of(request.options.layout)
     stages = request.options.stages
     restriction = replace(restriction, pipeline=restriction.pipeline or (None if isinstance(stages, tuple) else stages))
-    restricting = (*_DEGREES[1:], "expert", "microbatch", "sequence_parallel")
+    restricting = (*DEGREES[1:], "expert", "microbatch", "sequence_parallel")
     if all(getattr(restriction, name) is None for name in restricting):
         return [request]
     check_layout_divides(request, restriction)
@@ -56,7 +56,7 @@ def arrangements(request: PlanRequest) -> list[PlanRequest]:
 def _known_degrees(request: PlanRequest, restriction: Restriction) -> Iterator[dict[str, int]]:
     """The degrees that are given, with every value of those that have to be known."""
     devices = math.prod(request.mesh)
-    given = {name: n for name in _DEGREES if (n := getattr(restriction, name)) is not None}
+    given = {name: n for name in DEGREES if (n := getattr(restriction, name)) is not None}
     tried = {"data": restriction.microbatch is not None, "tensor": restriction.sequence_parallel is not None}
     if (restriction.expert or 1) > 1:
         tried |= {"data": True, "context": True}
@@ -68,7 +68,7 @@ def _known_degrees(request: PlanRequest, restriction: Restriction) -> Iterator[d
     for values in product(sizes, repeat=len(names)):
         known = {**given, **dict(zip(names, values, strict=True))}
         left, rest = divmod(devices, math.prod(known.values()))
-        open_degrees = [name for name in _DEGREES if name not in known]
+        open_degrees = [name for name in DEGREES if name not in known]
         if rest == 0 and (left == 1 or open_degrees):
             if len(open_degrees) == 1:
                 known[open_degrees[0]] = left
@@ -162,7 +162,7 @@ def _with_microbatches(request: PlanRequest, restriction: Restriction, known: Ma
 def _no_devices(request: PlanRequest, restriction: Restriction) -> OptionsError:
     """The error for degrees whose product is not, or does not divide, the number of devices."""
     devices = math.prod(request.mesh)
-    given = {name: n for name in _DEGREES if (n := getattr(restriction, name)) is not None}
+    given = {name: n for name in DEGREES if (n := getattr(restriction, name)) is not None}
     needed = " x ".join(f"{name}={n}" for name, n in given.items())
     return OptionsError(
         f"{words_of(request.options.layout)}: {needed} = {math.prod(given.values())} devices, but the mesh "

@@ -9,9 +9,9 @@ from functools import partial
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
-from autopar.layout import Layout, divisors
+from autopar.layout import divisors
 from autopar.planner.request import PlanRequest
-from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts, written_heads
 from autopar.planner.roles.expert_blocks import expert_blocks
 from autopar.planner.roles.products import products_of
 from autopar.planner.step_graphs import bare_step_graph
@@ -24,7 +24,8 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     graph = _step(request)
     tensor, context = restriction.tensor or 1, restriction.context or 1
     words = words_of(request.options.layout)
-    check_division(graph, Layout(tensor=tensor, context=context), words, written=True, advised=False)
+    check_sequences(graph, context, words)
+    check_tensor({**dict(heads_and_experts(graph)), **dict(written_heads(graph))}, tensor, words)
     if (restriction.expert or 1) > 1:
         _check_experts(graph, restriction.expert or 1, tensor)
     needs_sequence = {"context": context > 1, "sequence_parallel": bool(restriction.sequence_parallel)}

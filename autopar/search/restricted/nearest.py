@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from autopar.errors import OptionsError
 from autopar.layout import divisors
 from autopar.planner.request import PlanRequest
 
-from .arrangements import arrangements
+from .arrangements import DEGREES, arrangements
 from .divides import check_stages_divide
 
 _FIELDS = ("tensor", "context", "data", "pipeline", "expert", "microbatch")
@@ -35,13 +35,23 @@ def _nearest(request: PlanRequest) -> Iterator[str]:
     for name in _FIELDS:
         if layout is not None and name in layout.given:
             value = getattr(layout, name)
-            whole = request.batch if name == "microbatch" else math.prod(request.mesh)
-            below = reversed([n for n in divisors(whole) if n < value])
-            above = [n for n in divisors(whole) if n > value]
+            whole, on = request.batch if name == "microbatch" else math.prod(request.mesh), ""
+            possible: Sequence[int] = divisors(whole)
+            if name in DEGREES and _is_of_layout(request):
+                possible, on = range(1, 2 * value + 1), " on {} devices"
+            below, above = [n for n in possible if n < value][::-1], [n for n in possible if n > value]
             for candidates in (below, above):
                 works = next((n for n in candidates if _can_be(request, name, n)), None)
                 if works is not None:
-                    yield f"{name}={works}"
+                    yield f"{name}={works}{on.format(layout.devices // value * works)}"
+
+
+def _is_of_layout(request: PlanRequest) -> bool:
+    """Whether the devices are those that a layout takes of which every degree is given: none of them can be another
+    with as many devices."""
+    layout = request.options.layout
+    every = layout is not None and set(DEGREES) <= set(layout.given) and layout.devices == math.prod(request.mesh)
+    return every and not request.axis_names
 
 
 def _can_be(request: PlanRequest, name: str, value: int) -> bool:
@@ -49,7 +59,10 @@ def _can_be(request: PlanRequest, name: str, value: int) -> bool:
     assert request.options.layout is not None
     try:
         layout = replace(request.options.layout, **given)
-        changed = replace(request, options=replace(request.options, layout=layout))
+        mesh = layout.mesh if _is_of_layout(request) else request.mesh
+        if math.prod(mesh) > (request.cluster.size or math.inf):
+            return False
+        changed = replace(request, mesh=mesh, options=replace(request.options, layout=layout))
         check_stages_divide(changed)
         return bool(arrangements(changed))
     except OptionsError:

@@ -134,17 +134,22 @@ class Estimates:
         return simulate(arranged.shortened, prices).seconds + further * max(busy)
 
     def prices(self, arranged: Arranged, cuts: tuple[str, ...]) -> PipelinePrices:
-        """Prices of a chain of chunks, estimated from the segments on each block: forward, input gradient and weight
-        gradient take a third of the seconds each."""
+        """Prices of a chain of chunks, estimated from the segments on each block."""
         starts, placement = chunk_starts(self.on_blocks, cuts), arranged.placement
         spans = zip(placement, pairwise(starts), strict=True)
-        seconds = [float(self.on_blocks[rank].seconds[a:b].sum()) / 3.0 for rank, (a, b) in spans]
+        chunks = tuple(self.chunk(rank, a, b) for rank, (a, b) in spans)
         edges = {
             (c, c + 1): EdgePrice(latency=max(float(self.on_blocks[rank].wire[starts[c + 1]]) for rank in pair))
             for c, pair in enumerate(pairwise(placement))
             if pair[0] != pair[1]
         }
-        return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=self.shared)
+        return PipelinePrices(chunks, edges, shared=self.shared)
+
+    def chunk(self, block: int, start: int, end: int) -> ChunkPrice:
+        """The price of a chunk of segments ``start`` to ``end - 1``: forward, input gradient and weight gradient take a
+        third of the seconds each."""
+        third = float(self.on_blocks[block].seconds[start:end].sum()) / 3.0
+        return ChunkPrice(third, third, third)
 
 
 def in_order(items: Sequence[Item], bound: Callable[[Item], float], seconds: Callable[[Item], float]) -> Iterator[Item]:

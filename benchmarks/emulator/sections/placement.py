@@ -34,7 +34,7 @@ from autopar.placement.constraints import Allowed, with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.placement.prices import Prices, exchanged_bytes, placement_options
-from autopar.planner.roles.divides import check_division
+from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts
 from autopar.planner.roles.expert_blocks import routers
 from autopar.solver.problem import Solution, evaluate
 from autopar.solver.solve import solve
@@ -88,7 +88,8 @@ class Placing:
 
     def check(self, graph: Graph) -> None:
         """Raises :class:`OptionsError` if the layout does not divide the graph of a step."""
-        check_division(graph, self.layout)
+        check_sequences(graph, self.layout.context, self.layout, advised=True)
+        check_tensor(dict(heads_and_experts(graph)), self.layout.tensor, self.layout, advised=True)
 
     def rules(self, instance: Instance) -> tuple[Allowed, ...]:
         """What every choice of the program must fulfil."""

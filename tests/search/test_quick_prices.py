@@ -1,0 +1,83 @@
+"""Of deep models, few layers say which pipelines cannot be quicker than the best plan: these are not searched for."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+
+from autopar.passes.pipeline.microbatch import microbatch, split_inputs
+from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.planner.request import PlanRequest
+from autopar.planner.timings import Timings
+from autopar.search import pipelines
+from autopar.search.attempts import attempts
+from autopar.search.pipeline import inner_repeats
+from autopar.search.pipelines import _Pipeline, whole_step, with_stages
+from autopar.search.stage_problems import SAFETY_FACTOR, StagePrograms
+from tests.helpers.models import gpt2
+from tests.helpers.planning import requested
+
+LAYERS = 12
+
+
+@pytest.fixture(autouse=True)
+def _every_model_is_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "MANY_OPERATIONS", 0)
+
+
+def _request(**options: Any) -> PlanRequest:
+    return requested(
+        partial(gpt2, LAYERS), (4,), **{"mesh_search": True, "stages": None, "microbatches": None} | options
+    )
+
+
+def _pipeline(request: PlanRequest) -> _Pipeline:
+    graph = whole_step(request)
+    (layout, counts), *_ = attempts(request, graph, math.inf, lacks_memory=False)
+    return _Pipeline(request, {}, graph, layout, counts[0])
+
+
+def _least(own: _Pipeline) -> float:
+    """What the program of all layers says that the stages take."""
+    count, stages = own.microbatches, own.layout.stages
+    programs = StagePrograms(own._inside, own.layout, math.inf, Timings())
+    pieces = microbatch(own.graph, count, split_inputs(own.request.graph))
+    programs.solve(SaveActivations()(pieces.graph), inner_repeats(count, stages), 1e15, math.inf)
+    return programs._least
+
+
+def test_few_layers_say_what_all_take() -> None:
+    own = _pipeline(_request())
+    found = own.too_slow(Timings(), 1e-9)
+    assert found is not None
+    assert found.error.seconds == pytest.approx(_least(own), rel=1e-2)  # type: ignore[attr-defined]
+    assert "about" in str(found.error), "solvers' gaps and sums of layers are no proof"
+
+
+def test_pipelines_that_may_be_quicker_are_searched_for() -> None:
+    own = _pipeline(_request())
+    seconds = own.too_slow(Timings(), 1e-9).error.seconds  # type: ignore[union-attr]
+    assert own.too_slow(Timings(), 1.01 * seconds / SAFETY_FACTOR) is None
+    assert own.too_slow(Timings(), 0.99 * seconds / SAFETY_FACTOR) is not None
+
+
+def test_they_are_listed_as_excluded_and_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "search_within", lambda *_: pytest.fail("a pipeline is searched for"))
+    monkeypatch.setattr(pipelines, "attempts", lambda *_: attempts(*_[:2], math.inf, False))
+    tried, _ = with_stages(_request(), {}, Timings(), 1e-9)
+    assert not tried.candidates and tried.excluded
+    assert all("stages x (" in excluded.name and "microbatches" in excluded.name for excluded in tried.excluded)
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"schedule": "1f1b"}, {"microbatches": 2}])
+def test_pipelines_that_are_asked_for_are_priced(options: dict[str, Any]) -> None:
+    assert _pipeline(_request(**options)).too_slow(Timings(), 1e-9) is None
+
+
+def test_small_models_are_priced_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _pipeline(_request())
+    monkeypatch.setattr(pipelines, "MANY_OPERATIONS", len(own.graph) + 1)
+    assert own.too_slow(Timings(), 1e-9) is None
