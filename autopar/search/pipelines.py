@@ -217,8 +217,8 @@ class _Pipeline:
             repeats = inner_repeats(self.microbatches, self.layout.stages)
             price = programs.quick_price(SaveActivations()(pieces.graph), stacks, repeats)
             if price.is_too_slow:
-                where = named_axes(self._inside, price.solution.assignment, price.solution.instance.graph)
-                name = f"{self.layout.described} x {where}, {self.microbatches} microbatches"
+                # By sizes: the names of axes count what all layers do on them.
+                name = f"{self.layout.described} x {self.layout.mesh}, {self.microbatches} microbatches"
                 return Excluded(name, TooSlowError(name, price.seconds, is_proven=False))
         return None
 

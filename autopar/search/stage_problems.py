@@ -40,7 +40,6 @@ class QuickPrice:
 
     seconds: float
     is_too_slow: bool
-    solution: MeshSolution
 
 
 @dataclass
@@ -119,7 +118,7 @@ class StagePrograms:
         free = replace(self._inside(0), repeats=repeats, memory_limit=UNLIMITED, host_limit=math.inf)
         solution = solve_only(free, few, self.timings)
         seconds = solution.unlimited * _unfolded(solution, stacks) / self.layout.stages
-        return QuickPrice(seconds, seconds > SAFETY_FACTOR * self.best, solution)
+        return QuickPrice(seconds, seconds > SAFETY_FACTOR * self.best)
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)
