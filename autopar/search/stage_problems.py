@@ -115,7 +115,7 @@ class StagePrograms:
     def quick_price(self, few: Graph, stacks: Sequence[Stack], repeats: Repeats) -> QuickPrice:
         """What equal stages take for a step, by the program of ``few`` layers, which lack layers of ``stacks``, without
         a limit of memory. Raises :class:`InfeasibleError` if there are no placements."""
-        free = replace(self._inside(0), repeats=repeats, memory_limit=UNLIMITED, host_limit=math.inf)
+        free = replace(self._inside(self.request, 0), repeats=repeats, memory_limit=UNLIMITED, host_limit=math.inf)
         solution = solve_only(free, few, self.timings)
         seconds = solution.unlimited * _unfolded(solution, stacks) / self.layout.stages
         return QuickPrice(seconds, seconds > SAFETY_FACTOR * self.best)
