@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance
 from autopar.planner.steps.exact_memory import is_rehearsed
-from autopar.solver.problem import Ints, Problem, Solution, evaluate, memory_of
+from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import PROGRAMS
@@ -45,9 +45,28 @@ def minimize_memory_within(request: PlanRequest, instance: Instance, least: Mesh
 
 def _least_counted(request: PlanRequest, instance: Instance) -> float:
     """The fewest bytes that the program counts, infinite if there are none: those of a step that is not rehearsed."""
-    problem, of = instance.problem, (instance.graph, instance.prices, instance.choices)
-    choices = request.shared.once("smallest", of, make=lambda: smallest_choices(problem), kept=PROGRAMS)
-    return math.inf if choices is None else memory_of(problem, choices)
+    choices = _smallest(request, instance)
+    return math.inf if choices is None else memory_of(instance.problem, choices)
+
+
+def _smallest(request: PlanRequest, instance: Instance) -> Ints | None:
+    of = instance.graph, instance.prices, instance.choices
+    return request.shared.once("smallest", of, make=lambda: smallest_choices(instance.problem), kept=PROGRAMS)
+
+
+def may_fit_at_least(request: PlanRequest, instance: Instance) -> bool:
+    """Whether the solution of least memory fits. True where that takes long to know, or if the host's memory is short:
+    then layers are untied if nothing else fits."""
+    limit, choices = float(memory_limit_of(request)), _smallest(request, instance)
+    if choices is None or len(instance.graph) >= LEAST_NODES or host_binds(instance.problem):
+        return True
+    counted = memory_of(instance.problem, choices)
+    if request.repeats != ONCE and counted > FAR_ABOVE * limit:
+        return False
+    if peak_bytes(_counting(instance, counted, choices)) <= limit:
+        return True  # What needs the fewest bytes needs no more than what counts the fewest.
+    least = least_of(request, instance)
+    return least is None or peak_bytes(least) <= limit
 
 
 def least_of(request: PlanRequest, instance: Instance) -> MeshSolution | None:
@@ -68,16 +87,17 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
     if choices is None:
         return None
     least = memory_of(problem, choices)
-    found = [MeshSolution.of(with_limit(instance, least), _valued(problem, choices))]
+    found = [_counting(instance, least, choices)]
     # Where the step is not rehearsed, the fewest bytes are those that the program counts.
     is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
     for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
-        limited = with_limit(instance, more * least)
-        within = replace(limited.problem, windows=())
+        within = replace(problem, memory_limit=more * least, memory_price=0.0, windows=())
         cheapest = solve(within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True)
-        found.append(MeshSolution.of(limited, _valued(problem, cheapest.choices)))
+        found.append(_counting(instance, more * least, cheapest.choices))
     return min(found, key=peak_bytes)
 
 
-def _valued(problem: Problem, choices: Ints) -> Solution:
-    return Solution(choices, evaluate(problem, choices), 0.0, "feasible", 0.0)
+def _counting(instance: Instance, limit: float, choices: Ints) -> MeshSolution:
+    """The solution of ``choices``, which count at most so many bytes."""
+    solution = Solution(choices, evaluate(instance.problem, choices), 0.0, "feasible", 0.0)
+    return MeshSolution.of(with_limit(instance, limit), solution)
