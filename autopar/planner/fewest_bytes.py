@@ -8,8 +8,12 @@ from dataclasses import replace
 from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance
 from autopar.planner.steps.exact_memory import is_rehearsed
+<<<<<<< HEAD
 from autopar.solver.problem import Ints, Problem, Solution, evaluate, memory_of
 from autopar.solver.shared_reductions import SharedReductions
+=======
+from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
+>>>>>>> rounds
 from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import PROGRAMS
@@ -29,6 +33,9 @@ MORE_MEMORY = (1.1, 1.3)
 # How many times the limit a program counts at least where its step, not rehearsed, needs more without a further look.
 # Chosen: the program and the cost breakdown of a step count nearly the same.
 FAR_ABOVE = 1.1
+# How many times the limit the solution of least memory holds at least where no other is sought that would fit.
+# Chosen: of a small transformer on 2 devices, a solution that counts more holds 0.98 times as much.
+NEAR = 1.05
 
 
 def minimize_memory_within(request: PlanRequest, instance: Instance, least: MeshSolution | None = None) -> MeshSolution:
@@ -46,9 +53,28 @@ def minimize_memory_within(request: PlanRequest, instance: Instance, least: Mesh
 
 def _least_counted(request: PlanRequest, instance: Instance) -> float:
     """The fewest bytes that the program counts, infinite if there are none: those of a step that is not rehearsed."""
-    problem, of = instance.problem, (instance.graph, instance.prices, instance.choices)
-    choices = request.shared.once("smallest", of, make=lambda: smallest_choices(problem), kept=PROGRAMS)
-    return math.inf if choices is None else memory_of(problem, choices)
+    choices = _smallest(request, instance)
+    return math.inf if choices is None else memory_of(instance.problem, choices)
+
+
+def _smallest(request: PlanRequest, instance: Instance) -> Ints | None:
+    of = instance.graph, instance.prices, instance.choices
+    return request.shared.once("smallest", of, make=lambda: smallest_choices(instance.problem), kept=PROGRAMS)
+
+
+def may_fit_at_least(request: PlanRequest, instance: Instance) -> bool:
+    """Whether the solution of least memory fits or nearly does. True where that takes long to know, or if the host's
+    memory is short: then layers are untied if nothing else fits."""
+    limit, choices = float(memory_limit_of(request)), _smallest(request, instance)
+    if choices is None or len(instance.graph) >= LEAST_NODES or host_binds(instance.problem):
+        return True
+    counted = memory_of(instance.problem, choices)
+    if request.repeats != ONCE and counted > FAR_ABOVE * limit:
+        return False
+    if peak_bytes(_counting(instance, counted, choices)) <= NEAR * limit:
+        return True  # What needs the fewest bytes needs no more than what counts the fewest.
+    least = least_of(request, instance)
+    return least is None or peak_bytes(least) <= NEAR * limit
 
 
 def least_of(request: PlanRequest, instance: Instance) -> MeshSolution | None:
@@ -69,19 +95,27 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
     if choices is None:
         return None
     least = memory_of(problem, choices)
-    found = [MeshSolution.of(with_limit(instance, least), _valued(problem, choices))]
+    found = [_counting(instance, least, choices)]
     # Where the step is not rehearsed, the fewest bytes are those that the program counts.
     known = SharedReductions()
     is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
     for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
+<<<<<<< HEAD
         limited = with_limit(instance, more * least)
         within = replace(limited.problem, windows=())
         cheapest = solve(
             within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True, reductions=known
         )
         found.append(MeshSolution.of(limited, _valued(problem, cheapest.choices)))
+=======
+        within = replace(problem, memory_limit=more * least, memory_price=0.0, windows=())
+        cheapest = solve(within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True)
+        found.append(_counting(instance, more * least, cheapest.choices))
+>>>>>>> rounds
     return min(found, key=peak_bytes)
 
 
-def _valued(problem: Problem, choices: Ints) -> Solution:
-    return Solution(choices, evaluate(problem, choices), 0.0, "feasible", 0.0)
+def _counting(instance: Instance, limit: float, choices: Ints) -> MeshSolution:
+    """The solution of ``choices``, which count at most so many bytes."""
+    solution = Solution(choices, evaluate(instance.problem, choices), 0.0, "feasible", 0.0)
+    return MeshSolution.of(with_limit(instance, limit), solution)

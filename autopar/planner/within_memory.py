@@ -15,6 +15,7 @@ from autopar.placement.formulation import Instance
 from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate
 
+from .fewest_bytes import may_fit_at_least
 from .memory_limit import (
     MORE_ROUNDS,
     ROUNDS,
@@ -81,6 +82,19 @@ class MetSolutions:
         return best
 
 
+def peak_at(counted: float, before: Needed | None, beyond: Needed) -> float:
+    """The peak of a solution that counts so many bytes, fewer than ``beyond``, if it goes on falling as it fell from
+    ``before`` to ``beyond``; minus infinity if it is not known how it falls.
+
+    >>> peak_at(100, Needed(200, 190), Needed(150, 170))
+    150.0
+    """
+    if before is None or before.counted <= beyond.counted:
+        return -math.inf
+    slope = max((before.peak - beyond.peak) / (before.counted - beyond.counted), 0.0)
+    return beyond.peak - slope * (beyond.counted - counted)
+
+
 @dataclass(frozen=True)
 class WithinMemory:
     """``solve`` solves the programs of ``request``, whose steps have these ``peaks``; ``refining`` returns what solves
@@ -120,8 +134,8 @@ class WithinMemory:
         self, instance: Instance, limit: float, beyond: Needed | None, solve: Solve, rounds: Iterator[int]
     ) -> tuple[MeshSolution | None, Needed | None]:
         """Solves ``instance``, first with ``limit`` and then with less memory until the step seems to fit, as long as
-        there are ``rounds``. Returns the solution that does, and what the last that does not needs, if there are
-        any."""
+        there are ``rounds`` and anything may fit. Returns the solution that does, and what the last that does not
+        needs, if there are any."""
         floor, first, price = least_bound(instance.problem), 0.0, 0.0
         for _ in rounds:
             if limit < floor and beyond is not None:
@@ -134,8 +148,12 @@ class WithinMemory:
             found = MeshSolution.of(limited, solution)
             if self.peaks.seems_to_fit(found):
                 return found, beyond
-            beyond, first, price = self.peaks.needed(found), first or solution.seconds, solution.memory_price
+            before, beyond = beyond, self.peaks.needed(found)
+            first, price = first or solution.seconds, solution.memory_price
             limit, solve = next_limit(self.peaks.allowed, beyond, None), self.refining(first)
+            is_doubtful = limit < floor or peak_at(floor, before, beyond) > self.peaks.allowed
+            if is_doubtful and not may_fit_at_least(self.request, instance):
+                break
         return None, beyond
 
     def quickest_that_fits(self, best: MeshSolution, beyond: Needed | None) -> MeshSolution | None:

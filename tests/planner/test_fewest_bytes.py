@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -10,9 +11,11 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.ir.microbatching import Repeats
 from autopar.planner import fewest_bytes
+from autopar.planner import solve_mesh as planner
 from autopar.planner.shared_work import SharedWork
 from autopar.planner.solve_mesh import solve_mesh, solve_only
 from autopar.planner.step_graphs import step_graph
+from autopar.planner.time_limit import solve_in_time
 from autopar.planner.timings import Timings
 from autopar.solver.solve import solve
 from tests.helpers.models import Case, Stack, text
@@ -34,6 +37,23 @@ def test_limits_have_the_least_in_common(monkeypatch: pytest.MonkeyPatch) -> Non
         needed.add(caught.value.needed_bytes)
     assert counting.call_count == 1 + len(fewest_bytes.MORE_MEMORY)
     assert len(needed) == 1 and None not in needed
+
+
+@pytest.mark.parametrize("part", [0.9, 0.8])
+def test_less_than_the_least_is_not_approached_by_rounds(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One solution with a limit tells that what the program counts cannot fall by what is lacking."""
+    request = replace(requested(small, (2,)), shared=SharedWork())
+    graph = step_graph(request.graph, request.loss, request.batch)
+    with pytest.raises(InfeasibleError) as caught:
+        solve_only(replace(request, memory_limit=1000), graph, Timings())
+    assert caught.value.needed_bytes is not None
+    limit, counting = part * caught.value.needed_bytes, Mock(side_effect=solve_in_time)
+    monkeypatch.setattr(planner, "solve_in_time", counting)
+    with pytest.raises(InfeasibleError) as caught:
+        solve_only(replace(request, memory_limit=limit), graph, Timings())
+    limited = [problem for (problem, *_), _ in counting.call_args_list if math.isfinite(problem.memory_limit)]
+    assert len(limited) == 1
+    assert caught.value.needed_bytes == round(limit / part)
 
 
 def test_where_steps_are_not_rehearsed_what_counts_too_much_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
