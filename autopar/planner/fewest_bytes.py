@@ -8,12 +8,8 @@ from dataclasses import replace
 from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance
 from autopar.planner.steps.exact_memory import is_rehearsed
-<<<<<<< HEAD
-from autopar.solver.problem import Ints, Problem, Solution, evaluate, memory_of
-from autopar.solver.shared_reductions import SharedReductions
-=======
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
->>>>>>> rounds
+from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import PROGRAMS
@@ -100,18 +96,11 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
     known = SharedReductions()
     is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
     for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
-<<<<<<< HEAD
-        limited = with_limit(instance, more * least)
-        within = replace(limited.problem, windows=())
+        within = replace(problem, memory_limit=more * least, memory_price=0.0, windows=())
         cheapest = solve(
             within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True, reductions=known
         )
-        found.append(MeshSolution.of(limited, _valued(problem, cheapest.choices)))
-=======
-        within = replace(problem, memory_limit=more * least, memory_price=0.0, windows=())
-        cheapest = solve(within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True)
         found.append(_counting(instance, more * least, cheapest.choices))
->>>>>>> rounds
     return min(found, key=peak_bytes)
 
 

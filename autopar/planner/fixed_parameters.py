@@ -25,8 +25,7 @@ from autopar.solver.problem import Ints, Solution
 
 from .memory_limit import ROUNDS, may_widen, solve_wide, tightened, widened
 from .request import PlanRequest, kernels_of
-from .time_limit import solve_in_time
-from .timings import Timings
+from .timings import Timings, solve_in_time
 
 Places = Mapping[str, ParameterPlacement]
 # Where caches rest, by name.

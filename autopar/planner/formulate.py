@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from autopar.ir.graph import Graph
 from autopar.offload import allowed, required
 from autopar.options import Options
@@ -30,8 +32,13 @@ SOLUTIONS = 64
 def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:
     """The instance of an annotated graph, which may have classes, without recomputation and offload. The depth of the
     model is divided into ``stretches``; equal layers of one stretch are tied."""
+    return _formulate_tied(request, _tied(request, annotated, stretches), prices)
+
+
+def _formulate_tied(request: PlanRequest, graph: Graph, prices: Prices) -> Instance:
+    """The instance of a graph with classes, without recomputation and offload."""
     instance = build_instance(
-        _tied(request, annotated, stretches),
+        graph,
         prices,
         optimizer=request.options.optimizer,
         memory_limit=float(memory_limit_of(request)),
@@ -65,6 +72,16 @@ def untie_layers(request: PlanRequest, annotated: Graph, folded: Instance) -> In
 
     of = annotated, folded.prices, folded.choices
     return request.shared.once("untied program", of, folded.is_wide, make=make, kept=1)
+
+
+def part_layers(request: PlanRequest, annotated: Graph, folded: Instance, parted: Set[str]) -> Instance:
+    """The instance in which the nodes ``parted`` are tied to none but each other. It has recomputation and offload if
+    ``folded`` has them. Unlike other programs it is not kept, so that it displaces none."""
+    pinned = pinned_apart(annotated, request.options.pins)
+    apart = {name: (pinned.get(name, ()), name in parted) for name in (*pinned, *parted)}
+    instance = _formulate_tied(request, fold_layers(annotated, apart=apart), folded.prices)
+    widens = folded.is_wide and may_widen(request.options, instance)
+    return _restricted(request, widened(instance, request.options)) if widens else instance
 
 
 def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:

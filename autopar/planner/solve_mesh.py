@@ -37,11 +37,11 @@ from .memory_limit import (
     without_limit,
 )
 from .mesh_solution import COUNTED_AT_MOST, MeshSolution, peak_bytes
+from .mixed_layers import mix_layers
 from .peaks import LEAST_NODES, Peaks
 from .proven_bound import with_bound
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
-from .time_limit import solve_in_time
-from .timings import Timings
+from .timings import Timings, solve_in_time
 from .within_memory import MetSolutions, WithinMemory
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
@@ -258,17 +258,35 @@ def _enforce_memory_limit(
         larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each)]
         if larger:
             return min(larger, key=lambda each: each.solution.objective)
+    best = _found_limited(request, annotated, free, quickest, timings, peaks, others)
+    found[peaks.allowed] = with_bound(request, best, free, timings)
+    return found[peaks.allowed]
+
+
+def _found_limited(
+    request: PlanRequest,
+    annotated: Graph,
+    free: Unlimited,
+    quickest: MeshSolution | None,
+    timings: Timings,
+    peaks: Peaks,
+    others: Sequence[Solution],
+) -> MeshSolution:
+    """The best solution found that fits, where the ``quickest`` without a limit, if there is one, does not."""
+    with timings.phase("solve"):
         beyond = None if quickest is None else peaks.needed(quickest)
-        best = _solve_limited(request, annotated, free, beyond, timings, peaks, [other.choices for other in others])
+        met, starts = MetSolutions(), [other.choices for other in others]
+        mixed = best = _solve_limited(request, annotated, free, beyond, timings, peaks, starts, met)
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
             best = _take_cheapest(peaks, best, others)
+            known = [*met.known.values(), *([] if quickest is None else [free.solution.choices])]
+            mixed = mix_layers(request, annotated, best, known, peaks)
         # An estimate may have ruled it out.
         if quickest is not None and quickest.solution.objective < best.solution.objective and peaks.may_err(quickest):
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings, peaks)
-    found[peaks.allowed] = with_bound(request, best, free, timings)
-    return found[peaks.allowed]
+    return min(best, mixed, key=lambda solved: solved.solution.objective)
 
 
 def _found_within(request: PlanRequest, free: Unlimited) -> dict[float, MeshSolution]:
@@ -291,12 +309,12 @@ def _solve_limited(
     timings: Timings,
     peaks: Peaks,
     starts: Sequence[Ints],
+    met: MetSolutions,
 ) -> MeshSolution:
     """The best solution found that fits. If the host's memory is short as well, and none is found, layers are untied.
     If none is found still, starts from the solution of least memory. ``beyond``: what the solution without a limit
     needs, if there is one; ``starts``: choices of the program without recomputation and offload. Raises
     :class:`InfeasibleError` if nothing fits."""
-    met = MetSolutions()
 
     def solver(most: float = math.inf) -> Solve:
         return met.recorded(_solver(request, timings, most))

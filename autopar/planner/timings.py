@@ -1,13 +1,16 @@
-"""The time that planning took, by phase, and what remains of its time limit."""
+"""The time that planning took, by phase, and what remains of its time limit, within which programs are solved."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autopar.options import Options
+from autopar.solver.problem import Ints, Problem, Solution
+from autopar.solver.shared_reductions import SharedReductions
 
 from .memory_advice import AdviceBudget
 
@@ -61,3 +64,34 @@ class Timings:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+
+
+def solve_in_time(
+    problem: Problem,
+    options: Options,
+    timings: Timings,
+    incumbents: Sequence[Ints] = (),
+    least_gap: float = 0.0,
+    worth: float = math.inf,
+    most: float = math.inf,
+    reductions: SharedReductions | None = None,
+) -> Solution:
+    """Solves in at most half of the remaining time, so that a hard program leaves time for those after it. A program
+    that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
+    that is larger. ``worth`` and ``reductions``: as for :func:`~autopar.solver.solve.solve`; ``most``: seconds that it
+    may take at most, whatever remains."""
+    from autopar.solver.solve import solve  # Here, since it loads what a cached plan does without.
+
+    solution = solve(
+        problem,
+        time_limit=min(timings.left(options) / 2, most),
+        gap=max(options.gap, least_gap),
+        seed=options.solver_seed,
+        incumbents=incumbents,
+        counted=timings.counts(options),
+        worth=worth,
+        reductions=reductions,
+    )
+    timings.solving += solution.seconds
+    timings.cut_off |= solution.status == "feasible"
+    return solution

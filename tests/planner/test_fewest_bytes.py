@@ -15,8 +15,7 @@ from autopar.planner import solve_mesh as planner
 from autopar.planner.shared_work import SharedWork
 from autopar.planner.solve_mesh import solve_mesh, solve_only
 from autopar.planner.step_graphs import step_graph
-from autopar.planner.time_limit import solve_in_time
-from autopar.planner.timings import Timings
+from autopar.planner.timings import Timings, solve_in_time
 from autopar.solver.solve import solve
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import requested

@@ -11,8 +11,7 @@ import pytest
 from ortools.math_opt import result_pb2
 
 from autopar.options import Options
-from autopar.planner.time_limit import solve_in_time
-from autopar.planner.timings import Timings
+from autopar.planner.timings import Timings, solve_in_time
 from autopar.solver import budget as solve_budget
 from autopar.solver import highs as solve_run
 from autopar.solver.budget import Budget

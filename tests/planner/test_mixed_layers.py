@@ -1,0 +1,124 @@
+"""Under a limit of memory some of equal layers save memory, the others do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.ir.graph import Graph
+from autopar.ir.placements import short
+from autopar.planner import solve_mesh as planner
+from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.mixed_layers import layer_positions
+from autopar.planner.peaks import Peaks
+from autopar.planner.request import PlanRequest
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import best_plan
+from autopar.solver.problem import Ints, evaluate
+from tests.helpers.models import Case, Stack, text
+from tests.helpers.planning import requested
+from tests.helpers.run_plan import Bench
+
+LAYERS, WIDTH = 12, 1024
+
+
+class Linears(nn.Module):
+    """Equal products, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(x).square().mean()
+        return loss
+
+
+def linears() -> Case:
+    torch.manual_seed(0)
+    return Linears(), {"x": torch.randn(64, WIDTH)}
+
+
+def layers() -> Case:
+    return Stack(layers=6, width=64, hidden=256), text(8, 16)
+
+
+@cache
+def unlimited(case: Any, mesh: tuple[int, ...]) -> Plan:
+    return best_plan(requested(case, mesh), Timings())
+
+
+def within(case: Any, mesh: tuple[int, ...], share: float, **options: Any) -> Plan:
+    """The plan under so large a share of the peak without a limit."""
+    limit = int(share * unlimited(case, mesh).predicted.peak_bytes)
+    return best_plan(requested(case, mesh, memory_limit=limit, **options), Timings())
+
+
+def test_what_a_little_memory_costs_is_little() -> None:
+    """Of what it costs that all layers save memory, a limit that is a little short costs a part."""
+    free, most = unlimited(linears, (2,)).objective, within(linears, (2,), 0.6).objective
+    near = within(linears, (2,), 0.8)
+    assert near.predicted.peak_bytes <= 0.8 * unlimited(linears, (2,)).predicted.peak_bytes
+    assert near.objective - free <= 0.7 * (most - free)
+    assert near.predicted.step_seconds == pytest.approx(near.objective, rel=1e-9)
+    assert sum(line.seconds for line in near.lines) == pytest.approx(near.objective, rel=1e-9)
+
+
+def test_a_plan_with_layers_that_differ_computes_what_one_process_does() -> None:
+    plan = within(linears, (2,), 0.8)
+    model, batch = linears()
+    assert isinstance(batch, dict)
+    chosen = {place for path, place in plan.parameters.items() if path.endswith("weight")}
+    assert len(chosen) > 1
+    bench = Bench(model, batch)
+    found, expected = bench.run(plan), bench.expected()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("share", [0.8])
+@pytest.mark.parametrize("case", [linears, layers])
+def test_solutions_are_priced_as_their_program_and_none_is_worse(
+    monkeypatch: pytest.MonkeyPatch, case: Any, share: float
+) -> None:
+    request = requested(case, (2,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    limit = int(share * unlimited(case, (2,)).predicted.peak_bytes)
+    request = replace(request, options=replace(request.options, memory_limit=limit))
+    best, _ = solve_mesh(request, graph, Timings())
+    problem, chosen = best.instance.problem, best.solution.choices
+    assert best.step.breakdown.seconds == pytest.approx(best.solution.objective, rel=1e-9)
+    assert evaluate(problem, chosen) == pytest.approx(best.solution.objective, rel=1e-9)
+    assert Peaks(request).exact(best) <= limit and best.solution.bound <= best.solution.objective
+
+    def tied(_: PlanRequest, __: Graph, best: MeshSolution, known: Iterable[Ints], peaks: Peaks) -> MeshSolution:
+        return best
+
+    monkeypatch.setattr(planner, "mix_layers", tied)
+    alike, _ = solve_mesh(request, graph, Timings())
+    assert best.solution.objective <= alike.solution.objective
+
+
+def test_pins_are_kept_and_excluded_memory_savers_stay_so() -> None:
+    plan = within(linears, (2,), 0.8, pins={"net.2.weight": "S(1)"})
+    assert short(plan.placements["net.2.weight"]) == "(S(1))"
+    kept = within(layers, (2,), 0.8, recompute="none", offload=False)
+    assert not kept.recomputed and not kept.offloaded and math.isfinite(kept.objective)
+
+
+def test_positions_of_layers() -> None:
+    request = requested(linears, (2,))
+    positions = layer_positions(step_graph(request.graph, request.loss, request.batch))
+    assert sorted(set(positions.values())) == list(range(2 * LAYERS))
+    assert {positions[name] for name in positions if name.startswith("net_22_")} == {22}
