@@ -220,6 +220,7 @@ def _solve_unlimited(
         before, digest = timings.solving, cost_digest(instance.problem)
         solution = request.shared.once("unlimited", (), digest, *settings, make=make, kept=SOLUTIONS)
         timings.solving = before + solution.seconds  # As much if another plan has found it, as for the baselines.
+        timings.cut_off |= solution.status == "feasible"
         _check_worth(request, solution)
         return solution
 
@@ -255,9 +256,11 @@ def _enforce_memory_limit(
         if request.only_quickest:
             raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
         found = _found_within(request, free)
-        larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each)]
+        larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each[0])]
         if larger:
-            return min(larger, key=lambda each: each.solution.objective)
+            known, was_cut_off = min(larger, key=lambda each: each[0].solution.objective)
+            timings.cut_off |= was_cut_off
+            return known
         beyond = None if quickest is None else peaks.needed(quickest)
         best = _solve_limited(request, annotated, free, beyond, timings, peaks, [other.choices for other in others])
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
@@ -267,19 +270,20 @@ def _enforce_memory_limit(
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best
     if _memory_binds(request, best, free.seconds):
         best = _refine_untied(request, annotated, best, timings, peaks)
-    found[peaks.allowed] = with_bound(request, best, free, timings)
-    return found[peaks.allowed]
+    best = with_bound(request, best, free, timings)
+    found[peaks.allowed] = best, timings.cut_off
+    return best
 
 
-def _found_within(request: PlanRequest, free: Unlimited) -> dict[float, MeshSolution]:
-    """The solutions that other plans found for the program of a whole step, by their limits. What was found with more
-    memory, and fits into less, is the best there as well. (Searches for stages ask with less memory for what differs.)
-    """
+def _found_within(request: PlanRequest, free: Unlimited) -> dict[float, tuple[MeshSolution, bool]]:
+    """The solutions that other plans found for the program of a whole step, by their limits, and whether the search
+    ended before its gap was proven. What was found with more memory, and fits into less, is the best there as well.
+    (Searches for stages ask with less memory for what differs.)"""
     if request.repeats != ONCE:
         return {}
     options, of = request.options, (free.instance.graph, free.instance.prices, free.instance.choices)
     settings = options.recompute, allowed(options.offload), required(options.offload), options.gap, options.solver_seed
-    make = dict[float, MeshSolution]
+    make = dict[float, tuple[MeshSolution, bool]]
     return request.shared.once("found within", of, *settings, options.time_limit, make=make, kept=PROGRAMS)
 
 
