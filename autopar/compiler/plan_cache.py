@@ -96,9 +96,9 @@ def _remember(key: str, plan: Plan) -> None:
 def _is_cacheable(request: PlanRequest, plan: Plan, timings: Timings) -> bool:
     """False if a time limit stopped the search: the next one may do better. (A gap that is wide for lack of memory,
     not of time, stays, and so does what counted work found.) False if rules were found for a microbatch, whose sizes
-    are not part of the key."""
+    are not part of the key, or placements for another limit of memory: without those, the search may find others."""
     is_limited = not timings.counts(request.options)
-    if is_limited and timings.is_spent(request.options):
+    if timings.reuses or (is_limited and timings.is_spent(request.options)):
         return False
     if is_limited and plan.status != "optimal" and plan.gap > request.options.gap and timings.cut_off:
         return False

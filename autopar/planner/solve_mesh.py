@@ -220,6 +220,7 @@ def _solve_unlimited(
         before, digest = timings.solving, cost_digest(instance.problem)
         solution = request.shared.once("unlimited", (), digest, *settings, make=make, kept=SOLUTIONS)
         timings.solving = before + solution.seconds  # As much if another plan has found it, as for the baselines.
+        timings.cut_off |= solution.status == "feasible"
         _check_worth(request, solution)
         return solution
 
@@ -257,6 +258,7 @@ def _enforce_memory_limit(
         found = _found_within(request, free)
         larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each)]
         if larger:
+            timings.reuses = True
             return min(larger, key=lambda each: each.solution.objective)
     best = _found_limited(request, annotated, free, quickest, timings, peaks, others)
     found[peaks.allowed] = with_bound(request, best, free, timings)

@@ -19,13 +19,15 @@ from .memory_advice import AdviceBudget
 class Timings:
     """CPU seconds by phase, and the seconds that solvers used: CPU time or, without ``Options.time_limit`` or if all is
     ``counted``, counted work (:mod:`autopar.solver.budget`). ``cut_off``: whether a search for placements ended before
-    it had proven its gap. ``advises``: whether errors for what does not fit say what would; ``advice``: what remains of
-    the searches for that, once there was one."""
+    it had proven its gap. ``reuses``: whether placements were taken that another limit of memory had found.
+    ``advises``: whether errors for what does not fit say what would; ``advice``: what remains of the searches for that,
+    once there was one."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
     counted: bool = False
     cut_off: bool = False
+    reuses: bool = False
     advises: bool = True
     advice: AdviceBudget | None = None
 

@@ -54,7 +54,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
 
     Raises:
         InfeasibleError: no division into stages fits into the memory of the devices or of their hosts.
-            :class:`TooSlowError`: such a pipeline would not be the quickest plan.
+            :class:`TooSlowError`: such a pipeline is expected to take longer than the best plan.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
     pieces = _pieces(request)

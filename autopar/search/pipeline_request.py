@@ -28,7 +28,8 @@ class PipelineRequest:
     device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
     ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
     common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
-    stage, within limits of the bytes of all devices together and of their hosts. ``cluster``: of all devices.
+    stage, within limits of the bytes of all devices together and of their hosts; the last argument: seconds of the
+    program from which on it is of no use. ``cluster``: of all devices.
     ``best``: seconds of the quickest plan so far. ``too_large``: for the arguments of ``solve``, the quickest solutions
     if they do not fit."""
 
@@ -39,7 +40,7 @@ class PipelineRequest:
     schedule: str | None
     pins: dict[str, str]
     limits: tuple[float, ...]
-    solve: Callable[..., tuple[MeshSolution, ...]]
+    solve: Callable[[Graph, Repeats, float, float, float], tuple[MeshSolution, ...]]
     cluster: Cluster
     host_limit: float = math.inf
     chunks: int | None = None

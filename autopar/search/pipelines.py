@@ -84,7 +84,7 @@ def with_stages(
         tried += Tried(excluded=tuple(excluded.values()))
         counts = tuple(n for n in counts if n not in excluded)
         solved, last = _of_layout(pipeline, counts, timings, best, quickest)
-        tried += Tried(tuple(solved))
+        tried += solved
         failure = failure if last is None else _nearer(last, failure)
     return tried, failure
 
@@ -117,11 +117,11 @@ def whole_step(request: PlanRequest) -> Graph:
 
 def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
-) -> tuple[list[Candidate], Failure | None]:
-    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, and why
-    others were impossible (:func:`_nearer`). ``quickest``: seconds of the best plan found so far; ``best``: of the best
-    plan without stages."""
-    candidates, remaining = list[Candidate](), list(counts)
+) -> tuple[Tried, Failure | None]:
+    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, or the
+    quickest that is expected to be too slow, and why others were impossible (:func:`_nearer`). ``quickest``: seconds of
+    the best plan found so far; ``best``: of the best plan without stages."""
+    candidates, slow, remaining = list[Candidate](), dict[float, Excluded](), list(counts)
     failure: Failure | None = None
     while remaining:
         attempt = pipeline(remaining.pop(0))
@@ -129,6 +129,8 @@ def _of_layout(
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
             failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
+            if isinstance(error, TooSlowError) and attempt.layout.stages > 1:
+                slow[error.seconds] = Excluded(attempt.name, error)
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
             continue
@@ -145,7 +147,9 @@ def _of_layout(
         # will not pay either.
         if solved.seconds > min(last, HOPELESS * best):
             break
-    return candidates, failure
+    if slow and not candidates:
+        return Tried(excluded=(slow[min(slow)],)), failure
+    return Tried(tuple(candidates)), failure
 
 
 def _limits(request: PlanRequest, layout: StageLayout) -> tuple[float, ...]:
@@ -217,10 +221,13 @@ class _Pipeline:
             repeats = inner_repeats(self.microbatches, self.layout.stages)
             price = programs.quick_price(SaveActivations()(pieces.graph), stacks, repeats)
             if price.is_too_slow:
-                # By sizes: the names of axes count what all layers do on them.
-                name = f"{self.layout.described} x {self.layout.mesh}, {self.microbatches} microbatches"
-                return Excluded(name, TooSlowError(name, price.seconds, is_proven=False))
+                return Excluded(self.name, TooSlowError(self.name, price.seconds, is_proven=False))
         return None
+
+    @property
+    def name(self) -> str:
+        """By sizes: the names of axes count what all layers do on them, which is known once they are placed."""
+        return f"{self.layout.described} x {self.layout.mesh}, {self.microbatches} microbatches"
 
     @property
     def _is_asked(self) -> bool:

@@ -53,13 +53,17 @@ class EquivalenceKeys:
     def of(self, node: Node, pattern: str) -> Hashable:
         """The key of ``node``; ``pattern``: its place in the model."""
         operands = [self.graph.type_of(value) for value in node.operands]
-        form = (node.op, node.kwargs) if node.is_placeholder else node.form
+        form = (node.op, node.kwargs, self._learns(node)) if node.is_placeholder else node.form
         key = form, *map(id, operands), *map(id, node.types)
         if key not in self._by_form:
             # Forms of the same types are described once.
-            described = _description(node, tuple(operands))
+            described = self._learns(node), _description(node, tuple(operands))
             self._by_form[key] = self._numbers.setdefault(described, len(self._numbers))
         return pattern, node.phase, self._by_form[key]
+
+    def _learns(self, node: Node) -> bool:
+        """Whether a node is a parameter that gets a gradient: a frozen one has no state, and no update."""
+        return node.op == "param" and node.target in self.graph.gradients
 
 
 def _description(node: Node, operands: tuple[TensorType, ...]) -> Hashable:

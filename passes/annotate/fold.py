@@ -2,9 +2,10 @@
 
 A layer is an element of a numbered container (``h.0``, ``layers.11``) that contains modules itself. Two nodes are
 equivalent if they have the same module path without layer numbers, phase, operation, arguments and types, and the same
-position among the nodes of their layer that share all these. ``groups`` > 1 divides the depth into so many equal
-stretches and ties only layers of the same stretch: under a memory limit equal layers may do better by choosing
-differently. Steps of loops inside a layer are tied as well, in as many stretches (:mod:`.fold_loops`).
+position among the nodes of their layer that share all these; parameters, if both get a gradient or neither does.
+``groups`` > 1 divides the depth into so many equal stretches and ties only layers of the same stretch: under a memory
+limit equal layers may do better by choosing differently. Steps of loops inside a layer are tied as well, in as many
+stretches (:mod:`.fold_loops`).
 """
 
 from __future__ import annotations

@@ -36,3 +36,20 @@ def test_stretches_of_depth_are_apart() -> None:
 
 def test_what_is_pinned_otherwise_is_apart() -> None:
     check(partial(fold_layers, apart={"w1": "S(0)"}), PLAIN, folded(b="a"))
+
+
+TRAINED = """graph()
+%w0: f32[4, 4] = param("layers.0.fc.weight"){w0}
+%w1: f32[4, 4] = param("layers.1.fc.weight"){w1}
+%w2: f32[4, 4] = param("layers.2.fc.weight"){w2}
+%x: f32[2, 4] = input("x"){x}
+return gradient "layers.0.fc.weight" = %w0
+return gradient "layers.2.fc.weight" = %w2
+"""
+
+
+def test_a_frozen_parameter_is_apart_from_those_that_are_trained() -> None:
+    """It has no gradient to reduce, no state and no update."""
+    names, tied = ("w0", "w1", "w2", "x"), {"w2": "w0"}
+    plain = TRAINED.format_map(dict.fromkeys(names, ""))
+    check(fold_layers, plain, TRAINED.format_map({name: f"  like %{tied.get(name, name)}" for name in names}))

@@ -50,6 +50,15 @@ def test_objective_is_the_cost_breakdown_for_real_models(name: str) -> None:
     assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_objective_is_the_cost_breakdown_where_a_layer_is_frozen(frozen: int) -> None:
+    """Though equal layers choose alike, a frozen one reduces no gradients and is not updated."""
+    model, batch = Stack(layers=3, width=16, hidden=32), text(8, 8)
+    model.layers[frozen].requires_grad_(False)
+    plan = best_plan(make_request(model, batch, (2, 2)), Timings())
+    assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
+
+
 def test_the_time_limit_is_that_of_the_whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solvers that take all they are given: each gets half of what is left. Baselines are solved with counted work."""
     given: list[float] = []

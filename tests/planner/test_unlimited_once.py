@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from autopar.ir.microbatching import Repeats
+from autopar.options import Options
 from autopar.planner import solve_mesh as planner
 from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.mesh_solution import peak_bytes
 from autopar.planner.step_graphs import step_graph
-from autopar.planner.timings import Timings
+from autopar.planner.timings import Timings, solve_in_time
 from autopar.solver.cost_digest import cost_digest
-from autopar.solver.problem import memory_of
+from autopar.solver.problem import Problem, Solution, memory_of
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import requested
 from tests.solver.test_solve import layered
@@ -57,3 +60,31 @@ def test_the_digest_is_of_seconds_and_of_a_host_that_binds() -> None:
     binding = [replace(held, host_limit=limit) for limit in (1.0, 2.0)]
     assert len({cost_digest(each) for each in (problem, dearer, dearer_move, *binding)}) == 5
     assert cost_digest(replace(held, host_limit=100.0)) == cost_digest(problem)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_what_a_search_did_not_finish_is_unfinished_for_plans_that_share_it(
+    limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such plans are not cached: the next search may do better."""
+    settings: dict[str, Any] = {"recompute": "none", "offload": False}
+    request = requested(small, (2,), **settings)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    peak = peak_bytes(planner.solve_mesh(request, graph, Timings())[0])
+
+    def cut_off(problem: Problem, options: Options, timings: Timings, *args: Any, **given: Any) -> Solution:
+        solution = solve_in_time(problem, options, timings, *args, **given)
+        if np.isfinite(problem.memory_limit) != limited:
+            return solution
+        timings.cut_off = True
+        return replace(solution, status="feasible")
+
+    calls = Mock(side_effect=cut_off)
+    monkeypatch.setattr(planner, "solve_in_time", calls)
+    request, parts = requested(small, (2,), **settings), (0.9, 0.899) if limited else (2.0, 1.9)
+    for part in parts:
+        counted, timings = calls.call_count, Timings()
+        short = replace(request, options=replace(request.options, memory_limit=int(part * peak)))
+        planner.solve_mesh(short, graph, timings)
+        assert (calls.call_count > counted) == (part == parts[0])
+        assert timings.cut_off or timings.reuses
