@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from autopar.cost import usable_host_bytes
 from autopar.errors import InfeasibleError, OptionsError
@@ -75,6 +76,7 @@ def with_stages(
     lacks_memory = (lacks_memory or math.isinf(best)) and not pinned
     if lacks_memory and request.options.stages is None:
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
+    losing: dict[StageLayout, tuple[Excluded, ...]] = {}
     for layout, counts in attempts(request, graph, best, lacks_memory):
         quickest = min(best, tried.least)
         if _is_over(request, timings, quickest, has_failed=failure is not impossible):
@@ -84,9 +86,11 @@ def with_stages(
         tried += Tried(excluded=tuple(excluded.values()))
         counts = tuple(n for n in counts if n not in excluded)
         solved, last = _of_layout(pipeline, counts, timings, best, quickest)
-        tried += solved
+        losing.setdefault(layout, solved.excluded)
+        tried += Tried(solved.candidates)
         failure = failure if last is None else _nearer(last, failure)
-    return tried, failure
+    found = {candidate.layout for candidate in tried.candidates}
+    return tried + Tried(excluded=tuple(chain(*(each for own, each in losing.items() if own not in found)))), failure
 
 
 def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed: bool) -> bool:
@@ -118,10 +122,10 @@ def whole_step(request: PlanRequest) -> Graph:
 def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
 ) -> tuple[Tried, Failure | None]:
-    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, or the
-    quickest that is expected to be too slow, and why others were impossible (:func:`_nearer`). ``quickest``: seconds of
+    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, the
+    first that is expected to be too slow, and why others were impossible (:func:`_nearer`). ``quickest``: seconds of
     the best plan found so far; ``best``: of the best plan without stages."""
-    candidates, slow, remaining = list[Candidate](), dict[float, Excluded](), list(counts)
+    candidates, slow, remaining = list[Candidate](), list[Excluded](), list(counts)
     failure: Failure | None = None
     while remaining:
         attempt = pipeline(remaining.pop(0))
@@ -129,8 +133,9 @@ def _of_layout(
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
             failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
-            if isinstance(error, TooSlowError) and attempt.layout.stages > 1:
-                slow[error.seconds] = Excluded(attempt.name, error)
+            if isinstance(error, TooSlowError) and attempt.layout.stages > 1 and math.isfinite(quickest):
+                least = max(error.seconds, HOPELESS * quickest)  # From there on it is given up.
+                slow.append(Excluded(attempt.name, TooSlowError(attempt.name, least, is_proven=False)))
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
             continue
@@ -147,9 +152,7 @@ def _of_layout(
         # will not pay either.
         if solved.seconds > min(last, HOPELESS * best):
             break
-    if slow and not candidates:
-        return Tried(excluded=(slow[min(slow)],)), failure
-    return Tried(tuple(candidates)), failure
+    return Tried(tuple(candidates), tuple(slow[:1])), failure
 
 
 def _limits(request: PlanRequest, layout: StageLayout) -> tuple[float, ...]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 
+import autopar
 from autopar.planner import solve_mesh
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.timings import Timings
-from autopar.search import fitting_schedules
+from autopar.search import fitting_schedules, pipeline
 from autopar.search.attempts import attempts
+from autopar.search.pipeline_request import PipelineRequest
 from autopar.search.pipelines import _Pipeline, whole_step
 from autopar.search.schedules.schedule_estimates import Estimates
-from tests.helpers.models import gpt2
-from tests.helpers.planning import requested
+from tests.helpers.models import Stack, gpt2, text
+from tests.helpers.planning import CLUSTER, requested
 
 
 def test_a_second_schedule_is_priced_only_where_it_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +66,23 @@ def test_pipelines_are_made_to_fit_only_where_they_may_be_chosen(monkeypatch: py
     found = _Pipeline(tight, {}, whole_step(tight), layout, 4).solved(Timings(), 2.0 * free.seconds)
     assert limited and found.seconds >= free.seconds
     assert found.figures()[1].peak_bytes <= limit
+
+
+def test_pipelines_that_are_expected_to_lose_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, slowest = list[str](), pipeline._slowest
+
+    def noted(request: PipelineRequest, *args: Any) -> float:
+        try:
+            return slowest(request, *args)
+        except TooSlowError:
+            given_up.append(request.layout.described)
+            raise
+
+    monkeypatch.setattr(pipeline, "_slowest", noted)
+    model, batch = Stack(layers=4, width=32, hidden=64), text(16, 16)
+    peak = autopar.plan(model, (4,), batch, cluster=CLUSTER).predicted.peak_bytes
+    tight = autopar.Options(memory_limit=int(0.6 * peak))
+    plan = autopar.plan(model, (4,), batch, cluster=CLUSTER, options=tight)
+    assert given_up
+    for layout in given_up:
+        assert any(name.startswith(layout) for name in (*plan.excluded, *plan.baselines)), layout
