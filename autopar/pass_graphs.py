@@ -23,7 +23,7 @@ from autopar.passes.recompute.compute_again import ComputeAgain
 from autopar.passes.recompute.draw_again import DrawAgain, draw_again
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
-from autopar.placement.constraints import pinned_apart
+from autopar.placement.constraints import by_first_names, pinned_apart
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.plan_graph import compiled_as_planned
 from autopar.planner.prepare import Prepared, prepare
@@ -89,7 +89,9 @@ class _Graphs:
             "step": lambda: self.step,
             SaveActivations.name: lambda: self.saved,
             "annotate": lambda: annotate(self.saved, self.plan.mesh, self.plan.shares),
-            "fold": lambda: fold_layers(self.saved, apart=pinned_apart(self.saved, self.plan.pinned)),
+            "fold": lambda: fold_layers(
+                self.saved, apart=pinned_apart(self.saved, by_first_names(self.plan.pinned, self.plan.tied))
+            ),
             "recompute": lambda: self.recomputed[0],
             "native": lambda: with_native_operations(self.job).graph,
             "lower": lambda: lower(self.job, self.job.graph.outputs),

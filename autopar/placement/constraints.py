@@ -242,6 +242,20 @@ def _parsed(pattern: str, text: str) -> Placements:
         ) from error
 
 
+def by_first_names(pins: Mapping[str, str], tied: Mapping[str, str]) -> dict[str, str]:
+    """``pins`` with tied parameters under the names that graphs have of them. ``tied``: those by their other names.
+    Raises :class:`OptionsError` if two names of one parameter are pinned apart."""
+    named = {name: text for name, text in pins.items() if name not in tied}
+    for alias in (name for name in pins if name in tied):
+        name, text = tied[alias], pins[alias]
+        if named.setdefault(name, text) != text:
+            raise OptionsError(
+                f"pins: {alias!r} and {name!r} are one parameter, which cannot be both {text!r} and {named[name]!r}: "
+                "leave one of them out"
+            )
+    return named
+
+
 def unmatched(graph: Graph, pattern: str) -> OptionsError:
     """The error for a pin that matches nothing."""
     names = [*(node.target for node in graph.placeholders("param")), *module_outputs(graph)]

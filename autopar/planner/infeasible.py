@@ -70,9 +70,10 @@ def infeasible(request: PlanRequest, instance: Instance, limit: float, fitting: 
 def _not_searched(request: PlanRequest) -> str:
     """What may need less than the error names, as a sentence; empty if the options exclude it."""
     options = request.options
-    if options.stages == 1 or options.microbatches == 1 or request.loss is None or math.prod(request.mesh) == 1:
+    if options.microbatches == 1 or request.loss is None or math.prod(request.mesh) == 1:
         return ""
-    return " Not searched: smaller limits of plans in pipeline stages or microbatches, which may fit into less."
+    parts = "microbatches" if options.stages == 1 else "pipeline stages or microbatches"
+    return f" Not searched: smaller limits of plans in {parts}, which may fit into less."
 
 
 def shortfall(limit: float, least: int) -> str:

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.ir.searched import Searched
+from autopar.placement.constraints import by_first_names
 from autopar.placement.predicted import predicted
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
@@ -74,7 +75,7 @@ def best_plan(request: PlanRequest, timings: Timings) -> Plan:
 
 def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
     _check_schedule(request)
-    pinned, placement_pins = stage_pins(request.options.pins)
+    pinned, placement_pins = stage_pins(by_first_names(request.options.pins, dict(request.tied)))
     unstaged = replace(request, options=replace(request.options, pins=placement_pins))
     if pinned:
         _check_stages_are_searched(unstaged)

@@ -88,15 +88,14 @@ def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneSte
         return None
 
 
-def is_double(model: nn.Module) -> bool:
-    """Whether all floating-point parameters are in float64."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return dtypes == {torch.float64}
+def parameter_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes of the floating-point parameters."""
+    return {p.dtype for p in model.parameters() if p.is_floating_point()}
 
 
 def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """A copy of both in float64; for a model in float64, in float32. Complex tensors stay as they are."""
-    double = not is_double(model)
+    double = parameter_dtypes(model) != {torch.float64}
     dtype = torch.float64 if double else torch.float32
     converted = copy.deepcopy(model)
     converted = converted.double() if double else converted.float()

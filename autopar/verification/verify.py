@@ -25,7 +25,7 @@ from autopar.runtime.launch import run_local
 from autopar.sync import EVERY_STEP
 
 from .report import Report, judge
-from .steps import Task, is_double, one_process, parallel_step
+from .steps import Task, one_process, parallel_step, parameter_dtypes
 from .tolerance import Closeness
 
 
@@ -56,8 +56,8 @@ def verify(
             compared; with several steps also each loss, the parameters and buffers after the last, and the outputs of
             an evaluation.
         timeout: seconds after which a rank that hangs ends the run.
-        tolerance: default 1e-5 in fp32; in bf16 and fp16, where one process runs under the same policy, four units of
-            rounding (3.1e-2 and 3.9e-3).
+        tolerance: default 1e-5 in fp32; under a policy of bf16 or fp16, which one process then has too, four units of
+            rounding (3.1e-2 and 3.9e-3), and twice as many for models with parameters in these.
 
     Raises:
         WorkerError: a rank died or did not finish in time; carries its traceback.
@@ -88,7 +88,7 @@ def verify(
     again = before is None or actual.draws
     expected = one_process(replace(task, pieces=actual.pieces), timeout, actual.draws) if again else before
     assert expected is not None
-    closeness = Closeness.of(settings.precision, is_double(ready))
+    closeness = Closeness.of(settings.precision, parameter_dtypes(ready))
     closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
     return judge(actual, expected, closeness, time.perf_counter() - start, task.mesh)
 

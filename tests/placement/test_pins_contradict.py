@@ -12,6 +12,8 @@ import autopar
 from autopar.errors import OptionsError
 from autopar.ir.placements import short
 from autopar.plans.plan import Plan
+from tests.helpers.models import Stack, text
+from tests.helpers.planning import CLUSTER
 
 
 @pytest.mark.parametrize(
@@ -61,3 +63,18 @@ def test_pins_that_contradict_only_together_are_named_together() -> None:
         planned({"2.weight": "R", **forbidden})
     assert all(f"{pattern!r}: {text!r}" in str(error.value) for pattern, text in forbidden.items())
     assert "'2.weight'" not in str(error.value)
+
+
+def test_a_tied_parameter_is_pinned_under_any_of_its_names() -> None:
+    model, batch = Stack(), text()
+    plans = [
+        autopar.plan(model, (2,), batch, options=autopar.Options(pins={name: "S(1)"}), cluster=CLUSTER)
+        for name in ("embed.weight", "head.weight")
+    ]
+    assert str(plans[0].parameters["embed.weight"]) == str(plans[1].parameters["embed.weight"])
+    assert plans[0].predicted.step_seconds == plans[1].predicted.step_seconds
+    assert plans[1].pinned == {"head.weight": "S(1)"}
+    assert "user" in plans[1].why("head.weight").provenance
+    apart = autopar.Options(pins={"embed.weight": "S(1)", "head.weight": "S(0)"})
+    with pytest.raises(OptionsError, match=r"'head.weight' and 'embed.weight' are one parameter"):
+        autopar.plan(model, (2,), batch, options=apart, cluster=CLUSTER)

@@ -104,7 +104,7 @@ def test_relative_error(found: list[float], expected: list[float], off: float, e
 
 def test_values_in_float64_are_off_by_the_ratio_of_roundings() -> None:
     value, exact = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 2.5])
-    assert Closeness.of(None, double=True).rounding_error(value, exact) == pytest.approx(0.5 * 2.0**-29)
+    assert Closeness.of(None, {torch.float64}).rounding_error(value, exact) == pytest.approx(0.5 * 2.0**-29)
     assert Closeness.of(None).rounding_error(value, exact) == pytest.approx(0.5)
     assert Closeness.of(None).rounding_error(value, torch.tensor([1.0, math.inf])) == 0.0
 
@@ -212,3 +212,22 @@ def test_a_rank_that_fails_ends_it(what: str, message: str) -> None:
     if what == "raises":
         shown = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
         assert re.search("rank 1 of (2|the mesh)", shown) and "the number was seven" in shown
+
+
+class Narrow(nn.Module):
+    """Two layers, computed in the dtype of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(33, 40), nn.Linear(40, 17)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.b(torch.tanh(self.a(x))), y)
+
+
+def test_a_model_in_bf16_is_compared_by_its_own_rounding() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(24, 33).bfloat16(), "y": torch.randint(0, 17, (24,))}
+    report = check(Narrow().bfloat16(), batch, options=autopar.Options(layout=autopar.Layout(data=2)))
+    assert report.ok, report
+    assert report.tolerance == 8 * torch.finfo(torch.bfloat16).eps

@@ -345,10 +345,11 @@ def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str
 
 
 def _paths(plan: PlanRecord, name: str) -> list[str]:
-    """The paths by which a pin may name a node: that of its parameter, or those of the modules whose output it
+    """The paths by which a pin may name a node: those of its parameter, or those of the modules whose output it
     computes."""
     if plan.nodes[name].op == "param":
-        return [plan.nodes[name].target]
+        target = plan.nodes[name].target
+        return [target, *(alias for alias, own in plan.tied.items() if own == target)]
     return [path for path, node in plan.module_nodes.items() if node == name]
 
 
