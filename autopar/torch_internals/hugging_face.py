@@ -56,6 +56,16 @@ def masks_as_in_eager() -> Iterator[None]:
         yield
 
 
+def records_outputs(model: nn.Module) -> None:
+    """Lets a model that was unpickled record outputs inside of its layers (router logits, hidden states), as the one
+    that was pickled does. Relies on ``_CAN_RECORD_REGISTRY``, by class, which constructors fill (5.23; by name)."""
+    registry: Any = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
+    for module in () if registry is None else model.modules():
+        recorded = getattr(module, "_can_record_outputs", None)
+        if recorded:
+            dict.__setitem__(registry, str(type(module)), recorded)
+
+
 def is_expert_parallel(experts: nn.Module) -> bool:
     """Whether transformers itself has sharded the block. Relies on ``_is_expert_parallel``, which
     some versions lack (5.0)."""

@@ -31,6 +31,7 @@ from autopar.precision import Precision, autocast_dtype, scales_loss
 from autopar.runtime.launch import run_local
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.state.loss_scale import BACKOFF, FIRST
+from autopar.torch_internals.hugging_face import records_outputs
 from autopar.torch_internals.trees import tree_leaves, tree_map
 from autopar.trace.loss import TARGETS, run_with_loss
 from autopar.trace.moe_blocks import experts_as_operations
@@ -55,6 +56,10 @@ class Task:
     plan: Plan | None
     steps: int = 1
     pieces: Pieces | None = None
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        records_outputs(self.model)  # In the process of a rank, which has constructed no model.
 
 
 def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:

@@ -231,3 +231,18 @@ def test_a_model_in_bf16_is_compared_by_its_own_rounding() -> None:
     report = check(Narrow().bfloat16(), batch, options=autopar.Options(layout=autopar.Layout(data=2)))
     assert report.ok, report
     assert report.tolerance == 8 * torch.finfo(torch.bfloat16).eps
+
+
+def test_outputs_that_transformers_records_are_those_of_the_model() -> None:
+    """Its classes note what to record as they construct a model, which ranks do not."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=67, hidden_size=24, intermediate_size=40, moe_intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_experts=4, num_experts_per_tok=2,
+        output_router_logits=True, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randint(0, 67, (4, 12))
+    report = check(Qwen3MoeForCausalLM(config), {"input_ids": ids, "labels": ids}, options=autopar.Options(stages=1))
+    assert report.ok, report
