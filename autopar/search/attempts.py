@@ -66,11 +66,14 @@ def attempts(
 def _whole_steps(
     request: PlanRequest, graph: Graph, best: float, layout: StageLayout
 ) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
-    """The whole step in microbatches, which saves activations where memory is short. Only numbers that could win."""
+    """The whole step in microbatches, which saves activations where memory is short. Only numbers that could win; if
+    nothing else fits, single samples at last."""
     if request.loss is None or not request.graph.gradients:
         return
     bound = _least_seconds(request, graph, layout)
-    counts = tuple(n for n in microbatch_counts(_own_batch(request), 1, None) if n > 1 and bound(n) < best)
+    batch = _own_batch(request)
+    tried = dict.fromkeys((*microbatch_counts(batch, 1, None), *((batch,) if math.isinf(best) else ())))
+    counts = tuple(n for n in tried if n > 1 and bound(n) < best)
     if counts:
         yield layout, counts
 

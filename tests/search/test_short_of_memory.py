@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -63,3 +64,11 @@ def test_options_that_exclude_a_baseline_are_its_reason() -> None:
     text = str(plan(zero=3))
     assert re.search(r"data parallel +excluded +no placements under zero=3", text)
     assert "no such placements" not in text
+
+
+@pytest.mark.parametrize("nothing_fits", [True, False])
+def test_where_nothing_fits_single_samples_are_tried_at_last(nothing_fits: bool) -> None:
+    request = requested(lambda: (Perceptron(), (torch.randn(64, 128),)), (2,), stages=1, microbatches=None)
+    best = math.inf if nothing_fits else 1.0
+    ((_, counts),) = attempts(request, whole_step(request), best, lacks_memory=True)
+    assert counts == ((2, 4, 8, 64) if nothing_fits else (2, 4, 8))
