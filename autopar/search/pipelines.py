@@ -35,7 +35,7 @@ from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest
 from .rehearsed_memory import search_within
 from .stage_meshes import StageLayout
-from .stage_problems import StagePrograms
+from .stage_problems import SAFETY_FACTOR, StagePrograms
 from .to_plan import staged_plan
 
 # If a pipeline is this many times slower than the best plan without stages, more microbatches are not tried.
@@ -134,7 +134,7 @@ def _of_layout(
         except InfeasibleError as error:
             failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
             if isinstance(error, TooSlowError) and attempt.layout.stages > 1 and math.isfinite(quickest):
-                least = max(error.seconds, HOPELESS * quickest)  # From there on it is given up.
+                least = max(error.seconds, SAFETY_FACTOR * quickest)  # From there on it is given up.
                 slow.append(Excluded(attempt.name, TooSlowError(attempt.name, least, is_proven=False)))
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
@@ -222,9 +222,9 @@ class _Pipeline:
         with suppress(InfeasibleError, OptionsError):
             pieces = microbatch(few, self.microbatches, split_inputs(self.request.graph), self._alone())
             repeats = inner_repeats(self.microbatches, self.layout.stages)
-            price = programs.quick_price(SaveActivations()(pieces.graph), stacks, repeats)
-            if price.is_too_slow:
-                return Excluded(self.name, TooSlowError(self.name, price.seconds, is_proven=False))
+            seconds = programs.quick_price(SaveActivations()(pieces.graph), stacks, repeats)
+            if seconds > SAFETY_FACTOR * best:
+                return Excluded(self.name, TooSlowError(self.name, seconds, is_proven=False))
         return None
 
     @property

@@ -4,7 +4,6 @@ together: one program for equal stages, and one for each kind of unequal ones.""
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,15 +30,6 @@ SAFETY_FACTOR = 1.15
 # The most nodes of a graph whose program is solved under a limit of memory as if stages held the average.
 # Chosen: of 16,000 nodes (GPT of 128 layers) that took a third of the search for a pipeline, and no stages fitted.
 MOST_NODES = 10_000
-
-
-@dataclass(frozen=True)
-class QuickPrice:
-    """What stages take: each its share of the ``seconds`` that a program of few layers proves, unfolded to all.
-    ``is_too_slow``: whether pipelines of these stages cannot be quicker than the best plan."""
-
-    seconds: float
-    is_too_slow: bool
 
 
 @dataclass
@@ -102,7 +92,7 @@ class StagePrograms:
         found: dict[int, list[MeshSolution]] = {}
         for kind in dict.fromkeys(self._kinds):
             inside, devices = self._inside(asked, kind), self.layout.sizes[kind]
-            bytes_each = limit / devices if math.isfinite(limit) else sys.maxsize
+            bytes_each = limit / devices if math.isfinite(limit) else UNLIMITED
             limited = replace(inside, repeats=repeats, memory_limit=bytes_each, host_limit=host / devices)
             found[kind] = self._in_divisions(inside, limited, graph)
         return found
@@ -112,13 +102,12 @@ class StagePrograms:
         quickest = {kind: min(each, key=lambda solution: solution.breakdown.seconds) for kind, each in found.items()}
         return tuple(quickest[kind] for kind in self._kinds)
 
-    def quick_price(self, few: Graph, stacks: Sequence[Stack], repeats: Repeats) -> QuickPrice:
-        """What equal stages take for a step, by the program of ``few`` layers, which lack layers of ``stacks``, without
-        a limit of memory. Raises :class:`InfeasibleError` if there are no placements."""
+    def quick_price(self, few: Graph, stacks: Sequence[Stack], repeats: Repeats) -> float:
+        """Seconds that equal stages take for a step: an estimate from the program of ``few`` layers, which lack layers
+        of ``stacks``, without a limit of memory. Raises :class:`InfeasibleError` if there are no placements."""
         free = replace(self._inside(self.request, 0), repeats=repeats, memory_limit=UNLIMITED, host_limit=math.inf)
         solution = solve_only(free, few, self.timings)
-        seconds = solution.unlimited * _unfolded(solution, stacks) / self.layout.stages
-        return QuickPrice(seconds, seconds > SAFETY_FACTOR * self.best)
+        return solution.unlimited * _unfolded(solution, stacks) / self.layout.stages
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)
