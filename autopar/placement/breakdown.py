@@ -95,7 +95,7 @@ def cost_breakdown(
     )
     if windows is None:
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
-    hidden = _hidden_lines(lines, windows, section_of)
+    hidden = hidden_lines(lines, windows, section_of)
     return CostBreakdown((*lines, *hidden), memory(step) if held is None else held)
 
 
@@ -208,9 +208,10 @@ def _shared_parameter_lines(step: PlacedStep) -> Iterator[CostLine]:
             )
 
 
-def _hidden_lines(
+def hidden_lines(
     lines: Sequence[CostLine], windows: Iterable[OverlapWindow], section_of: Callable[[Priced], str]
 ) -> Iterator[CostLine]:
+    """What ``lines`` hide in ``windows``, each of some of the sections of which a line is one."""
     sides = seconds_of_sections(lines, section_of)
     reductions = sum(line.seconds for line in lines if line.kind == "gradient")
     for window in windows:

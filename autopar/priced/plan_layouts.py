@@ -26,6 +26,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.question import resized
 from autopar.precision import Precision
 from autopar.restriction import check_layout
+from autopar.search.restricted.nearest import other_degrees
 from autopar.search.segments import pinned_stage, stage_pins
 
 from .figures import device_flops, notes_on
@@ -162,42 +163,22 @@ def _of_samples(batch: Batch, samples: int | None) -> tuple[Batch, int, int | No
     return batch if samples in (None, own) else resized(batch, own, samples), samples or own, each
 
 
-def _check(devices: object, tokens: object, compare: Mapping[str, Layout], samples: int, cluster: Cluster) -> None:
+def _check(devices: int, tokens: object, compare: Mapping[str, Layout], samples: int, cluster: Cluster) -> None:
     """Raises :class:`OptionsError` for invalid arguments, before anything takes time."""
     _check_numbers(devices=devices)
     if tokens is not None and not (isinstance(tokens, (int, float)) and 0 < tokens < math.inf):
         raise OptionsError(f"tokens={tokens!r}: not a positive number")
-    if cluster.size is not None and isinstance(devices, int) and devices > cluster.size:
+    if cluster.size is not None and devices > cluster.size:
         raise OptionsError(f"devices={devices}: {cluster.name} has {cluster.size}")
     unchecked: object = compare
     if not isinstance(unchecked, Mapping) or not all(isinstance(layout, Layout) for layout in unchecked.values()):
         raise OptionsError(f"compare={compare!r}: give names and an autopar.Layout of each, {{'ours': Layout(data=8)}}")
     for name, layout in compare.items():
         if layout.devices != devices:
-            raise OptionsError(
-                f"{name}: {layout} takes {layout.devices} devices, not {devices}; {_filling(layout, devices)}"
-            )
+            advice = other_degrees(layout, devices)
+            raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}{advice}")
         layout.microbatches(samples)
         check_layout(layout)
-
-
-def _filling(layout: Layout, devices: Any) -> str:
-    """What would take so many devices: other data parallelism, or smaller degrees of the rest."""
-    others = layout.devices // layout.data
-    if devices % others == 0:
-        return f"data={devices // others} would take {devices}"
-    named = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
-    given = " x ".join(f"{name}={degree}" for name, degree in named.items() if degree > 1)
-    return f"{given} does not divide {devices}, {_dividing(named, devices)} would"
-
-
-def _dividing(named: Mapping[str, int], devices: int) -> str:
-    """The degrees nearest to ``named``, none of them larger, whose product divides ``devices``."""
-    fewer, left = {}, devices
-    for name, degree in named.items():
-        fewer[name] = max(size for size in range(1, degree + 1) if left % size == 0)
-        left //= fewer[name]
-    return " ".join(f"{name}={degree}" for name, degree in fewer.items() if named[name] > 1) + f" data={left}"
 
 
 def _check_numbers(**named: object) -> None:

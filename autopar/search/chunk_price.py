@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from autopar.cost.pipeline.prices import ChunkPrice
 from autopar.ir.graph import Graph
@@ -11,11 +12,12 @@ from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.passes.pipeline.cut import split_backward
 from autopar.placement.breakdown import CostBreakdown, CostLine
-from autopar.placement.overlap_windows import HiddenShares, Priced, SectionSeconds, seconds_of_sections
+from autopar.placement.overlap_windows import HALVES, HiddenShares, Priced, SectionSeconds, seconds_of_sections
 from autopar.placement.prices import BUCKET_BYTES, Prices
 
 from .chunks import Chunk
 
+SECTIONS = ("forward", *HALVES)
 SectionOf = Callable[[Priced], str]
 
 
@@ -66,29 +68,33 @@ def chunk_price(
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             seconds[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
-    sides, reduce, memory = (
-        seconds_of_sections(breakdown.lines, section_of),
-        breakdown.seconds_of("gradient"),
-        breakdown.memory,
-    )
-    forward, first, second = (
-        sides.get(name, SectionSeconds()) for name in ("forward", "input_gradient", "weight_gradient")
-    )
+    sides, memory = seconds_of_sections(breakdown.lines, section_of), breakdown.memory
     saved = sum(
         prices.held(n.type, chunk.assignment.strategies[n.name].outputs[0])
         for n in chunk.graph.nodes
         if n.op == "receive" or n.name in chunk.graph.kept - chunk.assignment.offloaded
     )
-    unawaited = shares.reductions * first_buckets_seconds(chunk.graph, breakdown.lines)
+    return replace(
+        price_of_sections(seconds, sides, shares, breakdown.seconds_of("gradient")),
+        unawaited=shares.reductions * first_buckets_seconds(chunk.graph, breakdown.lines),
+        until_weight_gradient=float(saved),
+        static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),
+    )
+
+
+def price_of_sections(
+    seconds: Mapping[str, float], sides: Mapping[str, SectionSeconds], shares: HiddenShares, reduce: float
+) -> ChunkPrice:
+    """The price of a chunk whose sections take ``seconds`` each, and whose gradients take ``reduce`` seconds. Messages
+    overlap what ``sides`` compute, in the given ``shares``."""
+    forward, first, second = (sides.get(name, SectionSeconds()) for name in SECTIONS)
+    taken = [seconds.get(name, 0.0) for name in SECTIONS]
     return ChunkPrice(
-        seconds["forward"] - shares.of_gathers(forward),
-        seconds["input_gradient"] - shares.of_gathers(first),
-        seconds["weight_gradient"] - shares.of_gathers(second),
-        backward=seconds["input_gradient"] + seconds["weight_gradient"] - shares.of_gathers(first + second),
+        taken[0] - shares.of_gathers(forward),
+        taken[1] - shares.of_gathers(first),
+        taken[2] - shares.of_gathers(second),
+        backward=taken[1] + taken[2] - shares.of_gathers(first + second),
         reduce=reduce,
         overlap_weight_gradient=shares.of_reductions(second, reduce),
         overlap_backward=shares.of_reductions(first + second, reduce),
-        unawaited=unawaited,
-        until_weight_gradient=float(saved),
-        static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),
     )

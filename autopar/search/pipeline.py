@@ -43,7 +43,7 @@ PRICED = 2
 # How many times as long as the best plan a pipeline takes of which no second schedule is priced: it is only listed. If
 # its quickest placements, which do not fit, take so long, or are expected to with what memory costs, none is sought.
 # Chosen: exact prices are nearer to estimates than that.
-HOPELESS = 1.15
+CAN_WIN_WITHIN = 1.15
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
 # of the seconds of the best that fits. Chosen: GPT-3 in 16 stages fitted under 1F1B alone, and took 0.84 under ZB-V so.
 MISSED = 0.9
@@ -85,7 +85,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
         for solution in tried.solutions():
             solutions.append(solution)
             fitting += [solution] if fits(request, solution) else []
-            if len(fitting) == PRICED or (fitting and fitting[0].seconds > HOPELESS * request.best):
+            if len(fitting) == PRICED or (fitting and fitting[0].seconds > CAN_WIN_WITHIN * request.best):
                 break
         if best is not None or fitting:
             best = min([*filter(None, [best]), *fitting], key=lambda solution: solution.seconds)
@@ -133,9 +133,9 @@ def _slowest(
     chosen = tuple(own.solution.choices.tobytes() for own in quickest)
     settings = request.layout, request.schedule, request.chunks, tuple(request.pins.items()), chosen
     seconds = request.shared.once("quickest pipeline", of, *settings, make=make)
-    if seconds > HOPELESS * request.best:
+    if seconds > CAN_WIN_WITHIN * request.best:
         raise TooSlowError(_where(request.layout), seconds, is_proven=False)
-    return HOPELESS * request.best / seconds * max(own.solution.objective for own in quickest)
+    return CAN_WIN_WITHIN * request.best / seconds * max(own.solution.objective for own in quickest)
 
 
 @dataclass(frozen=True, order=True)

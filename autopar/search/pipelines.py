@@ -40,7 +40,7 @@ from .to_plan import staged_plan
 
 # If a pipeline is this many times slower than the best plan without stages, more microbatches are not tried.
 # Chosen: more microbatches shrink only the bubble and what is in flight; not measured.
-HOPELESS = 1.5
+MORE_MICROBATCHES_WITHIN = 1.5
 # The share of counted work that is left for microbatches and pipelines where memory is short. Chosen: programs under a
 # limit that binds take long, and those without stages may have taken most of it.
 FOR_SHORT_OF_MEMORY = 0.75
@@ -150,7 +150,7 @@ def _of_layout(
         candidates.append(solved)
         # With more microbatches, ranks idle less and launch more kernels. Once that does not pay, even more of them
         # will not pay either.
-        if solved.seconds > min(last, HOPELESS * best):
+        if solved.seconds > min(last, MORE_MICROBATCHES_WITHIN * best):
             break
     return Tried(tuple(candidates), tuple(slow[:1])), failure
 
@@ -222,7 +222,7 @@ class _Pipeline:
         with suppress(InfeasibleError, OptionsError):
             pieces = microbatch(few, self.microbatches, split_inputs(self.request.graph), self._alone())
             repeats = inner_repeats(self.microbatches, self.layout.stages)
-            seconds = programs.quick_price(SaveActivations()(pieces.graph), stacks, repeats)
+            seconds = programs.quick_price(SaveActivations()(pieces.graph), self.graph, stacks, repeats)
             if seconds > SAFETY_FACTOR * best:
                 return Excluded(self.name, TooSlowError(self.name, seconds, is_proven=False))
         return None

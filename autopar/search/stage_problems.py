@@ -13,6 +13,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
 from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.annotate.omit_layers import Stack, number_in
+from autopar.placement.breakdown import hidden_lines
+from autopar.placement.overlap_windows import OverlapWindow, windows_of
 from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import UNLIMITED, PlanRequest, mesh_candidates
@@ -102,12 +104,14 @@ class StagePrograms:
         quickest = {kind: min(each, key=lambda solution: solution.breakdown.seconds) for kind, each in found.items()}
         return tuple(quickest[kind] for kind in self._kinds)
 
-    def quick_price(self, few: Graph, stacks: Sequence[Stack], repeats: Repeats) -> float:
+    def quick_price(self, few: Graph, whole: Graph, stacks: Sequence[Stack], repeats: Repeats) -> float:
         """Seconds that equal stages take for a step: an estimate from the program of ``few`` layers, which lack layers
-        of ``stacks``, without a limit of memory. Raises :class:`InfeasibleError` if there are no placements."""
+        of ``stacks`` that the ``whole`` step has, without a limit of memory. Raises :class:`InfeasibleError` if there
+        are no placements."""
         free = replace(self._inside(self.request, 0), repeats=repeats, memory_limit=UNLIMITED, host_limit=math.inf)
         solution = solve_only(free, few, self.timings)
-        return solution.unlimited * _unfolded(solution, stacks) / self.layout.stages
+        windows = windows_of(whole, free.cluster, repeats)
+        return solution.unlimited * _unfolded(solution, stacks, windows) / self.layout.stages
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)
@@ -196,15 +200,16 @@ def _is_any_full(failures: Sequence[InfeasibleError]) -> bool:
     return any(not isinstance(failure, TooSlowError) for failure in failures)
 
 
-def _unfolded(solution: MeshSolution, stacks: Sequence[Stack]) -> float:
+def _unfolded(solution: MeshSolution, stacks: Sequence[Stack], windows: Sequence[OverlapWindow]) -> float:
     """How many times as long as in ``solution`` a step takes that has all layers of ``stacks``: those that are left out
-    take what the last turn before them takes. Messages that overlap computation are taken to do so in proportion."""
-    graph, own, added = solution.step.placed.graph, 0.0, 0.0
-    turns = [(stack.path, FewLayers().omits(stack), stack.period) for stack in stacks]
-    for line in (line for line in solution.breakdown.lines if line.kind != "hidden"):
-        own += line.seconds
-        for path, omits, period in turns:
-            number = number_in(graph[line.name], path) if line.name in graph else None
-            if number is not None and omits.begin - period <= number < omits.begin:
-                added += line.seconds * omits.count / period
-    return (own + added) / own
+    take what the last turn before them takes. ``windows``: in which messages of all layers overlap computation. Few
+    layers hide fewer: of what they reduce, the last bucket is more."""
+    graph, lines, turns = solution.step.placed.graph, solution.breakdown.lines, list(map(FewLayers().repeated, stacks))
+
+    def times(name: str) -> int:
+        numbers = [number_in(graph[name], stack.path) if name in graph else None for stack in stacks]
+        return 1 + sum(count for number, (turn, count) in zip(numbers, turns, strict=True) if number in turn)
+
+    every = [line._replace(seconds=times(line.name) * line.seconds) for line in lines if line.kind != "hidden"]
+    hidden = hidden_lines(every, windows, lambda line: line.phase)
+    return sum(line.seconds for line in (*every, *hidden)) / solution.breakdown.seconds

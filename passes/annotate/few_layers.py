@@ -53,6 +53,11 @@ class FewLayers(Pass):
         """What is left out of ``stack``."""
         return OmitLayers(stack, stack.first + _whole_turns(stack, ENDS), _omitted(stack, self._more(stack)))
 
+    def repeated(self, stack: Stack) -> tuple[range, int]:
+        """The last turn of layers before those that are left out, and how often these repeat it."""
+        omits = self.omits(stack)
+        return range(omits.begin - stack.period, omits.begin), omits.count // stack.period
+
     def missing(self, stack: Stack) -> float:
         """How many times as many layers as ``longer`` adds to ``stack`` are left out without it."""
         return _omitted(stack, 0) / (_omitted(stack, 0) - _omitted(stack, 1))

@@ -208,6 +208,7 @@ def test_products_without_a_rate_are_said_to_be_priced_as_the_slowest() -> None:
         (Layout(data=3), {}, "a batch of 16 does not divide among 3 data ranks; data=2 on 2 devices or data=4 on 4"),
         (Layout(data=2, microbatch=3), {}, "microbatches of 3; microbatch=2 or microbatch=4 would do"),
         (Layout(tensor=3), {}, "8 heads, which do not divide among 3 tensor ranks"),
+        (Layout(pipeline=64), {}, "in 4 layers of 'layers'; pipeline=16 on 16 devices would do"),
         (Layout(context=3), {}, "context=2 on 2 devices or context=4 on 4 devices would do"),
         (Layout(data=2), {"zero": 1}, r"zero=1.* is said by the layout: write layout=Layout\(zero=1\)"),
         (Layout(data=2), {"stages": 2}, r"stages=2.* is said by the layout: write layout=Layout\(pipeline=2\)"),

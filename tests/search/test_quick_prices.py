@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.saved_values import SaveActivations
@@ -17,7 +19,7 @@ from autopar.search.attempts import attempts
 from autopar.search.pipeline import inner_repeats
 from autopar.search.pipelines import _Pipeline, whole_step, with_stages
 from autopar.search.stage_problems import SAFETY_FACTOR, StagePrograms
-from tests.helpers.models import gpt2
+from tests.helpers.models import Case, gpt2
 from tests.helpers.planning import requested
 
 LAYERS = 12
@@ -55,6 +57,21 @@ def test_few_layers_say_what_all_take() -> None:
     assert found is not None
     assert found.error.seconds == pytest.approx(_least(own), rel=1e-2)  # type: ignore[attr-defined]
     assert "about" in str(found.error), "solvers' gaps and sums of layers are no proof"
+
+
+def test_few_layers_hide_what_all_hide() -> None:
+    """Messages overlap computation as in the step of all layers, of whose gradients the last bucket is a small part."""
+
+    def wide() -> Case:
+        config = GPT2Config(n_layer=LAYERS, n_embd=768, n_head=8, vocab_size=1000, n_positions=64)
+        ids = torch.zeros(64, 64, dtype=torch.long)
+        with torch.device("meta"):
+            return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+    own = _pipeline(requested(wide, (8,), mesh_search=True, stages=None, microbatches=None))
+    found = own.too_slow(Timings(), 1e-9)
+    assert found is not None
+    assert found.error.seconds == pytest.approx(_least(own), rel=2e-3)  # type: ignore[attr-defined]
 
 
 def test_pipelines_that_may_be_quicker_are_searched_for() -> None:

@@ -177,7 +177,11 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
         ("llama", 6, {"tensor": 3}, "has 4 heads, which do not divide among 3 tensor ranks; tensor=2 would do"),
         ("llama", 8, {"tensor": 3, "data": 4}, "which do not divide among 3 tensor ranks; tensor=2 would do"),
         ("llama", 6, {"tensor": 3, "data": 2}, "which do not divide among 3 tensor ranks; tensor=1 would do"),
-        ("llama", 64, {"pipeline": 64}, "has 16 of them, in 2 layers of 'model.model.layers'; pipeline=16 would do"),
+        ("llama", 64, {"pipeline": 64}, "in 2 layers of 'model.model.layers'; pipeline=16 on 64 devices would do"),
+        ("llama", 4, {"pipeline": 64}, "in 2 layers of 'model.model.layers'; pipeline=4 on 4 devices would do"),
+        ("llama", 8, {"tensor": 5, "data": 5, "microbatch": 2}, "among 5 tensor ranks; tensor=4 data=2 would do"),
+        ("llama", 8, {"context": 5, "data": 3}, "among 5 context ranks; context=4 data=2 would do"),
+        ("mixture", 4, {"data": 3, "expert": 3}, "among 3 expert ranks; data=4 expert=4 would do"),
         (
             "mixture",
             8,

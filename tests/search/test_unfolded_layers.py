@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from autopar.planner.request import PlanRequest, folded_graph
+from autopar.search.chunk_price import SECTIONS
 from autopar.search.pipelines import whole_step
 from autopar.search.proposals.few_layer_step import FewLayerStep
-from autopar.search.proposals.stage_costs import SECTIONS, PlacedStage
+from autopar.search.proposals.stage_costs import PlacedStage
 from autopar.search.proposals.stage_programs import StagePrograms
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case, gpt2, llama

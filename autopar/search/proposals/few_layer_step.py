@@ -86,11 +86,9 @@ def _layer_at(graph: Graph, candidate: CutCandidate, stack: Stack) -> int | None
 def _unfolded(segments: tuple[int, ...], stack: Stack, layers: Sequence[int | None]) -> tuple[int, ...]:
     """``segments`` with those of the last turn of layers before the ones that ``stack`` lacks once more for each turn
     that it lacks. ``layers``: in which each segment but the first begins."""
-    omits = FewLayers().omits(stack)
-    turn = range(omits.begin - stack.period, omits.begin)
-    repeated = [at for at, own in enumerate(segments) if own and layers[own - 1] in turn]
-    if not repeated or repeated != list(range(repeated[0], repeated[-1] + 1)):
+    turn, times = FewLayers().repeated(stack)
+    at = [at for at, own in enumerate(segments) if own and layers[own - 1] in turn]
+    if not at or at != list(range(at[0], at[-1] + 1)):
         raise OptionsError(f"layers {turn} of {stack.path}* are no segments of their own")
-    end = repeated[-1] + 1
-    again = segments[repeated[0] : end] * (omits.count // stack.period)
-    return segments[:end] + again + segments[end:]
+    end = at[-1] + 1
+    return segments[:end] + segments[at[0] : end] * times + segments[end:]

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.planner.alone import seconds_alone
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.search.chunk_price import sections_of
+from autopar.search.chunk_price import SECTIONS, sections_of
 from autopar.search.chunks import WirePrice
 from autopar.search.schedules.cuts import Segments
 from autopar.search.segments import price_segments, seconds_of_microbatch, segment_at
@@ -19,7 +19,6 @@ from autopar.solver.problem import Floats
 from .data_ranks import parameter_costs
 from .few_layer_step import Microbatch
 
-SECTIONS = ("forward", "input_gradient", "weight_gradient")
 # The kinds of lines that reduce gradients, and that update parameters.
 _ONCE = (("gradient",), ("refresh", "optimizer", "offload"))
 

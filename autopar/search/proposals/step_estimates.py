@@ -13,11 +13,12 @@ from autopar.cost.pipeline.prices import ChunkPrice, PipelinePrices
 from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES
+from autopar.search.chunk_price import price_of_sections
 from autopar.search.pipeline_breakdown import shared_processors, slowest_wire
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, chunk_starts, cuts_of
 from autopar.search.stage_meshes import StageLayout
 
-from .stage_costs import SECTIONS, StageCosts
+from .stage_costs import StageCosts
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,15 @@ class StepEstimates(Estimates):
         return replace(super().prices(arranged, cuts), step=float(update.max()), hides=self.cluster.overlaps)
 
     def chunk(self, block: int, start: int, end: int) -> ChunkPrice:
-        forward, first, second = (float(self.costs.sections[name][start:end].sum()) for name in SECTIONS)
+        seconds = {name: float(each[start:end].sum()) for name, each in self.costs.sections.items()}
         reduce = float(self.costs.reduce[start:end].sum())
         sizes = [size for each in self.costs.weights[start:end] for size in each]
         shares = shares_of_sizes(sizes, sum(sizes), self.cluster) if sizes else HiddenShares()
         first_buckets = min(1.0, IN_FLIGHT * BUCKET_BYTES / max(sum(sizes), 1))
-        return ChunkPrice(
-            forward,
-            first,
-            second,
-            reduce=reduce,
-            overlap_weight_gradient=shares.of_reductions(SectionSeconds(second), reduce),
-            overlap_backward=shares.of_reductions(SectionSeconds(first + second), reduce),
-            unawaited=shares.reductions * first_buckets * reduce,
-        )
+        # Gathers, of which some are hidden, are part of the seconds.
+        sides = {name: SectionSeconds(computing) for name, computing in seconds.items()}
+        price = price_of_sections(seconds, sides, shares, reduce)
+        return replace(price, unawaited=shares.reductions * first_buckets * reduce)
 
 
 def estimated_seconds(

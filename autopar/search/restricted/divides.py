@@ -50,10 +50,12 @@ def check_stages_divide(request: PlanRequest) -> None:
     )
     if stages > count:
         others = math.prod(n or 1 for n in (restriction.data, restriction.context, restriction.tensor))
-        works = max(n for n in divisors(_left(math.prod(request.mesh), others)) if n <= max(count, 1))
+        devices, names = math.prod(request.mesh), ("data", "context", "tensor")
+        works = max(n for n in divisors(_left(devices, others)) if n <= max(count, 1))
+        on = works * others if all(getattr(restriction, name) is not None for name in names) else devices
         raise OptionsError(
             f"{words_of(request.options.layout)}: {stages} stages divide the model's products with weights, and it has "
-            f"{count} of them{_in_layers(whole)}; pipeline={works} would do"
+            f"{count} of them{_in_layers(whole)}; pipeline={works} on {on} device{'s' * (on > 1)} would do"
         )
 
 
