@@ -9,7 +9,6 @@ from .errors import OptionsError
 
 # Prefixes of SI and IEC.
 _UNITS = {
-    "": 1,
     "B": 1,
     "KB": 10**3,
     "MB": 10**6,
@@ -24,8 +23,9 @@ _SIZE = re.compile(r"^\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*$", re
 
 
 def parse_bytes(text: str, name: str = "") -> int:
-    """``"10GiB"``, ``"80GB"``, ``"1.5e9"`` or ``"1024"`` in bytes, a fraction of a byte dropped. ``name``: the option
-    whose value it is. A bare prefix (``"40G"``) is refused, since some tools mean 10**9 by it and others 2**30.
+    """``"10GiB"``, ``"80GB"`` or ``"1024B"`` in bytes, a fraction of a byte dropped. ``name``: the option whose value
+    it is. A bare prefix (``"40G"``) is refused, since some tools mean 10**9 by it and others 2**30, and so is a bare
+    number (``"40"``), by which people mean gigabytes.
 
     Raises:
         OptionsError: if it is not a size.
@@ -36,9 +36,11 @@ def parse_bytes(text: str, name: str = "") -> int:
     if unit and f"{unit}IB" in _UNITS:
         decimal, binary = (f"{number}{prefix}B" for prefix in (unit, f"{unit}i"))
         raise OptionsError(f"{given} may be {decimal} ({_count(decimal)}) or {binary} ({_count(binary)}): write which")
+    if not unit and math.isfinite(float(number)):
+        raise OptionsError(f"{given} has no unit: write {number}GiB, {number}GB or, for bytes, {number}B")
     count = float(number) * _UNITS.get(unit, math.nan)
     if not math.isfinite(count):
-        raise OptionsError(f"{given} is not a size in bytes; write 10GiB, 80GB or 1024")
+        raise OptionsError(f"{given} is not a size in bytes; write 10GiB, 80GB or 1024B")
     return int(count)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,8 @@ from autopar.errors import OptionsError
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        *(("1024", 1024), ("10GiB", 10 * 2**30), ("80 GB", 80 * 10**9), ("1.5e9", 1_500_000_000), ("0.5KiB", 512)),
-        *((".5GB", 5 * 10**8), ("5.GB", 5 * 10**9), ("1e+9", 10**9), ("2E9", 2 * 10**9), ("4e-1 kb", 400)),
+        *(("1024B", 1024), ("10GiB", 10 * 2**30), ("80 GB", 80 * 10**9), ("1.5e9b", 1_500_000_000), ("0.5KiB", 512)),
+        *((".5GB", 5 * 10**8), ("5.GB", 5 * 10**9), ("1e+9B", 10**9), ("2E9 B", 2 * 10**9), ("4e-1 kb", 400)),
     ],
 )
 def test_bytes(text: str, count: int) -> None:
@@ -49,3 +50,11 @@ def test_a_bare_prefix_may_be_either() -> None:
     assert str(error.value) == (
         "memory_limit='40g' may be 40GB (40,000,000,000 bytes) or 40GiB (42,949,672,960 bytes): write which"
     )
+
+
+@pytest.mark.parametrize(("text", "number"), [("40", "40"), (" 1.5e9 ", "1.5e9")])
+def test_a_bare_number_may_be_anything(text: str, number: str) -> None:
+    said = f"has no unit: write {number}GiB, {number}GB or, for bytes, {number}B"
+    with pytest.raises(OptionsError, match=re.escape(f"memory_limit={text!r} {said}")):
+        autopar.Options(memory_limit=text)
+    assert parse_bytes(f"{number}B") == float(number) == autopar.Options(memory_limit=int(float(number))).memory_limit

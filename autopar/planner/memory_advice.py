@@ -72,7 +72,7 @@ class Advice:
     def __str__(self) -> str:
         if self.bytes is None:
             return self.text
-        return f"{self.text}, {'about ' * self.is_estimate}{size(self.bytes)}{self.condition}"
+        return f"{self.text} (to {'about ' * self.is_estimate}{size(self.bytes)}{self.condition})"
 
 
 def listed(advice: Sequence[Advice]) -> str:

@@ -83,9 +83,9 @@ def _listed(values: Any) -> tuple[Any, ...]:
 
 
 def _written(values: Any) -> dict[int, str]:
-    """Bytes that were given with a unit, and how they were written first."""
+    """Bytes that were given as text, and how they were written first."""
     texts = [text.strip() for text in _listed(values) if isinstance(text, str)]
-    return {parse_bytes(text): text for text in reversed(texts) if text[-1].isalpha()}
+    return {parse_bytes(text): text for text in reversed(texts)}
 
 
 def _is_positive(value: object) -> bool:

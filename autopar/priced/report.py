@@ -10,6 +10,7 @@ from typing import Any
 from autopar.plans.plan import Plan
 from autopar.plans.views.columns import columns
 from autopar.plans.views.coverage import coverage
+from autopar.plans.views.idle_axes import legend
 from autopar.plans.views.quantities import amount, duration, size
 from autopar.plans.views.stages import mesh_text
 from autopar.search.candidate import RULE
@@ -148,6 +149,7 @@ class LayoutReport:
             yield f"! does not fit: {', '.join(too_big)}"
         if len(self.found) > SHOWN + 1:
             yield f"{len(self.found) - SHOWN - 1} more in report.found"
+        yield from filter(None, [legend(row.described for row in rows.values())])
         notes = dict.fromkeys(note for row in rows.values() for note in row.notes)
         yield from (f"! {' '.join(note.split())}" for note in notes)
 

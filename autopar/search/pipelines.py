@@ -16,6 +16,7 @@ from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
+from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits
@@ -140,7 +141,10 @@ def _of_layout(
                 break
             continue
         except OptionsError as error:
-            if attempt.request.options.microbatches is not None:
+            options, own = attempt.request.options, Restriction.of(attempt.request.options.layout)
+            if options.microbatches is not None:
+                if isinstance(error, CoupledError) and own.microbatch is not None:
+                    raise error.under_layout(own.microbatch) from error
                 raise
             failure = _impossible(error)
             # If the batch cannot be divided, as in batch norm, the whole batch is still possible.

@@ -20,9 +20,9 @@ def make():
 def test_limits_are_shown_as_they_were_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "linear_target.py").write_text(MODEL_FILE)
     words = ["whatif", f"{tmp_path / 'linear_target.py'}:make", "--mesh", "2", "--cluster", "dgx-a100-80gb"]
-    assert main([*words, "--memory-limits", "2MB,1073741824, 2 GiB,4000000000"]) == 0
+    assert main([*words, "--memory-limits", "2MB,1073741824B, 2 GiB,4000000000B"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("optimal")]
-    assert [row[2:].partition("  ")[0] for row in rows] == ["2MB", "1 GiB", "2 GiB", "3.73 GiB"]
+    assert [row[2:].partition("  ")[0] for row in rows] == ["2MB", "1073741824B", "2 GiB", "4000000000B"]
 
 
 def test_given_a_plan_it_says_what_to_give_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

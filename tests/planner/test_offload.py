@@ -94,7 +94,7 @@ def test_sgd_has_no_state_to_offload() -> None:
 
 @pytest.mark.slow
 def test_what_the_error_says_of_offload() -> None:
-    with pytest.raises(InfeasibleError, match=r"offload=None or True, [\d.]+ [KM]iB"):
+    with pytest.raises(InfeasibleError, match=r"offload=None or True \(to [\d.]+ [KM]iB"):
         planned(offload=False, recompute="none", memory_limit=1000)
     with pytest.raises(OptionsError, match=r"offload=True: the devices of cluster 'local' have no host memory"):
         planned(Cluster.get("local"), offload=True)

@@ -42,6 +42,15 @@ def test_a_small_model_says_that_devices_compute_the_same_and_why() -> None:
     assert said.startswith("the 2 devices along axis idle of each stage all compute the same: ")
 
 
+def test_names_of_axes_are_explained_where_they_are_printed() -> None:
+    batch = (torch.randn(32, 16), torch.randn(32, 1))
+    plan = autopar.plan(Net(32), (2, 2), batch, cluster="dgx-a100-80gb")
+    assert "idle0, idle1: axes whose devices compute the same as each other, or nearly\n" in str(plan)
+    report = str(autopar.plan_layouts(Net(32), batch, "dgx-a100-80gb", devices=4))
+    assert "idle1: axes whose devices compute the same as each other, or nearly\n" in report
+    assert "idle" not in str(autopar.plan(Net(32), (1,), batch, cluster="dgx-a100-80gb"))
+
+
 @pytest.mark.parametrize(
     ("mesh", "width", "samples", "options"),
     [((1,), 32, 32, {}), ((4,), 32, 32, {"zero": 3}), ((4,), 4096, 1 << 16, {}), ((2,), 32, 32, {"stages": 2})],

@@ -327,3 +327,5 @@ def test_tables_sum_to_the_step(plan: Plan, by: str) -> None:
 def test_no_such_table(plan: Plan) -> None:
     with pytest.raises(OptionsError, match="'module', 'kind', 'op', 'rule', 'phase', 'collective'"):
         plan.table(by="colour")
+    with pytest.raises(OptionsError, match=r"no table by 'tree'.*; plan.tree\(\) shows the modules as a tree"):
+        plan.table(by="tree")

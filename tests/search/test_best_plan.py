@@ -208,7 +208,10 @@ def test_what_couples_samples_goes_through_stages_as_one_microbatch(options: dic
 @pytest.mark.slow
 def test_the_error_names_a_limit_in_which_the_stages_fit() -> None:
     fixed: dict[str, object] = {"stages": 2, "microbatches": 4}
-    with pytest.raises(InfeasibleError, match=r"fits into 1000 B per device.*twice the devices") as caught:
+    with pytest.raises(
+        InfeasibleError,
+        match=r"fits into 1000 B per device.*twice the devices \(to about [\d.]+ [KM]?i?B if all divides\)",
+    ) as caught:
         chained(**fixed, memory_limit=1000)
     named = re.search(r"Options\((.*?)\)", str(caught.value))
     assert named is not None

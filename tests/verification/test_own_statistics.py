@@ -146,6 +146,10 @@ def test_models_without_statistics_are_not_affected() -> None:
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(autopar.OptionsError, match=r'couples the samples.*Options\(batch_statistics="microbatch"\)'):
         planned(Normed(), images(), autopar.Options(stages=2, microbatches=2))
+    halves = autopar.Options(layout=autopar.Layout(data=2, microbatch=BATCH // 4))
+    said = rf"Layout\(microbatch={BATCH // 4}\), which makes 2 microbatches.* use microbatch={BATCH // 2} \(all"
+    with pytest.raises(autopar.OptionsError, match=said):
+        planned(Normed(), images(), halves)
     with pytest.raises(autopar.OptionsError, match="microbatches of 1 samples would be batches of their own"):
         planned(Normed(), images(), own(microbatches=BATCH, stages=1))
     with pytest.raises(

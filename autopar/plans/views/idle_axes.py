@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 from autopar.ir.placements import REPLICATE, is_shard
 from autopar.ir.plan_record import PlanLine, PlanRecord, Predicted
@@ -35,6 +36,13 @@ def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> It
         f"the {count} devices along {where} {what}: {_reason(plan, priced)}; fewer processes would do as well, and a "
         f"larger batch or model could use them{advice}"
     )
+
+
+def legend(texts: Iterable[str]) -> str:
+    """What autopar's names of axes mean such as ``idle0=2``, if there are any in ``texts``; otherwise empty."""
+    names = sorted({name for text in texts for name in re.findall(r"\b(idle\d*)=(?!1\b)", text)})
+    axes = "axes" if len(names) > 1 else "an axis"
+    return f"{', '.join(names)}: {axes} whose devices compute the same as each other, or nearly" if names else ""
 
 
 def idle_axes(plan: PlanRecord, share: float = MOSTLY) -> tuple[int, ...]:

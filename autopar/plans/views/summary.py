@@ -21,6 +21,7 @@ from autopar.ir.planned_sync import PlannedSync
 
 from .also_priced import also_priced
 from .coverage import coverage
+from .idle_axes import legend
 from .module_tree import ModuleRow, Move, module_rows, moves_of
 from .page_width import page_width
 from .quantities import clip, duration, share, size, trim
@@ -61,6 +62,8 @@ def _head(plan: PlanRecord) -> Iterator[str]:
         lines = [f"mesh   ({names})", f"       {reading}"]
     if any(shard_before(place) > 1 for places in plan.placements.values() for place in places):
         lines.append("       S(d/n) shard of each of n blocks of dim d")
+    if idle := legend([names, *plan.baselines]):
+        lines.append(f"       {idle}")
     yield from (clip(line, page_width()) for line in lines)
     if any(plan.shares):
         differ = "speed and memory" if plan.device_limits else "speed"

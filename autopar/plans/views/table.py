@@ -65,7 +65,8 @@ def _text(name: str, cell: Cell) -> str:
 def plan_table(plan: PlanRecord, by: str) -> PlanTable:
     """``plan.table(by)``. Raises :class:`OptionsError` for an unknown ``by``."""
     if by not in _TABLES:
-        raise OptionsError(f"a plan has no table by {by!r}; one of {', '.join(map(repr, _TABLES))}")
+        instead = "; plan.tree() shows the modules as a tree" if by in ("tree", "modules") else ""
+        raise OptionsError(f"a plan has no table by {by!r}; one of {', '.join(map(repr, _TABLES))}{instead}")
     names, rows = _TABLES[by](plan)
     at = names.index("seconds")
     sign = 1.0 if by == "division" else -1.0
