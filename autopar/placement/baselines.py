@@ -9,6 +9,9 @@ Each is a restriction of the placement program, so it computes the same numbers 
 - *tensor parallel t* (Megatron, Shoeybi et al. 2019, section 3): matrices and tables are sharded over the innermost
   axis, samples over the other axes.
 
+Where the samples do not divide among the devices, nobody's data parallelism is possible: what is priced then divides
+sequences, or nothing, and is called by where weights are (*replicated weights*, *sharded weights*).
+
 A rank may read any slice of the batch, so an input may also be replicated if that saves an exchange. Then every rank
 knows the number of labels that count. Under DDP no rank does, and DDP averages the ranks' means instead. Statistics of
 batch norm are those of the whole batch, as under SyncBatchNorm.
@@ -21,6 +24,7 @@ MiB: with weights of a few MiB, FSDP2 is quicker than its row says (docs/archite
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import block_of
 from autopar.ir.node import Node
-from autopar.ir.placements import REPLICATE, is_shard
+from autopar.ir.placements import REPLICATE, Strategy, is_shard, shard_before, shard_dim
 
 from .axis_names import weight_values
 from .choices import Choice
@@ -57,12 +61,16 @@ def baselines(instance: Instance) -> Iterator[Baseline]:
     samples = Samples(instance.graph)
     outer, inner = live[:-1], live[-1]
     replicated = _narrowed(instance, samples, live)
-    yield Baseline("data parallel", with_choices(replicated, _replicated, gathers=False))
-    yield Baseline("FSDP", with_choices(replicated, _fully_sharded(instance)))
+    divides = samples.divide(instance, live)
+    yield Baseline(
+        "data parallel" if divides else "replicated weights", with_choices(replicated, _replicated, gathers=False)
+    )
+    yield Baseline("FSDP" if divides else "sharded weights", with_choices(replicated, _fully_sharded(instance)))
     tensor = with_choices(instance, samples.divided_over(outer)) if outer else instance
     for allowed in (_whole_outside(inner), _sharded_on(inner)):
         tensor = with_choices(tensor, allowed)
-    label = f"tensor parallel {instance.prices.mesh[inner]}" + (" x data parallel" if outer else "")
+    beside = "data parallel" if samples.divide(instance, outer) else "replicated weights"
+    label = f"tensor parallel {instance.prices.mesh[inner]}" + (f" x {beside}" if outer else "")
     yield Baseline(label, with_choices(tensor, lambda node, choice: True, gathers=False))
 
 
@@ -109,6 +117,14 @@ def _sharded_on(axis: int) -> Allowed:
     return allowed
 
 
+def _is_divided(choice: Choice, axes: tuple[int, ...]) -> bool:
+    """Whether an input is in shards of samples on each of ``axes``."""
+    if not isinstance(choice, Strategy):
+        return False
+    places = [choice.outputs[0][axis] for axis in axes]
+    return all(is_shard(place) and shard_dim(place) == 0 and shard_before(place) == 1 for place in places)
+
+
 @dataclass(frozen=True)
 class Samples:
     """Which operations of a graph read weights, and which of their operands depend on the samples of the batch."""
@@ -130,6 +146,18 @@ class Samples:
             if not dependent.isdisjoint([value.node for value in node.operands]):
                 dependent.add(node.name)
         return frozenset(dependent)
+
+    def divide(self, instance: Instance, axes: tuple[int, ...]) -> bool:
+        """Whether devices along ``axes`` can have samples of their own, of every input that has the batch's."""
+        groups = zip(instance.names, instance.choices, instance.problem.groups, strict=True)
+        inputs = [(offered, group.cost) for name, offered, group in groups if self._has_samples(name)]
+        return bool(inputs) and all(
+            any(_is_divided(choice, axes) for choice, cost in zip(offered, costs, strict=True) if math.isfinite(cost))
+            for offered, costs in inputs
+        )
+
+    def _has_samples(self, name: str) -> bool:
+        return name in self.dependent and self.graph[name].op == "input"
 
     def takes_whole_weights(self, node: Node, choice: Choice) -> bool:
         """Whether an operation reads only unsharded weights, as they are stored under data parallelism."""

@@ -22,7 +22,7 @@ from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.search.best_plan import best_plan
 from autopar.solver.solve import solve
-from tests.helpers.models import Case
+from tests.helpers.models import Case, gpt2
 from tests.helpers.planning import make_request
 
 
@@ -135,3 +135,24 @@ def test_what_ddp_does_costs_what_its_gradients_cost() -> None:
     _, found = answers((4,))["data parallel"]
     breakdown = found.breakdown
     assert breakdown.seconds == pytest.approx(breakdown.seconds_of("compute", "gradient", "optimizer"), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("samples", "mesh", "names"),
+    [
+        (8, (4,), ["data parallel", "FSDP", "tensor parallel 4"]),
+        (6, (4,), ["replicated weights", "sharded weights", "tensor parallel 4"]),
+        (1, (4,), ["replicated weights", "sharded weights", "tensor parallel 4"]),
+        (2, (2, 2), ["replicated weights", "sharded weights", "tensor parallel 2 x data parallel"]),
+        (1, (2, 2), ["replicated weights", "sharded weights", "tensor parallel 2 x replicated weights"]),
+    ],
+)
+def test_where_samples_do_not_divide_nothing_is_called_data_parallel(
+    samples: int, mesh: tuple[int, ...], names: list[str]
+) -> None:
+    model, batch = gpt2(1)
+    of_samples = {name: value[:1].repeat(samples, 1) for name, value in batch.items()}
+    request = make_request(model, of_samples, mesh)
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), mesh)
+    found = baselines(formulate(request, graph, Prices.of(request.cluster, mesh, graph)))
+    assert [each.name for each in found] == names

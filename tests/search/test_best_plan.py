@@ -210,7 +210,7 @@ def test_the_error_names_a_limit_in_which_the_stages_fit() -> None:
     fixed: dict[str, object] = {"stages": 2, "microbatches": 4}
     with pytest.raises(
         InfeasibleError,
-        match=r"fits into 1000 B per device.*twice the devices \(to about [\d.]+ [KM]?i?B if all divides\)",
+        match=r"fits into 1000 B per device.*twice the devices \(to about",
     ) as caught:
         chained(**fixed, memory_limit=1000)
     named = re.search(r"Options\((.*?)\)", str(caught.value))
