@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
-from autopar.ir.placements import NOT, Placements, is_shard, parse_placements, short
+from autopar.ir.placements import NOT, Placements, is_shard, parse_placements, shard_before, shard_dim, short
 from autopar.ir.stage_meshes import on_axes
 from autopar.solver.problem import Transfer
 
@@ -217,6 +218,8 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     names = set(_pinned_nodes(instance.graph, pattern))
     if not names:
         raise unmatched(instance.graph, pattern)
+    if not pattern.startswith("%") and any(shard_dim(place) and shard_before(place) == 1 for place in pinned):
+        _check_dims(instance.graph, f"the pin {pattern!r}: {text!r}", names)
     groups = {instance.graph.classes.get(name, name) for name in names}
     here = on_axes(pinned, mesh)
     if excluded and here != pinned:
@@ -226,6 +229,21 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
         lambda node, choice: node.name not in groups or (_place(choice) == here) is not excluded,
         strict=f"the pin {pattern!r}: {text!r} cannot be met",
     )
+
+
+def _check_dims(graph: Graph, pin: str, names: Iterable[str]) -> None:
+    """Raises :class:`OptionsError` where a ``pin`` of a module's output counts its dims, and the graph may have that
+    output with samples and positions in one dim, as products compute it."""
+    sizes = Counter(int(node.type.shape[0]) for node in graph.placeholders("input") if node.type.rank)
+    batch = max(sizes, key=sizes.__getitem__, default=0)
+    for node in (graph[name] for name in names if graph[name].op != "param" and graph[name].type.rank == 2):
+        each, rest = divmod(int(node.type.shape[0]), max(batch, 1))
+        if each > 1 and rest == 0:
+            raise OptionsError(
+                f"{pin} counts dims of what the module returns, but the plan has that as %{node.name} {node.type}, "
+                f"whose dim 0 is {batch} samples x {each}: pin '%{node.name}' by these dims, where S(0) divides "
+                f"samples, S(0/{batch}) what is within a sample, and S(1) the last dim"
+            )
 
 
 def _parsed(pattern: str, text: str) -> Placements:

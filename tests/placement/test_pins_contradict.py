@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import OptionsError
 from autopar.ir.placements import short
 from autopar.plans.plan import Plan
-from tests.helpers.models import Stack, text
+from tests.helpers.models import Stack, gpt2, text
 from tests.helpers.planning import CLUSTER
 
 
@@ -78,3 +78,21 @@ def test_a_tied_parameter_is_pinned_under_any_of_its_names() -> None:
     apart = autopar.Options(pins={"embed.weight": "S(1)", "head.weight": "S(0)"})
     with pytest.raises(OptionsError, match=r"'head.weight' and 'embed.weight' are one parameter"):
         autopar.plan(model, (2,), batch, options=apart, cluster=CLUSTER)
+
+
+def test_dims_of_an_output_that_the_graph_has_otherwise_are_refused() -> None:
+    """Of a product of sequences the graph has samples and positions in one dim, which no user sees."""
+    model, batch = gpt2(1)
+
+    def pinned(name: str, text: str) -> autopar.Plan:
+        options = autopar.Options(pins={name: text}, stages=1, microbatches=1)
+        return autopar.plan(model, (2,), batch, options=options, cluster=CLUSTER)
+
+    said = r"the pin 'lm_head': 'S\(1\)' counts dims of what the module returns, but .* as %(\w+) f32\[128, 257\]"
+    with pytest.raises(autopar.OptionsError, match=said) as caught:
+        pinned("lm_head", "S(1)")
+    named = re.search(said, str(caught.value))
+    assert named is not None
+    plan = pinned(f"%{named[1]}", "S(1)")
+    assert short(plan.strategies[named[1]].outputs[0]) == "(S(1))"
+    assert pinned("lm_head", "S(0)") and pinned("transformer.h.0.mlp.c_fc", "S(2)")
