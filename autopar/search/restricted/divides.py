@@ -90,7 +90,8 @@ def _check_experts(graph: Graph, expert: int, tensor: int) -> None:
     if not blocks:
         raise OptionsError(
             f"Layout(expert={expert}): the model has no block of experts that can be divided (transformers' mixtures "
-            "are; loops over modules are not); leave expert out, or take expert=1"
+            "are; loops over modules, and weights of all experts in products of your own, are not: "
+            "docs/howto/experts.md); leave expert out, or take expert=1"
         )
     for node, count in blocks.items():
         if count % (expert * tensor):
