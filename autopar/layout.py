@@ -16,11 +16,8 @@ from .keywords import suggests_fields
 from .removed_fields import names_removed_fields, removed
 
 Recompute = Literal["none", "selective", "full"]
-# The axes of the mesh on which one data rank's microbatch is placed.
-CONTEXT, TENSOR = 0, 1
-# Bytes of an element in fp32: of a master weight, an optimizer's moment or a gradient; how many moments Adam keeps.
-# By definition of the formats, and of the optimizer.
-MASTER_BYTES, MOMENTS = 4, 2
+# Bytes of an element in fp32: of a master weight, an optimizer's moment or a gradient. By definition of the format.
+MASTER_BYTES = 4
 
 
 @names_removed_fields
@@ -159,27 +156,8 @@ class Layout:
         return self.pipeline * self.interleave
 
     @property
-    def repeats_layers(self) -> bool:
-        """Whether backward runs layers once more, from their inputs."""
-        return self.recompute == "full"
-
-    @property
     def schedule_name(self) -> str:
         return self.schedule or ("interleaved" if self.interleave > 1 else "1f1b")
-
-    @property
-    def state_itemsize(self) -> int:
-        """Bytes of optimizer state per element: its moments, and the master weight of reduced precisions."""
-        return self.moment_itemsize + MASTER_BYTES * (self.precision != "fp32")
-
-    @property
-    def moment_itemsize(self) -> int:
-        """Bytes of an element's moments."""
-        return MOMENTS * MASTER_BYTES
-
-    def gradient_itemsize(self, itemsize: int) -> int:
-        """Bytes of an element of the gradient of a weight of ``itemsize``, as it is accumulated."""
-        return MASTER_BYTES
 
     def microbatches(self, batch: int) -> int:
         """How many microbatches a data rank computes of a global ``batch``. Raises :class:`OptionsError` if the batch

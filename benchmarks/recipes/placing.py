@@ -11,12 +11,12 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, TensorType
 from autopar.ir.placements import is_shard
-from autopar.layout import TENSOR
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import Allowed
 from autopar.placement.formulation import Instance
 from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts
 from benchmarks.emulator.sections.placement import Placing
+from benchmarks.emulator.stored import TENSOR
 
 from .modules import matches
 from .recipe import Recipe

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from autopar.errors import OptionsError
 from autopar.given_fields import own_fields, remembers_given
 from autopar.keywords import suggests_fields
-from autopar.layout import MASTER_BYTES, MOMENTS, Layout
+from autopar.layout import MASTER_BYTES, Layout
+from benchmarks.emulator.stored import MOMENTS, gradient_itemsize, moment_itemsize, repeats_layers, state_itemsize
 
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
@@ -253,6 +254,12 @@ class Recipe(Layout):
 
     def gradient_itemsize(self, itemsize: int) -> int:
         return MASTER_BYTES if self.gradients == "fp32" else itemsize
+
+
+repeats_layers.register(Recipe, lambda layout: layout.repeats_layers)
+moment_itemsize.register(Recipe, lambda layout: layout.moment_itemsize)
+state_itemsize.register(Recipe, lambda layout: layout.state_itemsize)
+gradient_itemsize.register(Recipe, lambda layout, itemsize: layout.gradient_itemsize(itemsize))
 
 
 def _is_positive(value: object) -> bool:

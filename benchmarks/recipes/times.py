@@ -11,6 +11,7 @@ from autopar.layout import MASTER_BYTES
 from autopar.placement.overlap_windows import HiddenShares
 from benchmarks.emulator.sections.section import Chunk, Seconds, Section, Weight
 from benchmarks.emulator.step.section_seconds import SectionTimes, recompute_seconds
+from benchmarks.emulator.stored import repeats_layers
 
 from .dispatch import dispatch_seconds
 from .memory import RecipeMemory
@@ -106,7 +107,7 @@ class RecipeTimes(SectionTimes):
         every = *section.weights, *section.lent
         if not self.again(section).compute:
             return 0.0
-        if section.is_layer and self.layout.repeats_layers:
+        if section.is_layer and repeats_layers(self.layout):
             return self._gather_each(every)
         ways = {"recomputed", self.layout.recompute if section.is_layer else "none"}
         return self._gather_each(tuple(weight for weight in every if weight_of_recipe(weight).again & ways))

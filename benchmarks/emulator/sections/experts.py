@@ -27,6 +27,7 @@ from autopar.ir.node import Node
 from autopar.layout import Layout, degrees
 from autopar.placement.prices import local_type
 from autopar.planner.roles.expert_blocks import FORWARD, MATRICES, source_of
+from benchmarks.emulator.stored import gradient_itemsize
 
 from .expert_all_to_all import Block
 
@@ -155,7 +156,7 @@ class BlockPrices:
     def cost(self, block: Block) -> BlockCost:
         """The costs of a block on a device."""
         rows, each, operand_bytes = self.rows(block), self.each(block), self.operand_dtype(block).itemsize
-        added = 2 * self.layout.gradient_itemsize(block.itemsize) if self.accumulates else block.itemsize
+        added = 2 * gradient_itemsize(self.layout, block.itemsize) if self.accumulates else block.itemsize
 
         def product(m: float, n: float, k: float, result_bytes: int | None = None) -> float:
             return self.product(block, (m, n, k), result_bytes)

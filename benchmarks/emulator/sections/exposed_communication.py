@@ -29,7 +29,6 @@ from autopar.cost.overlap import taken_by_messages, waited
 from autopar.ir.graph import Graph
 from autopar.ir.node import VIEWS, Node, Value
 from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
-from autopar.layout import TENSOR
 from autopar.placement.axis_names import weight_values
 from autopar.placement.choices import OUTPUTS, Choice, operand_place, result_place
 from autopar.placement.edge_costs import breaks_kernel
@@ -37,6 +36,7 @@ from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
 from autopar.planner.roles.expert_blocks import OPERATIONS
 from autopar.solver.problem import Floats, Ints, Transfer
+from benchmarks.emulator.stored import TENSOR
 
 
 def overlapped_products(

@@ -25,7 +25,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import REPLICATE, Placement, Strategy, is_shard
 from autopar.ir.reshard import Hop, Sent
-from autopar.layout import CONTEXT, TENSOR, Layout
+from autopar.layout import Layout
 from autopar.ops.exchanged_experts import EXCHANGES
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
@@ -38,6 +38,7 @@ from autopar.planner.roles.divides import check_sequences, check_tensor, heads_a
 from autopar.planner.roles.expert_blocks import routers
 from autopar.solver.problem import Solution, evaluate
 from autopar.solver.solve import solve
+from benchmarks.emulator.stored import CONTEXT, TENSOR
 
 from .exposed_communication import scattering, with_exposed_prices
 

@@ -25,6 +25,7 @@ from autopar.layout import Layout
 from autopar.placement.breakdown import broken_kernels
 from autopar.placement.prices import local_type
 from autopar.planner.roles.expert_blocks import BACKWARD, OPERATIONS
+from benchmarks.emulator.stored import gradient_itemsize
 
 from .experts import BlockPrices, check_degree, expert_weights, find_blocks
 from .exposed_communication import overlapped_products
@@ -153,7 +154,7 @@ class SectionPricer:
         if node.op in OPERATIONS:
             return 0.0
         itemsize = self.graph.type_of(gradient).dtype.itemsize
-        both = 2 * size // itemsize * self.layout.gradient_itemsize(itemsize)
+        both = 2 * size // itemsize * gradient_itemsize(self.layout, itemsize)
         if self.adds_up(node):
             return self.priced.accumulating_seconds(node, both - size)
         return (size + both) / self.prices.cluster.device.memory_bandwidth

@@ -10,6 +10,7 @@ from typing import ClassVar
 from autopar.layout import MASTER_BYTES, Layout
 from autopar.schedule.named import SCHEDULES
 from benchmarks.emulator.sections.section import Chunk, Section, Weight, counted
+from benchmarks.emulator.stored import gradient_itemsize, repeats_layers, state_itemsize
 
 # Share of activations and transient memory that the caching allocator loses between blocks. Weights and states are
 # allocated once and lose nothing. Fitted on the rows of Aleph Alpha that did and did not fit.
@@ -44,7 +45,7 @@ class LayoutMemory:
 
     def gradient_bytes(self, weight: Weight) -> int:
         """Bytes of the gradient of a weight as it is accumulated; 0 if it is not trained."""
-        return weight.elements * self.layout.gradient_itemsize(weight.itemsize) if weight.trained else 0
+        return weight.elements * gradient_itemsize(self.layout, weight.itemsize) if weight.trained else 0
 
     def data_ranks(self, weight: Weight) -> int:
         """The number of devices among which ZeRO divides a weight's state: all that have the same part of the
@@ -64,7 +65,7 @@ class LayoutMemory:
     def resting_states(self, weight: Weight) -> int:
         """Bytes of optimizer state of a weight on one device, or in its share of the host's memory; 0 if another rank
         stores it."""
-        states = weight.elements * self.layout.state_itemsize if weight.trained and weight.owner is None else 0
+        states = weight.elements * state_itemsize(self.layout) if weight.trained and weight.owner is None else 0
         return states // (self.data_ranks(weight) if self.layout.zero >= 1 else 1)
 
     def gathered_bytes(self, weight: Weight) -> int:
@@ -139,7 +140,7 @@ class LayoutMemory:
                 kept += count * self.saved(section) if section.is_layer else 0
                 ends += 0 if section.is_layer else section.saved + (waiting - 1) * section.saved_last
             # Recomputed layers save their inputs anyway.
-            if chunk[0].is_layer and chunk[0].runs_backward and not self.layout.repeats_layers:
+            if chunk[0].is_layer and chunk[0].runs_backward and not repeats_layers(self.layout):
                 kept += chunk[0].entry
         return int(in_flight * kept) + ends
 
@@ -147,7 +148,7 @@ class LayoutMemory:
         """Bytes that a layer saves of a microbatch, without inputs that the section before saves."""
         if not section.runs_backward:
             return 0
-        return section.entry if self.layout.repeats_layers else section.saved - self._dropped(section)
+        return section.entry if repeats_layers(self.layout) else section.saved - self._dropped(section)
 
     def _dropped(self, section: Section) -> int:
         """Bytes that a layer would save without recomputation, and does not save with it."""

@@ -20,6 +20,7 @@ from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shar
 from autopar.placement.prices import BUCKET_BYTES, bucket_bytes
 from benchmarks.emulator.sections.expert_all_to_all import exchange_seconds
 from benchmarks.emulator.sections.section import Chunk, Seconds, Section, Weight
+from benchmarks.emulator.stored import gradient_itemsize, moment_itemsize, repeats_layers
 
 from .memory import LayoutMemory
 
@@ -116,7 +117,7 @@ class SectionTimes:
 
     def exchanges(self, section: Section) -> float:
         """Seconds of the exchanges of forward, of backward and of recomputation."""
-        passes = 3 if section.is_layer and self.layout.repeats_layers else 2
+        passes = 3 if section.is_layer and repeats_layers(self.layout) else 2
         return passes * self.exchange(section)
 
     def updated_bytes(self, weight: Weight) -> float:
@@ -138,7 +139,7 @@ class SectionTimes:
         memory, device = self.memory, self.cluster.device
         shards = memory.data_ranks(weight) if self.layout.zero else 1
         elements, value = weight.elements / shards, memory.stored_bytes(weight) / shards
-        moments = elements * self.layout.moment_itemsize
+        moments = elements * moment_itemsize(self.layout)
         seconds = update_seconds(device, memory.gradient_bytes(weight) / shards, value, moments)
         return seconds + (casting_seconds(device, value, elements * weight.itemsize) if memory.has_copies else 0.0)
 
@@ -245,7 +246,7 @@ class SectionTimes:
         key = chunk.key
         if key not in self._shares:
             distinct = ((weight, count) for section, count in chunk.counted for weight in section.trained)
-            exchanged = sum(n * w.whole * self.layout.gradient_itemsize(w.itemsize) for w, n in distinct)
+            exchanged = sum(n * w.whole * gradient_itemsize(self.layout, w.itemsize) for w, n in distinct)
             sizes = chain.from_iterable(section.whole_sizes for section in chunk)
             self._shares[key] = shares_of_sizes(sizes, exchanged, self.cluster)
         return self._shares[key]

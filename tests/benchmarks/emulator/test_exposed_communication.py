@@ -16,7 +16,7 @@ from autopar.cost.overlap import TAKEN, waited
 from autopar.ir.assignment import uses
 from autopar.ir.node import Value
 from autopar.ir.placements import REPLICATE, is_shard
-from autopar.layout import CONTEXT, TENSOR, Layout
+from autopar.layout import Layout
 from autopar.placement.axis_names import weight_values
 from autopar.placement.breakdown import broken_kernels
 from autopar.placement.choices import OUTPUTS
@@ -30,6 +30,7 @@ from benchmarks.emulator.sections.exposed_communication import with_exposed_pric
 from benchmarks.emulator.sections.placement import Placed
 from benchmarks.emulator.sections.section import Sections
 from benchmarks.emulator.sections.section_costs import SectionPricer, with_experts
+from benchmarks.emulator.stored import CONTEXT, TENSOR
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 from benchmarks.recipes import Recipe
