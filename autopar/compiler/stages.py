@@ -24,10 +24,10 @@ from autopar.ir.staged_graph import Staged
 from autopar.ir.weight_messages import WeightMessages
 from autopar.passes.lower.lower import Path
 from autopar.passes.lower.lower_chunk import Wires
+from autopar.passes.pipeline.coupled_samples import CoupledError
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
-from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import ChunkNodes, nodes_by_mesh

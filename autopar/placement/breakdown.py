@@ -50,6 +50,10 @@ class CostLine(NamedTuple):
         """The line with another name."""
         return CostLine(self.kind, name, self.module, self.phase, self.seconds, self.hops, self.times)
 
+    def repeated(self, times: int) -> CostLine:
+        """So many such items."""
+        return CostLine(self.kind, self.name, self.module, self.phase, times * self.seconds, self.hops, self.times)
+
     @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(hop.collective for hop in self.hops if hop.collective is not None)

@@ -15,8 +15,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.annotate.few_layers import FewLayers
+from autopar.passes.pipeline.coupled_samples import CoupledError
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
-from autopar.passes.pipeline.microbatch_walk import CoupledError
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits

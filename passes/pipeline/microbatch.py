@@ -20,7 +20,8 @@ from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Output, Value
 
-from .microbatch_walk import CoupledError, Walk
+from .coupled_samples import CoupledError
+from .microbatch_walk import Walk
 from .own_statistics import LAST, own_graph
 
 Combine = str
