@@ -70,12 +70,25 @@ def solve_mesh(
     :class:`InfeasibleError`, which is to be explained (``error.explained``) where it is shown, and of which
     :class:`TooSlowError` is one."""
     annotated, program = _formulate(request, graph, timings)
-    with timings.phase("solve"):
-        compared = _solve_baselines(request, program, timings)
-        feasible = [solution for _, solution in compared if _is_feasible(solution)]
-        free = _solve_unlimited(request, program, timings, [solution.choices for solution in feasible])
+    compared, free = _solve_free(request, program, timings)
+    feasible = [solution for _, solution in compared if _is_feasible(solution)]
     best = _enforce_memory_limit(request, annotated, free, timings, feasible)
     return best, _priced(request, compared, timings)
+
+
+def least_seconds(request: PlanRequest, graph: Graph, timings: Timings) -> float:
+    """Seconds that steps on just this mesh take at least, however much they hold. Raises :class:`InfeasibleError`."""
+    return _solve_free(request, _formulate(request, graph, timings)[1], timings)[1].seconds
+
+
+def _solve_free(
+    request: PlanRequest, program: Instance, timings: Timings
+) -> tuple[tuple[tuple[Baseline, Solution], ...], Unlimited]:
+    """The baselines of a program, and its solution without a limit of memory."""
+    with timings.phase("solve"):
+        compared = _solve_baselines(request, program, timings)
+        starts = [solution.choices for _, solution in compared if _is_feasible(solution)]
+        return compared, _solve_unlimited(request, program, timings, starts)
 
 
 def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> dict[str, Predicted | None]:
