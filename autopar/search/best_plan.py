@@ -21,7 +21,7 @@ from autopar.placement.constraints import by_first_names
 from autopar.placement.predicted import predicted
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
+from autopar.planner.request import PlanRequest, Proposals, asked_mesh, memory_limit_of
 from autopar.planner.row_shares import Division as RowDivision
 from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
 from autopar.planner.solve_mesh import is_short_of_memory, least_seconds, priced_baselines, solve_mesh
@@ -55,7 +55,7 @@ from .candidate import (
 from .division_bounds import Division, bounds_of, covered, searched
 from .pipeline_request import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
-from .proposed import tried_proposals
+from .proposed import Least, tried_proposals
 from .segments import stage_pins
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to the plan of one
@@ -172,19 +172,27 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     return replace(tried if tried.candidates else solve(request), estimated=estimated)
 
 
-def _least_without_stages(request: PlanRequest, timings: Timings) -> float:
-    """Seconds that plans without stages take at least; minus infinity if that is not known, or would take programs of
-    several meshes to know. Solvers' work is not counted, since the search for such plans counts the same work."""
+def _least_without_stages(request: PlanRequest, timings: Timings) -> Least:
+    """What plans without stages take at least, unless it would take programs of several meshes to know. Solvers' work
+    is not counted, since the search for such plans counts the same work."""
     whole, loss, batch = request.graph, request.loss, request.batch
     own, used = replace(request, options=without_stages(request.options)), timings.solving
     graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
     try:
         tried = divisions(own, batch)
-        return least_seconds(on_mesh(own, tried[0]), graph, timings) if len(tried) == 1 else -math.inf
+        if len(tried) > 1:
+            return Least()
+        inside = on_mesh(own, tried[0])
+        seconds, priced = least_seconds(inside, graph, timings)
     except (InfeasibleError, OptionsError):
-        return -math.inf
+        return Least()
     finally:
         timings.solving = used
+
+    def excluded() -> Tried:
+        return _excluded(inside, TooSlowError(f"plans on mesh {asked_mesh(inside)}", seconds), priced())
+
+    return Least(seconds, excluded)
 
 
 def _worth(request: PlanRequest, tried: Tried) -> float:
@@ -365,11 +373,15 @@ def _divided(
             found.append(_Whole(inside, graph, *solve_mesh(inside, graph, timings), timings))
         except InfeasibleError as error:
             failures.append(Failure(error))
-            priced = priced_baselines(inside, graph, timings)
-            is_proven = isinstance(error, TooSlowError) and error.is_proven
-            proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
-            rest += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
+            rest += _excluded(inside, error, priced_baselines(inside, graph, timings))
     return found, replace(rest, failures=tuple(failures))
+
+
+def _excluded(inside: PlanRequest, error: InfeasibleError, priced: Mapping[str, Predicted | None]) -> Tried:
+    """Excludes plans without stages in a division of the rows, whose baselines are ``priced``."""
+    is_proven = isinstance(error, TooSlowError) and error.is_proven
+    proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
+    return Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
 
 
 def _figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:

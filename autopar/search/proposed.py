@@ -38,20 +38,20 @@ def tried_proposals(
     timings: Timings,
     solve: Solve,
     worth: Callable[[Tried], float],
-    least: Callable[[], float],
+    least: Callable[[], Least],
 ) -> Tried:
     """What ``solve`` finds for proposed layouts and without stages; no candidates if neither has any.
 
     Args:
         propose: the layouts that take at most so many seconds, by quick prices.
         worth: seconds of a plan without stages that would not be chosen instead of what was tried.
-        least: seconds that plans without stages take at least; minus infinity if that is not known.
+        least: what plans without stages take at least.
     """
     # Seconds that a user limits cannot be had back: what is quickest on most clusters has them first.
     is_limited = request.options.time_limit is not None
-    without = -math.inf if is_limited else least()
-    proposals = propose(AHEAD * without if math.isfinite(without) else math.inf)
-    search = ProposedSearch(request, proposals, timings, solve)
+    without = Least() if is_limited else least()
+    proposals = propose(AHEAD * without.seconds if without.seconds > 0.0 else math.inf)
+    search = ProposedSearch(request, proposals, timings, solve, without)
     is_first = proposals.slow is not None and not proposals.layouts
     if is_first:
         search.solve_without_stages(math.inf)
@@ -71,14 +71,23 @@ def tried_proposals(
     return search.tried
 
 
+@dataclass(frozen=True)
+class Least:
+    """What plans without stages take at least, in ``seconds``; 0 if that is not known. ``excluded``: says so."""
+
+    seconds: float = 0.0
+    excluded: Callable[[], Tried] = Tried
+
+
 @dataclass
 class ProposedSearch:
-    """What was ``tried`` so far, and how each layout that was ``solved`` did."""
+    """What was ``tried`` so far, and how each layout that was ``solved`` did. ``least``: of plans without stages."""
 
     request: PlanRequest
     proposals: Proposals
     timings: Timings
     solve: Solve
+    least: Least = field(default_factory=Least)
     tried: Tried = field(default_factory=Tried)
     solved: dict[Layout, Tried] = field(default_factory=dict)
 
@@ -97,6 +106,9 @@ class ProposedSearch:
 
     def solve_without_stages(self, worth: float) -> None:
         options = self.request.options
+        if self.least.seconds >= worth:
+            self.tried += self.least.excluded()
+            return
         self.timings.reserve(options, FOR_NO_STAGES)
         self.tried += self.solve(replace(self.request, options=without_stages(options), worth=worth))
         self.timings.reserve(options, FOR_OTHERS)

@@ -23,7 +23,7 @@ from autopar.search import best_plan as search
 from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
 from autopar.search.candidate import Candidate, Tried
-from autopar.search.proposed import tried_proposals
+from autopar.search.proposed import Least, tried_proposals
 from tests.helpers.models import make
 from tests.helpers.planning import requested
 
@@ -93,7 +93,7 @@ def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
 
 
 def order_of(
-    proposals: Proposals | Callable[[float], Proposals], without: float, least: float = -math.inf, **options: object
+    proposals: Proposals | Callable[[float], Proposals], without: float, least: float = 0.0, **options: object
 ) -> tuple[list[Layout | None], Tried]:
     """The layouts that are solved, in order (None: plans without stages), and what is found. A plan of a layout takes
     100 s, one without stages ``without``, at ``least`` so long; each solve uses half of the time that is left.
@@ -108,7 +108,7 @@ def order_of(
         seconds = 100.0 if own.options.layout is not None else without
         return Tried((Candidate(seconds, None, _never, _never),))
 
-    found = tried_proposals(asked, propose, timings, solve, lambda tried: tried.least, lambda: least)
+    found = tried_proposals(asked, propose, timings, solve, lambda tried: tried.least, lambda: Least(least))
     return order, found
 
 
@@ -150,6 +150,11 @@ def test_where_all_quick_prices_are_far_behind_no_stages_come_first() -> None:
     order, found = order_of(within, 105.0, least=80.0)
     assert order[:2] == [None, TWO_STAGES] and FOUR_STAGES not in order
     assert [each.name for each in found.excluded] == [f"pipeline stages: {FOUR_STAGES}"]
+
+
+def test_what_takes_longer_at_least_without_stages_is_not_solved() -> None:
+    order, _ = order_of(within, 200.0, least=101.0)
+    assert order[0] == TWO_STAGES and None not in order
 
 
 def test_where_quick_prices_are_near_or_time_is_short_stages_come_first() -> None:
