@@ -121,8 +121,10 @@ class ProposedSearch:
     def solve_other_microbatches(self) -> None:
         """Tries larger and smaller microbatches of the quickest layout: as long as these are quicker, and their bound
         and their quick price say that they could be."""
-        layout = min(self.solved, key=lambda layout: self.solved[layout].least, default=None)
-        for factor in (2.0, 0.5) if layout is not None else ():
+        if not self.solved:
+            return
+        layout = min(self.solved, key=lambda layout: self.solved[layout].least)
+        for factor in (2.0, 0.5):
             seconds, size = self.tried.least, layout.microbatch * factor
             while size.is_integer() and self.request.batch % (layout.data * size) == 0 and not self._is_spent:
                 other = replace(layout, microbatch=int(size))
