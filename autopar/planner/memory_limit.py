@@ -52,10 +52,12 @@ REFINING_SECONDS, REFINING_SECONDS_OF_CHOICE = 3.0, 2e-3
 
 class TooSlowError(InfeasibleError):
     """No placement of a step takes less than ``seconds``, which is more than it may: proven by the program, whose equal
-    layers choose alike, unless ``is_proven`` says that the seconds are an estimate from the program's."""
+    layers choose alike, unless ``is_proven`` says that the seconds are an estimate from the program's; ``is_least``:
+    an estimate of what it takes at least."""
 
-    def __init__(self, what: str, seconds: float, is_proven: bool = True) -> None:
-        super().__init__(f"{what} take {'at least' if is_proven else 'about'} {duration(seconds)}")
+    def __init__(self, what: str, seconds: float, is_proven: bool = True, is_least: bool = False) -> None:
+        self.how = "at least" if is_proven else "at least about" if is_least else "about"
+        super().__init__(f"{what} take {self.how} {duration(seconds)}")
         self.seconds = seconds
         self.is_proven = is_proven
 

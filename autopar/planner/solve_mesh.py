@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -63,22 +63,39 @@ IN_DOUBT = 1.25
 UNTIED_NODES = 10_000
 
 
-def solve_mesh(
-    request: PlanRequest, graph: Graph, timings: Timings
-) -> tuple[MeshSolution, dict[str, Predicted | None]]:
+# Baselines by name; None: not possible.
+Priced = dict[str, Predicted | None]
+
+
+def solve_mesh(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[MeshSolution, Priced]:
     """The best solution on just this mesh, and the baselines priced on it, none under a layout. Raises
     :class:`InfeasibleError`, which is to be explained (``error.explained``) where it is shown, and of which
     :class:`TooSlowError` is one."""
     annotated, program = _formulate(request, graph, timings)
-    with timings.phase("solve"):
-        compared = _solve_baselines(request, program, timings)
-        feasible = [solution for _, solution in compared if _is_feasible(solution)]
-        free = _solve_unlimited(request, program, timings, [solution.choices for solution in feasible])
+    compared, free = _solve_free(request, program, timings)
+    feasible = [solution for _, solution in compared if _is_feasible(solution)]
     best = _enforce_memory_limit(request, annotated, free, timings, feasible)
     return best, _priced(request, compared, timings)
 
 
-def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> dict[str, Predicted | None]:
+def least_seconds(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[float, Callable[[], Priced]]:
+    """Seconds that steps on just this mesh take at least, however much they hold, and what prices the baselines on it.
+    Raises :class:`InfeasibleError`."""
+    compared, free = _solve_free(request, _formulate(request, graph, timings)[1], timings)
+    return free.seconds, partial(_priced, request, compared, timings)
+
+
+def _solve_free(
+    request: PlanRequest, program: Instance, timings: Timings
+) -> tuple[tuple[tuple[Baseline, Solution], ...], Unlimited]:
+    """The baselines of a program, and its solution without a limit of memory."""
+    with timings.phase("solve"):
+        compared = _solve_baselines(request, program, timings)
+        starts = [solution.choices for _, solution in compared if _is_feasible(solution)]
+        return compared, _solve_unlimited(request, program, timings, starts)
+
+
+def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> Priced:
     """The baselines on just this mesh, by name; None: not possible."""
     _, program = _formulate(request, graph, timings)
     with timings.phase("solve"):
@@ -86,9 +103,7 @@ def priced_baselines(request: PlanRequest, graph: Graph, timings: Timings) -> di
     return _priced(request, compared, timings)
 
 
-def _priced(
-    request: PlanRequest, compared: Sequence[tuple[Baseline, Solution]], timings: Timings
-) -> dict[str, Predicted | None]:
+def _priced(request: PlanRequest, compared: Sequence[tuple[Baseline, Solution]], timings: Timings) -> Priced:
     with timings.phase("report"):
         return {line.name: _price_baseline(request, line, solution) for line, solution in compared}
 

@@ -15,14 +15,16 @@ from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.ir.searched import Searched
+from autopar.layout import Layout
+from autopar.options import without_stages
 from autopar.placement.constraints import by_first_names
 from autopar.placement.predicted import predicted
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
+from autopar.planner.request import PlanRequest, Proposals, asked_mesh, memory_limit_of
 from autopar.planner.row_shares import Division as RowDivision
 from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
-from autopar.planner.solve_mesh import is_short_of_memory, priced_baselines, solve_mesh
+from autopar.planner.solve_mesh import is_short_of_memory, least_seconds, priced_baselines, solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
@@ -53,7 +55,7 @@ from .candidate import (
 from .division_bounds import Division, bounds_of, covered, searched
 from .pipeline_request import MOST_CHUNKS
 from .pipelines import whole_step, with_stages
-from .proposed import tried_proposals
+from .proposed import Least, tried_proposals
 from .segments import stage_pins
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to the plan of one
@@ -151,15 +153,46 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
     """What is compared. Where layouts are proposed, pipelines are restricted by these, and are not enumerated. Raises
     :class:`OptionsError` if the options are impossible."""
     check_stages_divide(request)
-    with timings.phase("propose"):
-        asks = request.propose is not None and proposes(request) and not never_fits(request)
-        proposals = request.propose(request) if request.propose is not None and asks else Proposals()
 
     def solve(own: PlanRequest) -> Tried:
         return _of_arrangements(arranged_or_explained(own), pinned, timings)
 
-    tried = tried_proposals(request, proposals, timings, solve, partial(_worth, request))
-    return replace(tried if tried.candidates else solve(request), estimated=proposals.estimated)
+    if request.propose is None or not proposes(request) or never_fits(request):
+        return solve(request)
+    make, estimated = request.propose, dict[Layout, float]()
+
+    def propose(worth: float) -> Proposals:
+        with timings.phase("propose"):
+            proposals = make(replace(request, worth=worth))
+        estimated.update(proposals.estimated)
+        return proposals
+
+    least = partial(_least_without_stages, request, timings)
+    tried = tried_proposals(request, propose, timings, solve, partial(_worth, request), least)
+    return replace(tried if tried.candidates else solve(request), estimated=estimated)
+
+
+def _least_without_stages(request: PlanRequest, timings: Timings) -> Least:
+    """What plans without stages take at least, unless it would take programs of several meshes to know. Solvers' work
+    is not counted, since the search for such plans counts the same work."""
+    whole, loss, batch = request.graph, request.loss, request.batch
+    own, used = replace(request, options=without_stages(request.options)), timings.solving
+    graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
+    try:
+        tried = divisions(own, batch)
+        if len(tried) > 1:
+            return Least()
+        inside = on_mesh(own, tried[0])
+        seconds, priced = least_seconds(inside, graph, timings)
+    except (InfeasibleError, OptionsError):
+        return Least()
+    finally:
+        timings.solving = used
+
+    def excluded() -> Tried:
+        return _excluded(inside, TooSlowError(f"plans on mesh {asked_mesh(inside)}", seconds), priced())
+
+    return Least(seconds, excluded)
 
 
 def _worth(request: PlanRequest, tried: Tried) -> float:
@@ -340,11 +373,15 @@ def _divided(
             found.append(_Whole(inside, graph, *solve_mesh(inside, graph, timings), timings))
         except InfeasibleError as error:
             failures.append(Failure(error))
-            priced = priced_baselines(inside, graph, timings)
-            is_proven = isinstance(error, TooSlowError) and error.is_proven
-            proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
-            rest += Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
+            rest += _excluded(inside, error, priced_baselines(inside, graph, timings))
     return found, replace(rest, failures=tuple(failures))
+
+
+def _excluded(inside: PlanRequest, error: InfeasibleError, priced: Mapping[str, Predicted | None]) -> Tried:
+    """Excludes plans without stages in a division of the rows, whose baselines are ``priced``."""
+    is_proven = isinstance(error, TooSlowError) and error.is_proven
+    proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
+    return Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
 
 
 def _figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:

@@ -23,7 +23,7 @@ from .division_bounds import Division, division_of
 from .stage_meshes import StageLayout
 
 # Kinds of plans that people ask for.
-NO_STAGES, RULE = "no stages", "rule of thumb"
+NO_STAGES, STAGES, RULE = "no stages", "pipeline stages", "rule of thumb"
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def _reason(errors: list[InfeasibleError], limit: int) -> str:
     """What ``errors``, of all meshes, have in common."""
     slow = [error for error in errors if isinstance(error, TooSlowError)]
     if slow:
-        return f"{'at least' if all(e.is_proven for e in slow) else 'about'} {duration(min(e.seconds for e in slow))}"
+        how = {each.how for each in slow}
+        return f"{how.pop() if len(how) == 1 else 'about'} {duration(min(e.seconds for e in slow))}"
     needed = [error.needed_bytes for error in errors if error.needed_bytes is not None]
     return f"does not fit: {size(min(needed))} of {size(limit)}" if needed else "does not fit"
 

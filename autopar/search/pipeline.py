@@ -41,9 +41,12 @@ ROUNDS = 4
 # Chosen: an exact price takes longer than an estimate, and the second best estimate may be the better schedule.
 PRICED = 2
 # How many times as long as the best plan a pipeline takes of which no second schedule is priced: it is only listed. If
-# its quickest placements, which do not fit, take so long, or are expected to with what memory costs, none is sought.
+# its placements are expected to with what memory costs, none are sought.
 # Chosen: exact prices are nearer to estimates than that.
 CAN_WIN_WITHIN = 1.15
+# As above, of the quickest placements, which do not fit: what does only takes longer.
+# Chosen: of Llama 3 8B on 64 devices in two stages, what fits takes 1.003 times the estimate of what does not.
+UNLIMITED_CAN_WIN_WITHIN = 1.05
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
 # of the seconds of the best that fits. Chosen: GPT-3 in 16 stages fitted under 1F1B alone, and took 0.84 under ZB-V so.
 MISSED = 0.9
@@ -133,7 +136,7 @@ def _slowest(
     chosen = tuple(own.solution.choices.tobytes() for own in quickest)
     settings = request.layout, request.schedule, request.chunks, tuple(request.pins.items()), chosen
     seconds = request.shared.once("quickest pipeline", of, *settings, make=make)
-    if seconds > CAN_WIN_WITHIN * request.best:
+    if seconds > UNLIMITED_CAN_WIN_WITHIN * request.best:
         raise TooSlowError(_where(request.layout), seconds, is_proven=False)
     return CAN_WIN_WITHIN * request.best / seconds * max(own.solution.objective for own in quickest)
 

@@ -135,8 +135,7 @@ def _of_layout(
         except InfeasibleError as error:
             failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
             if isinstance(error, TooSlowError) and attempt.layout.stages > 1 and math.isfinite(quickest):
-                least = max(error.seconds, SAFETY_FACTOR * quickest)  # From there on it is given up.
-                slow.append(Excluded(attempt.name, TooSlowError(attempt.name, least, is_proven=False)))
+                slow.append(Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False)))
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
             continue

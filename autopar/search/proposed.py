@@ -1,5 +1,9 @@
 """The search where layouts are proposed: the most promising is solved, then plans without stages, and then what quick
-prices leave open to be quicker than both."""
+prices leave open to be quicker than both.
+
+Plans without stages come first if, with as much memory as they take, they are quicker than any layout by its quick
+price. Then only layouts are proposed that could be quicker than the plan that is found: often none, which few programs
+show."""
 
 from __future__ import annotations
 
@@ -16,27 +20,48 @@ from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.restriction import words_of
 
-from .candidate import RULE, Excluded, Tried, keep_shown
+from .candidate import RULE, STAGES, Excluded, Tried, keep_shown
 from .division_bounds import bounds_of, division_of
 from .pipelines import whole_step
 
 # The shares of counted work that are left for plans without stages, and then for further pipelines. Chosen.
 FOR_NO_STAGES, FOR_OTHERS = 0.5, 0.25
+# How many times the least seconds of plans without stages all layouts take at least where the former come first.
+# Chosen: memory mostly costs as much, and the other order only takes longer.
+AHEAD = 1.02
 Solve = Callable[[PlanRequest], Tried]
 
 
 def tried_proposals(
-    request: PlanRequest, proposals: Proposals, timings: Timings, solve: Solve, worth: Callable[[Tried], float]
+    request: PlanRequest,
+    propose: Callable[[float], Proposals],
+    timings: Timings,
+    solve: Solve,
+    worth: Callable[[Tried], float],
+    least: Callable[[], Least],
 ) -> Tried:
-    """What ``solve`` finds for the layouts of ``proposals`` and without stages; no candidates if none of the layouts
-    has any. ``worth``: seconds of a plan without stages that would not be chosen instead of what was tried."""
-    search = ProposedSearch(request, proposals, timings, solve)
+    """What ``solve`` finds for proposed layouts and without stages; no candidates if neither has any.
+
+    Args:
+        propose: the layouts that take at most so many seconds, by quick prices.
+        worth: seconds of a plan without stages that would not be chosen instead of what was tried.
+        least: what plans without stages take at least.
+    """
+    # Seconds that a user limits cannot be had back: what is quickest on most clusters has them first.
+    is_limited = request.options.time_limit is not None
+    without = Least() if is_limited else least()
+    proposals = propose(AHEAD * without.seconds if without.seconds > 0.0 else math.inf)
+    search = ProposedSearch(request, proposals, timings, solve, without)
+    is_first = proposals.slow is not None and not proposals.layouts
+    if is_first:
+        search.solve_without_stages(math.inf)
+    if proposals.slow is not None:
+        search.proposals = propose(search.tried.least)
+        search.exclude_slow()
     search.solve_first()
     if not search.tried.candidates:
         return search.tried
-    # Seconds that a user limits cannot be had back: what is quickest on most clusters has them first.
-    is_limited = request.options.time_limit is not None
-    if not is_limited:
+    if not is_limited and not is_first:
         search.solve_without_stages(worth(search.tried))
     search.solve_others()
     search.solve_other_microbatches()
@@ -46,16 +71,32 @@ def tried_proposals(
     return search.tried
 
 
+@dataclass(frozen=True)
+class Least:
+    """What plans without stages take at least, in ``seconds``; 0 if that is not known. ``excluded``: says so."""
+
+    seconds: float = 0.0
+    excluded: Callable[[], Tried] = Tried
+
+
 @dataclass
 class ProposedSearch:
-    """What was ``tried`` so far, and how each layout that was ``solved`` did."""
+    """What was ``tried`` so far, and how each layout that was ``solved`` did. ``least``: of plans without stages."""
 
     request: PlanRequest
     proposals: Proposals
     timings: Timings
     solve: Solve
+    least: Least = field(default_factory=Least)
     tried: Tried = field(default_factory=Tried)
     solved: dict[Layout, Tried] = field(default_factory=dict)
+
+    def exclude_slow(self) -> None:
+        """Says what the quickest takes of the layouts that are left out because plans without stages are quicker."""
+        slow = self.proposals.slow
+        if slow is not None:
+            error = TooSlowError(words_of(slow), self.proposals.quick[slow], is_proven=False, is_least=True)
+            self.tried += Tried(excluded=(Excluded(STAGES, error, layout=str(slow)),))
 
     def solve_first(self) -> None:
         """Solves layouts until one has a plan."""
@@ -65,6 +106,9 @@ class ProposedSearch:
 
     def solve_without_stages(self, worth: float) -> None:
         options = self.request.options
+        if self.least.seconds >= worth:
+            self.tried += self.least.excluded()
+            return
         self.timings.reserve(options, FOR_NO_STAGES)
         self.tried += self.solve(replace(self.request, options=without_stages(options), worth=worth))
         self.timings.reserve(options, FOR_OTHERS)
@@ -77,6 +121,8 @@ class ProposedSearch:
     def solve_other_microbatches(self) -> None:
         """Tries larger and smaller microbatches of the quickest layout: as long as these are quicker, and their bound
         and their quick price say that they could be."""
+        if not self.solved:
+            return
         layout = min(self.solved, key=lambda layout: self.solved[layout].least)
         for factor in (2.0, 0.5):
             seconds, size = self.tried.least, layout.microbatch * factor
@@ -117,7 +163,7 @@ class ProposedSearch:
 
     def _may_win(self, layout: Layout) -> bool:
         """Whether quick prices leave open that a layout is quicker than all that was tried."""
-        if not any(found.candidates for found in self.solved.values()):
+        if not self.tried.candidates:
             return True
         return self.proposals.is_near(layout) and self.proposals.may_take(self.tried.least, layout)
 

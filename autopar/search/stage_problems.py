@@ -129,6 +129,8 @@ class StagePrograms:
             return solve_only(request, graph, self.timings)
         except TooSlowError as error:
             share = error.seconds / self.layout.stages / SAFETY_FACTOR
+            if math.isfinite(self.best):
+                share = max(share, SAFETY_FACTOR * self.best)  # From there on it is given up.
             raise TooSlowError(self.layout.described, share, is_proven=False) from None
 
     def _in_divisions(self, inside: PlanRequest, limited: PlanRequest, graph: Graph) -> list[MeshSolution]:

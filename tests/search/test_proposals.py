@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.search import best_plan as search
 from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
 from autopar.search.candidate import Candidate, Tried
-from autopar.search.proposed import tried_proposals
+from autopar.search.proposed import Least, tried_proposals
 from tests.helpers.models import make
 from tests.helpers.planning import requested
 
@@ -92,19 +92,23 @@ def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
     assert why_not(unknown, "rule of thumb") != "about 1.2 s" and far.predicted == unknown.predicted
 
 
-def order_of(proposals: Proposals, without: float, **options: object) -> tuple[list[Layout | None], Tried]:
+def order_of(
+    proposals: Proposals | Callable[[float], Proposals], without: float, least: float = 0.0, **options: object
+) -> tuple[list[Layout | None], Tried]:
     """The layouts that are solved, in order (None: plans without stages), and what is found. A plan of a layout takes
-    100 s, one without stages ``without``; each solve uses half of the time that is left."""
+    100 s, one without stages ``without``, at ``least`` so long; each solve uses half of the time that is left.
+    ``proposals``: all, or those that take at most so many seconds."""
+    propose = (lambda _: proposals) if isinstance(proposals, Proposals) else proposals
     asked, order, timings = request(**options), list[Layout | None](), Timings()
 
     def solve(own: PlanRequest) -> Tried:
+        assert own.worth == min((without if each is None else 100.0 for each in order), default=math.inf)
         order.append(own.options.layout)
         timings.solving += 0.5 * timings.left(own.options)
         seconds = 100.0 if own.options.layout is not None else without
-        assert own.worth == (math.inf if len(order) == 1 else min([100.0, without] if None in order[:-1] else [100.0]))
         return Tried((Candidate(seconds, None, _never, _never),))
 
-    found = tried_proposals(asked, proposals, timings, solve, lambda tried: tried.least)
+    found = tried_proposals(asked, propose, timings, solve, lambda tried: tried.least, lambda: Least(least))
     return order, found
 
 
@@ -126,6 +130,38 @@ def test_what_quick_prices_put_behind_what_is_solved_is_not(quick: float, withou
     assert (FOUR_STAGES in order) == is_solved == (found.rule is not None)
     said = [] if is_solved else [f"{words_of(FOUR_STAGES)} take about {100.0 * quick:.3g} s"]
     assert [str(each.error) for each in found.excluded] == said
+
+
+def within(worth: float) -> Proposals:
+    """Two stages take 100 s by their quick price, four 110 s."""
+    prices = {TWO_STAGES: 100.0, FOUR_STAGES: 110.0}
+    found = [layout for layout, seconds in prices.items() if seconds <= worth]
+    slow = next((layout for layout in prices if layout not in found), None)
+    return Proposals(tuple(found), None, prices, slow=slow)
+
+
+def test_where_all_quick_prices_are_far_behind_no_stages_come_first() -> None:
+    """With memory to spare, a plan without stages takes 80 s; how long one takes that fits decides what is solved."""
+    order, found = order_of(within, 90.0, least=80.0)
+    assert order == [None]
+    assert [(each.name, str(each.error)) for each in found.excluded] == [
+        (f"pipeline stages: {TWO_STAGES}", f"{words_of(TWO_STAGES)} take at least about 100 s")
+    ]
+    order, found = order_of(within, 105.0, least=80.0)
+    assert order[:2] == [None, TWO_STAGES] and FOUR_STAGES not in order
+    assert [each.name for each in found.excluded] == [f"pipeline stages: {FOUR_STAGES}"]
+
+
+def test_what_takes_longer_at_least_without_stages_is_not_solved() -> None:
+    order, _ = order_of(within, 200.0, least=101.0)
+    assert order[0] == TWO_STAGES and None not in order
+
+
+def test_where_quick_prices_are_near_or_time_is_short_stages_come_first() -> None:
+    order, found = order_of(within, 105.0, least=99.0)
+    assert order[:2] == [TWO_STAGES, None] and not found.excluded
+    order, _ = order_of(within, 90.0, least=80.0, time_limit=60.0)
+    assert order[0] == TWO_STAGES and order[-1] is None
 
 
 def test_seconds_that_are_limited_are_for_pipelines_first() -> None:

@@ -116,6 +116,16 @@ def test_what_cannot_fit_is_excluded_without_a_program() -> None:
     assert programs.any_of(2) is None, "only the program of one device is solved"
 
 
+def test_what_is_not_worth_while_is_left_out_and_named() -> None:
+    request, found = _on_many(_llama), _proposed()
+    least = found.quick[found.layouts[0]]
+    none = proposed_layouts(replace(request, worth=0.5 * least))
+    assert none.layouts == () and none.slow is not None
+    assert 0.5 * least < none.quick[none.slow] <= least
+    few = proposed_layouts(replace(request, worth=1.0001 * least))
+    assert few.layouts == found.layouts[:1]
+
+
 def test_degrees_that_do_not_divide_the_batch_are_left_out() -> None:
     every = list(_ranking().every())
     assert every and all(256 % (layout.data * layout.microbatch) == 0 for layout in every)

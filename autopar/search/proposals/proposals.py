@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from autopar.layout import Layout, divisors
-from autopar.planner.request import PlanRequest, Proposals
+from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
 from autopar.planner.roles.expert_blocks import expert_blocks
 
 from .few_layer_step import FewLayerStep
@@ -24,22 +24,41 @@ PROPOSED = 2
 
 def proposed_layouts(request: PlanRequest) -> Proposals:
     """The layouts with pipeline stages that are estimated to be quickest for ``request``, each with other degrees, and
-    that of the rule of thumb. None if the model has no layers that could be divided, or if nothing fits."""
-    step = FewLayerStep.of(request)
-    if step is None:
+    that of the rule of thumb. None if the model has no layers that could be divided, if nothing fits, or if all take
+    longer than it is worth."""
+    ranking = _ranking_of(request)
+    if ranking is None:
         return Proposals()
-    ranking = (MixtureRanking if expert_blocks(step.graph) else Ranking)(request, StagePrograms(step))
+    rule = rule_of_thumb(ranking)  # First: its program tells what many others take at least.
     found: dict[tuple[int, int], Layout] = {}
-    for layout in ranking.best_first():
+    slow: Layout | None = None
+    for layout in ranking.best_first(request.worth):
+        if ranking.known[layout] > request.worth:
+            slow = layout
+            break
         found.setdefault((layout.tensor, layout.pipeline), layout)
         if len(found) == PROPOSED:
             break
-    rule = rule_of_thumb(ranking)
     quick = {each: ranking.bound(each) for each in ranking.every() if (each.tensor, each.pipeline) in found}
     quick |= {} if rule is None else {rule: ranking.estimate(rule)}
-    proposals = Proposals(tuple(found.values()), rule, quick)
+    quick |= {} if slow is None else {slow: ranking.known[slow]}
+    proposals = Proposals(tuple(found.values()), rule, quick, slow=slow)
     estimated = {layout: seconds for layout, seconds in ranking.estimated.items() if math.isfinite(seconds)}
     return replace(proposals, layouts=tuple(filter(proposals.is_near, proposals.layouts)), estimated=estimated)
+
+
+def _ranking_of(request: PlanRequest) -> Ranking | None:
+    """The ranking for a request, one whatever a step is worth; None if its model has no layers to be divided."""
+
+    def make() -> Ranking | None:
+        own = replace(request, worth=math.inf)  # Of steps: a program of one stage takes other seconds.
+        step = FewLayerStep.of(own)
+        if step is None:
+            return None
+        return (MixtureRanking if expert_blocks(step.graph) else Ranking)(own, StagePrograms(step))
+
+    of = request.graph, request.cluster, request.options
+    return request.shared.once("ranking", of, request.batch, request.mesh, memory_limit_of(request), make=make)
 
 
 def rule_of_thumb(ranking: Ranking) -> Layout | None:

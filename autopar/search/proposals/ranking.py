@@ -62,8 +62,9 @@ class Ranking:
         inner = self.request.cluster.links[0].size or self._devices
         return math.gcd(min(inner, MOST_TENSOR_RANKS), self._devices)
 
-    def best_first(self) -> Iterator[Layout]:
-        """The divisions with stages that fit and are near the quickest, the quickest by its estimate first."""
+    def best_first(self, worth: float = math.inf) -> Iterator[Layout]:
+        """The divisions with stages that fit and are near the quickest, the quickest by its estimate first. The last is
+        the first that is known to take more than ``worth`` seconds, whether it has an estimate or not."""
         waiting = [(self._alone(layout), 0, place, layout) for place, layout in enumerate(self.every())]
         heapq.heapify(waiting)
         least = math.inf
@@ -71,6 +72,9 @@ class Ranking:
             seconds, steps, place, layout = heapq.heappop(waiting)
             self.known[layout] = seconds
             if math.isinf(seconds) or seconds > NEAR * least:
+                return
+            if seconds > worth:
+                yield layout
                 return
             if steps == 2:
                 least = min(least, seconds)
