@@ -2,8 +2,8 @@
 prices leave open to be quicker than both.
 
 Plans without stages come first if, with as much memory as they take, they are quicker than any layout by its quick
-price. Then only layouts are proposed that could be quicker than the plan that is found: often none, which few programs
-show."""
+price, and if with the memory there is they take no longer than the quickest of these prices. Then only layouts are
+proposed that could be quicker than the plan that is found: often none, which few programs show."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def tried_proposals(
     without = Least() if is_limited else least()
     proposals = propose(AHEAD * without.seconds if without.seconds > 0.0 else math.inf)
     search = ProposedSearch(request, proposals, timings, solve, without)
-    is_first = proposals.slow is not None and not proposals.layouts
-    if is_first:
-        search.solve_without_stages(math.inf)
+    is_first = search.solve_ahead()
     if proposals.slow is not None:
         search.proposals = propose(search.tried.least)
         search.exclude_slow()
@@ -97,6 +95,21 @@ class ProposedSearch:
         if slow is not None:
             error = TooSlowError(words_of(slow), self.proposals.quick[slow], is_proven=False, is_least=True)
             self.tried += Tried(excluded=(Excluded(STAGES, error, layout=str(slow)),))
+
+    def solve_ahead(self) -> bool:
+        """Solves plans without stages before layouts if all of these are left out, and tells whether it found one. None
+        is sought if those that fit take longer than the quickest layout, which is then solved first: what the former
+        take at least mostly excludes them behind it."""
+        slow = self.proposals.slow
+        if slow is None or self.proposals.layouts:
+            return False
+        self.solve_without_stages(self.proposals.quick[slow])
+        if self.tried.candidates:
+            return True
+        tried, self.tried = self.tried, Tried()
+        slow_ones = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
+        self.least = Least(min(slow_ones, default=math.inf), lambda: tried)
+        return False
 
     def solve_first(self) -> None:
         """Solves layouts until one has a plan."""
