@@ -50,6 +50,10 @@ class CostLine(NamedTuple):
         """The line with another name."""
         return CostLine(self.kind, name, self.module, self.phase, self.seconds, self.hops, self.times)
 
+    def of_several(self, count: int) -> CostLine:
+        """The line of so many items like it."""
+        return self._replace(seconds=self.seconds * count)
+
     @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(hop.collective for hop in self.hops if hop.collective is not None)
@@ -93,6 +97,8 @@ def cost_breakdown(
         *_shared_parameter_lines(step),
         *_swap_lines(step),
     )
+    if step.counts:
+        lines = tuple(line.of_several(step.count_of(line.name)) for line in lines)
     if windows is None:
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     hidden = _hidden_lines(lines, windows, section_of)

@@ -41,6 +41,7 @@ from .mixed_layers import mix_layers
 from .peaks import LEAST_NODES, Peaks
 from .proven_bound import with_bound
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
+from .steps.few_layer_bill import folded_bill
 from .timings import Timings, solve_in_time
 from .within_memory import MetSolutions, WithinMemory
 
@@ -378,7 +379,8 @@ def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) ->
     if not _is_feasible(solution):
         return None
     solved = MeshSolution.of(line.instance, solution)
-    counted, limit = solved.step.counted.peak, memory_limit_of(request)
+    bill = folded_bill(line.instance, solution.choices) or solved.breakdown
+    counted, limit = bill.memory.peak, memory_limit_of(request)
     in_doubt = limit < IN_DOUBT * counted + BUCKET_BYTES and counted <= COUNTED_AT_MOST * limit
     exact = solved.step.memory.memory if in_doubt and len(line.instance.graph) < LEAST_NODES else None
-    return predicted(solved.breakdown, line.instance, request.cluster, exact)
+    return predicted(bill, line.instance, request.cluster, exact)

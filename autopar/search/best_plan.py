@@ -23,7 +23,7 @@ from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
 from autopar.planner.row_shares import Division as RowDivision
 from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
 from autopar.planner.solve_mesh import is_short_of_memory, priced_baselines, solve_mesh
-from autopar.planner.step_graphs import step_graph
+from autopar.planner.step_graphs import step_of
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
@@ -276,8 +276,7 @@ def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
 
 def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
     """The best plan on every candidate mesh, and why there is none on the others."""
-    whole, loss, batch = request.graph, request.loss, request.batch
-    graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
+    graph, batch = step_of(request), request.batch
     tried = divisions(request, batch)
     found, rest = _divided(request, graph, tried, timings)
     if request.cluster.groups and _lacks_memory(request, found, rest.failures):

@@ -16,8 +16,8 @@ is, without layer 3 ::
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -63,6 +63,33 @@ class OmitLayers(Pass):
         outputs = tuple(each for each in graph.outputs if each.value is None or each.value.node in names)
         classes = {name: first for name, first in graph.classes.items() if name in names}
         return replace(graph, nodes=tuple(nodes), outputs=outputs, classes=_by_kept(classes))
+
+    def is_repetition(self, graph: Graph) -> bool:
+        """Whether whatever the layers left out take from outside, and whatever takes their values, is that of the layer
+        a period before: then what any of them costs is what that layer costs. ``graph``: the one with all layers."""
+        layers, begin, end, period = _Layers.of(graph, self.stack.path), self.begin, self.begin + self.count, self.stack.period
+        ties: dict[int, list[Hashable]] = {number: [] for number in range(begin - period, end)}
+        for node in graph.nodes:
+            own, place = layers.number.get(node.name), layers.place.get(node.name)
+            for position, value in enumerate(node.operands):
+                number = layers.number.get(value.node)
+                if number is None:
+                    if own in ties:
+                        ties[own].append((place, position, value))
+                elif number in ties:
+                    distance = None if own is None else own - number
+                    ties[number].append((layers.place[value.node], value.index, place, position, distance))
+        owners = {node.target: node.name for node in graph.nodes if node.is_placeholder}
+        for output in graph.outputs:
+            owner = owners.get(output.name, "") if output.kind != "output" else ""
+            number = None if output.value is None else layers.number.get(output.value.node)
+            if layers.number.get(owner, number) != number:
+                return False
+            if output.value is not None and number in ties:
+                made = layers.place[output.value.node], output.value.index
+                ties[number].append((*made, output.kind, layers.place.get(owner)))
+        pairs = ((ties[number], ties[number - period]) for number in range(begin, end))
+        return all(own == before or Counter(own) == Counter(before) for own, before in pairs)
 
     def _check_readers(self, graph: Graph, layers: _Layers, left: list[Node], gone: Set[str]) -> None:
         """Raises :class:`GraphError` if layers that are left out were all that read some result from outside."""
