@@ -28,8 +28,8 @@ SharedParameters = Mapping[str, SharedParameter]
 @dataclass(frozen=True)
 class PlacedStep:
     """A step that runs ``graph``, recomputed nodes included, placed by ``assignment`` on the devices of ``prices``, as
-    often as ``repeats`` says. ``shared_parameters``: the parameters that it does not store. ``counts``: by name, how many
-    nodes of a deeper step those stand for that stand for several."""
+    often as ``repeats`` says. ``shared_parameters``: the parameters that it does not store. ``counts``: by name, how
+    many nodes of a deeper step those stand for that stand for several."""
 
     graph: Graph
     assignment: Assignment

@@ -313,7 +313,9 @@ def _argument(arg: Arg, operands: Any) -> Any:
 def _key(args: Sequence[Arg]) -> Hashable:
     """Arguments without the names of values, in a form in which 1, 1.0 and True differ."""
     # Most are of these kinds: an instruction of a deep step is described in one walk.
-    return tuple([None if type(arg) is Value else (type(arg), arg) if type(arg) in _PLAIN else _of(arg) for arg in args])
+    return tuple(
+        [None if type(arg) is Value else (type(arg), arg) if type(arg) in _PLAIN else _of(arg) for arg in args]
+    )
 
 
 def _of(arg: Arg) -> Hashable:

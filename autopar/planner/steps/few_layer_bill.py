@@ -39,15 +39,13 @@ def folded_graph_of(graph: Graph) -> FoldedGraph | None:
 
 def _folded(graph: Graph) -> FoldedGraph | None:
     few, stacks = FewLayers().shortened(graph)
-    omitted = [FewLayers().omits(stack) for stack in stacks]
-    if not stacks or not all(each.is_repetition(graph) for each in omitted):
-        return None
     counts: dict[str, int] = {}
-    for each in omitted:
-        repeated = range(each.begin - each.stack.period, each.begin)
-        times = 1 + each.count // each.stack.period
-        counts.update((node.name, times) for node in few.nodes if number_in(node, each.stack.path) in repeated)
-    return FoldedGraph(few, counts)
+    for omitted in map(FewLayers().omits, stacks):
+        repeated, times = omitted.repeated(graph), 1 + omitted.count // omitted.stack.period
+        if repeated is None:
+            return None
+        counts.update((node.name, times) for node in few.nodes if number_in(node, omitted.stack.path) in repeated)
+    return FoldedGraph(few, counts) if stacks else None
 
 
 def folded_bill(instance: Instance, choices: Ints) -> CostBreakdown | None:
