@@ -51,16 +51,16 @@ def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
 
 def step_of(request: PlanRequest) -> Graph:
     """:func:`step_graph` of what is to be planned, made once."""
-    of, settings = (request.graph,), (request.loss, request.batch)
-    return request.shared.once("step", of, *settings, make=lambda: SaveActivations()(_bare_step_of(request)))
+    whole, loss, batch = request.graph, request.loss, request.batch
+    return request.shared.once("step", (whole,), loss, batch, make=lambda: SaveActivations()(_bare_step_of(request)))
 
 
 def pipelined_step_of(request: PlanRequest) -> Graph:
     """:func:`pipelined_graph` of what is to be planned, at the whole batch, made once."""
-    of, settings = (request.graph,), (request.loss, request.batch)
-    if not returns_input_gradients(request.graph):
+    whole, loss, batch = request.graph, request.loss, request.batch
+    if not returns_input_gradients(whole):
         return _bare_step_of(request)
-    return request.shared.once("pipelined", of, *settings, make=lambda: pipelined_graph(*of, *settings))
+    return request.shared.once("pipelined", (whole,), loss, batch, make=lambda: pipelined_graph(whole, loss, batch))
 
 
 def returns_input_gradients(graph: Graph) -> bool:
@@ -69,8 +69,8 @@ def returns_input_gradients(graph: Graph) -> bool:
 
 
 def _bare_step_of(request: PlanRequest) -> Graph:
-    of, settings = (request.graph,), (request.loss, request.batch)
-    return request.shared.once("bare step", of, *settings, make=lambda: bare_step_graph(*of, *settings))
+    whole, loss, batch = request.graph, request.loss, request.batch
+    return request.shared.once("bare step", (whole,), loss, batch, make=lambda: bare_step_graph(whole, loss, batch))
 
 
 def graph_hash(graph: Graph) -> str:
