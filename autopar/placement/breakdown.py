@@ -52,7 +52,8 @@ class CostLine(NamedTuple):
 
     def of_several(self, count: int) -> CostLine:
         """The line of so many items like it."""
-        return self._replace(seconds=self.seconds * count)
+        seconds = self.seconds * count
+        return CostLine(self.kind, self.name, self.module, self.phase, seconds, self.hops, self.times)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

@@ -16,6 +16,7 @@ from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.steps.few_layer_bill import folded_bill
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds
@@ -41,7 +42,6 @@ from .mixed_layers import mix_layers
 from .peaks import LEAST_NODES, Peaks
 from .proven_bound import with_bound
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
-from .steps.few_layer_bill import folded_bill
 from .timings import Timings, solve_in_time
 from .within_memory import MetSolutions, WithinMemory
 
