@@ -1,9 +1,14 @@
-"""Module paths: folds the numbers of repeated layers, and suggests paths for a misspelt one."""
+"""Module paths: folds the numbers of repeated layers, gives paths to nodes without, and suggests some for a misspelt
+one."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
+
+from .graph import Graph
+from .node import Node
 
 
 def fold_path(path: str, layers: Set[str] = frozenset()) -> tuple[str, tuple[int, ...]]:
@@ -48,3 +53,30 @@ def did_you_mean(name: str, paths: Sequence[str]) -> str:
     ends = [path for path in paths if name and path.endswith(f".{name}")][:4]
     suggestions = list(dict.fromkeys([*ends, *close]))[:4]
     return f"; did you mean {', '.join(map(repr, suggestions))}?" if suggestions else ""
+
+
+def with_modules(graph: Graph, unplaced: set[str]) -> Graph:
+    """Gives the ``unplaced`` nodes (torch has no path for sums of gradients) the module path of their latest producer,
+    else that of a consumer.
+    """
+    if not unplaced:
+        return graph
+    paths = {node.name: node.module for node in graph.nodes if node.name not in unplaced}
+    placeholders = {node.name for node in graph.nodes if node.is_placeholder}
+    order = {node.name: position for position, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.name in paths:
+            continue
+        producers = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
+        if producers:
+            paths[node.name] = paths[max(producers, key=order.__getitem__)]
+    for node in reversed(graph.nodes) if len(paths) < len(graph.nodes) else ():
+        for value in node.operands:
+            if node.name in paths:
+                paths.setdefault(value.node, paths[node.name])
+
+    def placed(node: Node) -> Node:
+        path = paths.get(node.name, "")
+        return node if node.module == path else node.inside(path)
+
+    return replace(graph, nodes=tuple(map(placed, graph.nodes)))

@@ -266,6 +266,16 @@ class Node:
         node = Node(self.name, self.op, args, kwargs, self.types, self.module, self.source, self.phase)
         return node.known_from(self, len(set(renamed.values())) == len(renamed))
 
+    def of_values(self, name: str, module: str, values: Mapping[Value, Value]) -> Node:
+        """The same call of other tensors by another module: ``values``, by each of its operands."""
+        _ = self.form, self.is_symbolic  # Known of all copies by then.
+        args, kwargs = replaced_values(self.args, values), self.kwargs
+        if kwargs:
+            kwargs = tuple([(key, *replaced_values((arg,), values)) for key, arg in kwargs])
+        node = Node(name, self.op, args, kwargs, self.types, module, self.source, self.phase)
+        own = set(self.operands)
+        return node.known_from(self, len({values[value] for value in own}) == len(own))
+
     def named(self, name: str, phase: Phase) -> Node:
         """The node with another name and phase."""
         return self._changed(name=name, phase=phase)

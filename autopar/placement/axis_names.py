@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
-from autopar.ir.placements import Placement, is_shard, shard_before, shard_dim
+from autopar.ir.placements import Placement, Strategy, is_shard, shard_before, shard_dim
 
 # The least share of weights or activations in shards for which an axis is not called idle. Chosen: less are only
 # exceptions, such as a vocabulary.
 USED = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class _Computed:
+    """An operation of forward and its strategy; ``reads``: which operands are weights."""
+
+    node: Node
+    strategy: Strategy
+    reads: tuple[bool, ...]
 
 
 def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -> tuple[str, ...]:
@@ -24,8 +34,8 @@ def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -
     weights (``tp``) or of the activations (``tp`` if these are partial sums), and is ``idle`` otherwise. Equal names
     are numbered.
     """
-    weights = weight_values(graph)
-    kinds = [_kind(assignment, graph, weights, axis) for axis in range(len(mesh))]
+    computed = _computed(assignment, graph, weight_values(graph))
+    kinds = [_kind(graph, computed, axis) for axis in range(len(mesh))]
     return tuple(
         kind if kinds.count(kind) == 1 else f"{kind}{kinds[:axis].count(kind)}" for axis, kind in enumerate(kinds)
     )
@@ -45,17 +55,29 @@ def _weight_values(graph: Graph) -> frozenset[str]:
     return frozenset(weights)
 
 
-def _kind(assignment: Assignment, graph: Graph, weights: frozenset[str], axis: int) -> str:
-    sharded: Counter[bool] = Counter()
-    roles: Counter[str] = Counter()
+def _computed(assignment: Assignment, graph: Graph, weights: frozenset[str]) -> Counter[_Computed]:
+    """How often forward computes something in one way."""
+    classes, strategies, found = graph.classes, assignment.strategies, Counter[_Computed]()
+    representatives: dict[Hashable, _Computed] = {}
     for node in graph.nodes:
         if node.phase == "forward" and not node.is_placeholder and node.name not in weights:
-            strategy = assignment.strategies[node.name]
-            for value, places in zip(node.operands, strategy.inputs, strict=True):
-                if value.node in weights:
-                    sharded[is_shard(places[axis])] += int(graph.type_of(value).numel)
-            for count, places in _results(node, strategy.outputs):
-                roles[_role(places[axis])] += count
+            strategy, reads = strategies[node.name], tuple([value.node in weights for value in node.operands])
+            key = classes.get(node.name, node.name), id(strategy), reads  # Those of a class have the same types.
+            if key not in representatives:
+                representatives[key] = _Computed(node, strategy, reads)
+            found[representatives[key]] += 1
+    return found
+
+
+def _kind(graph: Graph, computed: Mapping[_Computed, int], axis: int) -> str:
+    sharded: Counter[bool] = Counter()
+    roles: Counter[str] = Counter()
+    for each, times in computed.items():
+        for value, places, is_weight in zip(each.node.operands, each.strategy.inputs, each.reads, strict=True):
+            if is_weight:
+                sharded[is_shard(places[axis])] += int(graph.type_of(value).numel) * times
+        for count, places in _results(each.node, each.strategy.outputs):
+            roles[_role(places[axis])] += count * times
     if sharded[True] > sharded[False]:
         return "tp"
     role = max(("idle", "dp", "sp"), key=lambda role: roles[role])

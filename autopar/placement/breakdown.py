@@ -50,9 +50,10 @@ class CostLine(NamedTuple):
         """The line with another name."""
         return CostLine(self.kind, name, self.module, self.phase, self.seconds, self.hops, self.times)
 
-    def repeated(self, times: int) -> CostLine:
-        """So many such items."""
-        return CostLine(self.kind, self.name, self.module, self.phase, times * self.seconds, self.hops, self.times)
+    def of_several(self, count: int) -> CostLine:
+        """The line of so many items like it."""
+        seconds = self.seconds * count
+        return CostLine(self.kind, self.name, self.module, self.phase, seconds, self.hops, self.times)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -97,6 +98,8 @@ def cost_breakdown(
         *_shared_parameter_lines(step),
         *_swap_lines(step),
     )
+    if step.counts:
+        lines = tuple(line.of_several(step.count_of(line.name)) for line in lines)
     if windows is None:
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     hidden = hidden_lines(lines, windows, section_of)

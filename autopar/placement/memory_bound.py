@@ -69,7 +69,7 @@ def memory(step: PlacedStep) -> Memory:
     activations, inputs = saved_bytes(step) * step.repeats.in_flight, 0
     for node in _inputs(graph):
         part = prices.held(node.type, assignment.strategies[node.name].outputs[0])
-        inputs += part * step.repeats.copies_of(node.op)
+        inputs += part * step.repeats.copies_of(node.op) * step.count_of(node.name)
     temporary, strategies = host.visiting, assignment.strategies
     # The first of each class that chooses alike: others take as much.
     distinct = {(own, id(strategies[name])): name for name, own in _computed(graph)}
@@ -102,7 +102,7 @@ def saved_bytes(step: PlacedStep) -> int:
     received."""
     kept = (step.graph[name] for name in step.graph.kept if name not in step.assignment.offloaded)
     return sum(
-        step.prices.held(node.type, step.assignment.strategies[node.name].outputs[0])
+        step.prices.held(node.type, step.assignment.strategies[node.name].outputs[0]) * step.count_of(node.name)
         for node in (*step.graph.placeholders("receive"), *kept)
     )
 
@@ -134,7 +134,9 @@ def offloaded_weight_bytes(step: PlacedStep) -> int:
 def _held_parameters(step: PlacedStep) -> Iterator[tuple[int, int, int]]:
     """Bytes of (weights, gradients, optimizer state) of each parameter."""
     for node in step.graph.placeholders("param"):
-        yield held_bytes(step, node)
+        weight, gradient, state = held_bytes(step, node)
+        count = step.count_of(node.name)
+        yield weight * count, gradient * count, state * count
 
 
 def host_memory(step: PlacedStep) -> HostMemory:
@@ -216,8 +218,10 @@ def message_bytes(step: PlacedStep) -> int:
                 sent[use.phase][use.value] = held
     most = 0
     for gathered in sent.values():
-        largest, total = messages.limit * (1.0 + LARGEST_REST) + max(gathered.values()), sum(gathered.values())
-        if len(gathered) > 1:  # A single one travels alone. All of them, and their copies, are the most there is.
+        counts = [step.count_of(value.node) for value in gathered]
+        total = sum(held * count for held, count in zip(gathered.values(), counts, strict=True))
+        largest = messages.limit * (1.0 + LARGEST_REST) + max(gathered.values())
+        if sum(counts) > 1:  # A single one travels alone. All of them, and their copies, are the most there is.
             most = max(most, int(min(MESSAGES_HELD * largest, 2 * total)))
     return most
 

@@ -28,7 +28,8 @@ SharedParameters = Mapping[str, SharedParameter]
 @dataclass(frozen=True)
 class PlacedStep:
     """A step that runs ``graph``, recomputed nodes included, placed by ``assignment`` on the devices of ``prices``, as
-    often as ``repeats`` says. ``shared_parameters``: the parameters that it does not store."""
+    often as ``repeats`` says. ``shared_parameters``: the parameters that it does not store. ``counts``: by name, how
+    many nodes of a deeper step those stand for that stand for several."""
 
     graph: Graph
     assignment: Assignment
@@ -36,6 +37,11 @@ class PlacedStep:
     optimizer: str
     repeats: Repeats = ONCE
     shared_parameters: SharedParameters = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def count_of(self, name: str) -> int:
+        """How many nodes the node ``name`` stands for, itself included."""
+        return self.counts.get(name, 1)
 
 
 def phases_of(graph: Graph) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autopar.cluster.description import Cluster
-from autopar.cost import total_flops, working_dtype
+from autopar.cost import family_of, total_flops, working_dtype
 from autopar.ir.graph import Graph
-from autopar.ir.node import TensorType
+from autopar.ir.node import Node, TensorType
 from autopar.ir.placements import short
 from autopar.ir.plan_record import PlanLine, Predicted, ReshardStep
 
@@ -53,12 +53,17 @@ def dtype_of(graph: Graph) -> torch.dtype:
 
 
 def _operations(graph: Graph) -> Iterator[tuple[str, list[TensorType], TensorType]]:
-    """As far as a plan keeps them: the first result of each operation and of each node that it takes."""
-    kinds = {node.name: next(filter(None, node.types), None) for node in graph.nodes}
+    """Parameters and products, as far as a plan keeps them: the first result of each operation and of each node that it
+    takes."""
     for node in graph.nodes:
-        taken = (kinds[name] for name in dict.fromkeys(value.node for value in node.operands))
-        if (result := kinds[node.name]) is not None:
-            yield node.op, [kind for kind in taken if kind is not None], result
+        if node.op == "param" or family_of(node.op).matrix is not None:
+            taken = (_first_type(graph[name]) for name in dict.fromkeys(value.node for value in node.operands))
+            if (result := _first_type(node)) is not None:
+                yield node.op, [kind for kind in taken if kind is not None], result
+
+
+def _first_type(node: Node) -> TensorType | None:
+    return next(filter(None, node.types), None)
 
 
 def memory_figures(memory: Memory) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import cache
 
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
-from autopar.ir.node import SAVED_ACTIVATION, VIEWS
+from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node
 from autopar.ir.placements import REPLICATE, Strategy
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.placement.prices import Prices
@@ -29,10 +29,20 @@ def single_device_seconds(cluster: Cluster, graph: Graph, fused: FusedKernels | 
 def seconds_alone(cluster: Cluster, graph: Graph, fused: FusedKernels | None) -> dict[str, tuple[float, float]]:
     """For each operation of a step, the seconds on one device of ``cluster``, and the part of them that launches."""
     prices, found = Prices(cluster, (1,), {}, exchanged=0, fused=fused), dict[str, tuple[float, float]]()
+    classes = graph.classes or (fused.classes if fused is not None else {})
+    known: dict[str, tuple[float, float]] = {}  # By class: deep models have few.
     for node in graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
-            kinds, share = tuple(map(graph.type_of, node.operands)), fused.share_of(node) if fused is not None else None
-            launches = float(node.op not in VIEWS) if share is None else share.launches
-            seconds = prices.node(node, kinds, _whole(len(node.operands), len(node.types)))
-            found[node.name] = seconds, cluster.device.launch_seconds * launches
+            own = classes.get(node.name, node.name)
+            if own not in known:
+                known[own] = _alone(prices, graph, node)
+            found[node.name] = known[own]
     return found
+
+
+def _alone(prices: Prices, graph: Graph, node: Node) -> tuple[float, float]:
+    """The seconds of one operation of ``graph``, and the part of them that launches."""
+    kinds, share = tuple(map(graph.type_of, node.operands)), prices.fused.share_of(node) if prices.fused else None
+    launches = float(node.op not in VIEWS) if share is None else share.launches
+    seconds = prices.node(node, kinds, _whole(len(node.operands), len(node.types)))
+    return seconds, prices.cluster.device.launch_seconds * launches

@@ -16,6 +16,7 @@ from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.steps.few_layer_bill import folded_bill
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds
@@ -393,7 +394,8 @@ def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) ->
     if not _is_feasible(solution):
         return None
     solved = MeshSolution.of(line.instance, solution)
-    counted, limit = solved.step.counted.peak, memory_limit_of(request)
+    bill = folded_bill(line.instance, solution.choices) or solved.breakdown
+    counted, limit = bill.memory.peak, memory_limit_of(request)
     in_doubt = limit < IN_DOUBT * counted + BUCKET_BYTES and counted <= COUNTED_AT_MOST * limit
     exact = solved.step.memory.memory if in_doubt and len(line.instance.graph) < LEAST_NODES else None
-    return predicted(solved.breakdown, line.instance, request.cluster, exact)
+    return predicted(bill, line.instance, request.cluster, exact)

@@ -10,6 +10,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
 from autopar.passes.recompute.saved_values import SaveActivations
 
+from .request import PlanRequest
+
 
 def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """The graph of one training step at a batch size. It computes the loss (without a loss: every output), gradients
@@ -45,6 +47,30 @@ def graph_alone(graph: Graph, loss: str | None, batch: int, count: int) -> Graph
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """:func:`bare_step_graph` with a node for each saved activation."""
     return SaveActivations()(bare_step_graph(graph, loss, batch))
+
+
+def step_of(request: PlanRequest) -> Graph:
+    """:func:`step_graph` of what is to be planned, made once."""
+    whole, loss, batch = request.graph, request.loss, request.batch
+    return request.shared.once("step", (whole,), loss, batch, make=lambda: SaveActivations()(_bare_step_of(request)))
+
+
+def pipelined_step_of(request: PlanRequest) -> Graph:
+    """:func:`pipelined_graph` of what is to be planned, at the whole batch, made once."""
+    whole, loss, batch = request.graph, request.loss, request.batch
+    if not returns_input_gradients(whole):
+        return _bare_step_of(request)
+    return request.shared.once("pipelined", (whole,), loss, batch, make=lambda: pipelined_graph(whole, loss, batch))
+
+
+def returns_input_gradients(graph: Graph) -> bool:
+    """Whether a step returns gradients of inputs, which one in microbatches does not."""
+    return any(output.kind == "input_gradient" for output in graph.outputs)
+
+
+def _bare_step_of(request: PlanRequest) -> Graph:
+    whole, loss, batch = request.graph, request.loss, request.batch
+    return request.shared.once("bare step", (whole,), loss, batch, make=lambda: bare_step_graph(whole, loss, batch))
 
 
 def graph_hash(graph: Graph) -> str:

@@ -25,7 +25,7 @@ from autopar.planner.request import PlanRequest, Proposals, asked_mesh, memory_l
 from autopar.planner.row_shares import Division as RowDivision
 from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
 from autopar.planner.solve_mesh import is_short_of_memory, least_seconds, priced_baselines, solve_mesh
-from autopar.planner.step_graphs import step_graph
+from autopar.planner.step_graphs import step_of
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
@@ -175,11 +175,10 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
 def _least_without_stages(request: PlanRequest, timings: Timings) -> Least:
     """What plans without stages take at least, unless it would take programs of several meshes to know. Solvers' work
     is not counted, since the search for such plans counts the same work."""
-    whole, loss, batch = request.graph, request.loss, request.batch
     own, used = replace(request, options=without_stages(request.options)), timings.solving
-    graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
+    graph = step_of(request)
     try:
-        tried = divisions(own, batch)
+        tried = divisions(own, request.batch)
         if len(tried) > 1:
             return Least()
         inside = on_mesh(own, tried[0])
@@ -309,8 +308,7 @@ def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
 
 def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
     """The best plan on every candidate mesh, and why there is none on the others."""
-    whole, loss, batch = request.graph, request.loss, request.batch
-    graph = request.shared.once("step", (whole,), loss, batch, make=lambda: step_graph(whole, loss, batch))
+    graph, batch = step_of(request), request.batch
     tried = divisions(request, batch)
     found, rest = _divided(request, graph, tried, timings)
     if request.cluster.groups and _lacks_memory(request, found, rest.failures):

@@ -45,6 +45,7 @@ from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.alone import seconds_alone
 from autopar.planner.request import PlanRequest, kernels_of
+from autopar.planner.step_graphs import pipelined_step_of, returns_input_gradients, step_of
 
 from .stage_devices import kinds_of_blocks
 
@@ -136,6 +137,8 @@ class Bounds:
     def _best(self) -> Mapping[str, _Seconds]:
         """What each operation takes at least, on the kind that is best at it."""
         every = tuple(self._kinds.values())
+        if len(every) == 1:
+            return every[0]
         return {name: _Seconds(*map(min, zip(*(own[name] for own in every), strict=True))) for name in every[0]}
 
     @cached_property
@@ -181,9 +184,16 @@ class Bounds:
 
 def bounds_of(request: PlanRequest, graph: Graph) -> Bounds:
     """The bounds of the divisions of a request whose step ``graph`` will be cut."""
-    cluster, devices, fused = request.cluster, math.prod(request.mesh), kernels_of(request, graph)
+    cluster, devices, fused = request.cluster, math.prod(request.mesh), kernels_of(request, _saving(request, graph))
     make = partial(Bounds, cluster, devices, graph, fused)
     return request.shared.once("bounds", (cluster, graph, fused), devices, make=make)
+
+
+def _saving(request: PlanRequest, graph: Graph) -> Graph:
+    """``graph``, or the step of the request with saved activations if it has the same operations: their kernels are the
+    same, and are known where a plan without stages was sought."""
+    is_same = graph is pipelined_step_of(request) and not returns_input_gradients(request.graph)
+    return step_of(request) if is_same else graph
 
 
 class _Seconds(NamedTuple):

@@ -20,7 +20,7 @@ from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits
-from autopar.planner.step_graphs import graph_alone, pipelined_graph
+from autopar.planner.step_graphs import graph_alone, pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.restriction import Restriction
 from autopar.search.restricted.never_fits import never_fits
@@ -116,8 +116,7 @@ def _impossible(error: OptionsError) -> Failure:
 
 def whole_step(request: PlanRequest) -> Graph:
     """The step that is cut, at the whole batch."""
-    whole, loss, batch = request.graph, request.loss, request.batch
-    return request.shared.once("pipelined", (whole,), loss, batch, make=lambda: pipelined_graph(whole, loss, batch))
+    return pipelined_step_of(request)
 
 
 def _of_layout(

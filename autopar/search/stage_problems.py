@@ -212,6 +212,6 @@ def _unfolded(solution: MeshSolution, stacks: Sequence[Stack], windows: Sequence
         numbers = [number_in(graph[name], stack.path) if name in graph else None for stack in stacks]
         return 1 + sum(count for number, (turn, count) in zip(numbers, turns, strict=True) if number in turn)
 
-    every = [line.repeated(times(line.name)) for line in lines if line.kind != "hidden"]
+    every = [line.of_several(times(line.name)) for line in lines if line.kind != "hidden"]
     hidden = hidden_lines(every, windows, lambda line: line.phase)
     return sum(line.seconds for line in (*every, *hidden)) / solution.breakdown.seconds

@@ -15,7 +15,7 @@ from autopar.placement.predicted import plan_line
 from autopar.placement.rooms import seat_of
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import PlanRequest, stage_limits
-from autopar.planner.step_graphs import graph_hash, step_graph
+from autopar.planner.step_graphs import graph_hash, step_of
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
@@ -37,7 +37,7 @@ def staged_plan(
 ) -> Plan:
     """The plan of a pipeline: the plan of the uncut graph on the mesh inside a stage (``inside``), with the fields that
     stages change."""
-    graph = step_graph(request.graph, request.loss, request.batch)
+    graph = step_of(request)
     rehearsed = exact_stages(solution)
     exact, limits = rehearsed.ranks, _limits(request, solution, rehearsed)
     full = solution.breakdown.fullest if exact is None else fullest(exact)

@@ -6,13 +6,14 @@ import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph
+from autopar.ir.module_paths import with_modules
 from autopar.ir.node import DTYPE_NAMES, Arg, Node, Output, TensorType, Value, symbol
 from autopar.passes.base import with_phases
 from autopar.torch_internals.joint_graphs import (
@@ -50,6 +51,14 @@ def convert(captured: Captured, request: Request) -> Graph:
     return with_modules(with_phases(number_draws(graph).without_dead()), converter.unplaced).verify()
 
 
+class _First(NamedTuple):
+    """What an fx node became at first: ``suggestion``, of its name; the node; and the operands that fx has of it."""
+
+    suggestion: str
+    node: Node
+    taken: tuple[Any, ...]
+
+
 class _Converter:
     """Converts the fx nodes in order; ``values`` maps each to what it became."""
 
@@ -71,9 +80,9 @@ class _Converter:
         self.state: dict[int, Value] = {}
         self.hidden: dict[int, Value] = {}
         self.gradients: dict[int, Any] = {}
-        # Of what is in a body, which is converted once for each of its calls.
         self.types: dict[int, tuple[TensorType, torch.Tensor]] = {}
-        self.calls: dict[fx.Node, tuple[str, str]] = {}  # The operation, and where it is called.
+        # Of what is in a body, which is converted once for each of its calls.
+        self.firsts: dict[fx.Node, _First] = {}
         self.bases: dict[str, str] = {}  # By suggestion, of names.
 
     def convert_nodes(self) -> None:
@@ -246,6 +255,8 @@ class _Converter:
         )
 
     def _call(self, node: fx.Node) -> Any:
+        if node in self.firsts and (copy := self._copied(node, self.firsts[node])) is not None:
+            return copy
         value = value_of(node)
         if node.target is operator.getitem:
             source, index = node.args
@@ -258,15 +269,31 @@ class _Converter:
             raise TraceError(_no_operator(node))
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
-        if node not in self.calls:
-            self.calls[node] = str(node.target), _source(node)
-        path, (op, source) = self.path_of(node), self.calls[node]
+        path, source = self.path_of(node), _source(node)
         try:
-            call = neutral(Operation(node.name, op, args, kwargs))
-            return self._add(call.name, call.op, call.args, value, path, kwargs=call.kwargs, source=source)
+            call = neutral(Operation(node.name, str(node.target), args, kwargs))
+            made = self._add(call.name, call.op, call.args, value, path, kwargs=call.kwargs, source=source)
+            self.firsts.setdefault(node, _First(call.name, self.nodes[-1], self._taken(node)))
+            return made
         except TraceError as error:
             where = f"{defined_at(self.request.model, path or '')}{f', at {source}' if source else ''}"
             raise TraceError(f"{node.target} {where} gives {error}") from error
+
+    def _taken(self, node: fx.Node) -> tuple[Any, ...]:
+        return tuple([self.values[each] for each in node.all_input_nodes])
+
+    def _copied(self, node: fx.Node, first: _First) -> Value | None:
+        """What ``node`` of a body is in another call of it: the node that it was at first, of other tensors. None if
+        its operands do not correspond to those one by one."""
+        taken, path = self._taken(node), self.path_of(node)
+        if len(set(first.taken)) < len(taken) or any(type(value) is not Value for value in (*first.taken, *taken)):
+            return None
+        values = dict(zip(first.taken, taken, strict=True))
+        made = first.node.of_values(self._name(first.suggestion), path or "", values)
+        self.nodes.append(made)
+        if path is None:
+            self.unplaced.add(made.name)
+        return Value(made.name)
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, fx.Node):
@@ -370,30 +397,3 @@ def _source(node: fx.Node) -> str:
     """``file:line`` of the innermost recorded frame, if torch recorded any."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return ":".join(frames[-1]) if frames else ""
-
-
-def with_modules(graph: Graph, unplaced: set[str]) -> Graph:
-    """Gives the ``unplaced`` nodes (torch has no path for sums of gradients) the module path of their latest producer,
-    else that of a consumer.
-    """
-    if not unplaced:
-        return graph
-    paths = {node.name: node.module for node in graph.nodes if node.name not in unplaced}
-    placeholders = {node.name for node in graph.nodes if node.is_placeholder}
-    order = {node.name: position for position, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.name in paths:
-            continue
-        producers = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
-        if producers:
-            paths[node.name] = paths[max(producers, key=order.__getitem__)]
-    for node in reversed(graph.nodes) if len(paths) < len(graph.nodes) else ():
-        for value in node.operands:
-            if node.name in paths:
-                paths.setdefault(value.node, paths[node.name])
-
-    def placed(node: Node) -> Node:
-        path = paths.get(node.name, "")
-        return node if node.module == path else node.inside(path)
-
-    return replace(graph, nodes=tuple(map(placed, graph.nodes)))

@@ -11,6 +11,7 @@ bandwidth on every known device. Views cost ``view_seconds`` and placeholders no
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import sympy
 import torch
@@ -138,12 +139,13 @@ def dtype_of(inputs: Inputs, outputs: Outputs) -> torch.dtype:
 
 
 def _total(graph: Graph, count: str) -> sympy.Expr:
-    terms: list[Dim] = []
-    for node in graph:
+    counts, terms = Counter[str](graph.classes.get(node.name, node.name) for node in graph), list[Dim]()
+    for name, times in counts.items():  # Nodes of a class have one operation, and the same types.
+        node = graph[name]
         family: Family = family_of(node.op)
         if not family.is_view:
             inputs = tuple(graph.type_of(value) for value in node.operands)
-            terms.append(getattr(family, count)(node, inputs, node.types))
+            terms.append(times * getattr(family, count)(node, inputs, node.types))
     return sympy.Add(*terms)
 
 

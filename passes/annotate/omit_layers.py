@@ -16,8 +16,8 @@ is, without layer 3 ::
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -63,6 +63,45 @@ class OmitLayers(Pass):
         outputs = tuple(each for each in graph.outputs if each.value is None or each.value.node in names)
         classes = {name: first for name, first in graph.classes.items() if name in names}
         return replace(graph, nodes=tuple(nodes), outputs=outputs, classes=_by_kept(classes))
+
+    def repeated(self, graph: Graph) -> range | None:
+        """The turn of layers, before or after those left out, that these repeat: what they take from outside, and what
+        takes their values, is that of the layer which is left, so what any of them costs is what that one costs. None
+        if there is none. ``graph``: the one with all layers."""
+        begin, end, period = self.begin, self.begin + self.count, self.stack.period
+        ties = self._ties(graph, range(begin - period, end + period))
+        for turn, distance in ((range(begin - period, begin), -period), (range(end, end + period), period)):
+            pairs = ((ties[number], ties[number + distance]) for number in range(begin, end)) if ties else ()
+            if ties and all(own == other or Counter(own) == Counter(other) for own, other in pairs):
+                return turn
+        return None
+
+    def _ties(self, graph: Graph, numbers: range) -> dict[int, list[Hashable]]:
+        """For some layers, which values of others they take, and where theirs are taken; empty if a gradient is made
+        in another layer than its parameter is in."""
+        layers = _Layers.of(graph, self.stack.path)
+        ties: dict[int, list[Hashable]] = {number: [] for number in numbers}
+        for node in graph.nodes:
+            own, place = layers.number.get(node.name), layers.place.get(node.name)
+            for position, value in enumerate(node.operands):
+                number = layers.number.get(value.node)
+                if number is None:
+                    if own in ties:
+                        ties[own].append((place, position, value))
+                elif number in ties:
+                    distance = None if own is None else own - number
+                    ties[number].append((layers.place[value.node], value.index, place, position, distance))
+        owners = {node.target: node.name for node in graph.nodes if node.is_placeholder}
+        for output in graph.outputs:
+            if output.value is not None:
+                owner = "" if output.kind == "output" else owners.get(output.name, "")
+                number = layers.number.get(output.value.node)
+                if layers.number.get(owner, number) != number:
+                    return {}
+                if number in ties:
+                    made = layers.place[output.value.node], output.value.index
+                    ties[number].append((*made, output.kind, layers.place.get(owner)))
+        return ties
 
     def _check_readers(self, graph: Graph, layers: _Layers, left: list[Node], gone: Set[str]) -> None:
         """Raises :class:`GraphError` if layers that are left out were all that read some result from outside."""

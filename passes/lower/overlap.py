@@ -46,16 +46,15 @@ def overlap_section(section: Section) -> Section:
 
 def _with_early_starts(section: Section, data: set[str]) -> Section:
     """The section with collectives that need only ``data`` first, together with the instructions they need."""
-    chains: dict[str, set[str] | None] = {name: set() for name in data}
+    chains: dict[str, set[str]] = {name: set() for name in data}
     first: set[str] = set()
     for instruction in section.instructions:
-        needs = [chains.get(name) for name in _uses(instruction)]
+        needs = [chains.get(value.node) for value in instruction.operands]
         from_data = [chain for chain in needs if chain is not None]
-        chain = {instruction.name}.union(*from_data) if len(from_data) == len(needs) else None
-        if is_random(instruction.op):
-            chain = None
-        chains[instruction.name] = chain
-        if chain is not None and needs and instruction.op in STARTS and len(chain) <= LONGEST_EARLY_CHAIN:
+        if len(from_data) < len(needs) or is_random(instruction.op):
+            continue  # Most are of weights.
+        chain = chains[instruction.name] = {instruction.name}.union(*from_data)
+        if needs and instruction.op in STARTS and len(chain) <= LONGEST_EARLY_CHAIN:
             first |= chain
     early = [i for i in section.instructions if i.name in first]
     return replace(section, instructions=(*early, *(i for i in section.instructions if i.name not in first)))

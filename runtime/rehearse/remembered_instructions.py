@@ -33,6 +33,8 @@ from .storage_meter import StorageMeter
 
 META = torch.device("meta")
 _WAIT = "collective.wait"
+# The types of most arguments that are no values.
+_PLAIN = frozenset((int, bool, str, type(None), torch.dtype, torch.device))
 
 
 class UnimaginableError(Exception):
@@ -145,7 +147,7 @@ class RememberedInstructions:
                 numbers[key] = len(storages)
                 storages.append(operand.storage)
             described.append((operand.kind.number, numbers[key]))
-        form = instruction.op, places, _key(instruction.args), _key(instruction.kwargs)
+        form = instruction.op, places, _key(instruction.args), _key(instruction.kwargs) if instruction.kwargs else ()
         whole = form, tuple(described)
         effect = self._effects.get(whole)
         if effect is None:
@@ -308,10 +310,15 @@ def _argument(arg: Arg, operands: Any) -> Any:
     return META if isinstance(arg, torch.device) else arg
 
 
-def _key(arg: Arg) -> Hashable:
-    """An argument without the names of values, in a form in which 1, 1.0 and True differ."""
-    if isinstance(arg, Value):
-        return None, None
+def _key(args: Sequence[Arg]) -> Hashable:
+    """Arguments without the names of values, in a form in which 1, 1.0 and True differ."""
+    # Most are of these kinds: an instruction of a deep step is described in one walk.
+    return tuple(
+        [None if type(arg) is Value else (type(arg), arg) if type(arg) in _PLAIN else _of(arg) for arg in args]
+    )
+
+
+def _of(arg: Arg) -> Hashable:
     if isinstance(arg, (tuple, list)):
-        return tuple([_key(each) for each in arg])
+        return tuple, _key(arg)
     return (type(arg), repr(arg)) if isinstance(arg, float) else (type(arg), arg)

@@ -74,6 +74,36 @@ def test_classes_are_named_by_what_is_left() -> None:
     check(OmitLayers(Stack("h.", 3, 1, 0, 3), 1, 1), before, after.replace("%b", "%a").replace("h.1", "h.0"))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "repeats"),
+    [
+        ("", "", True),
+        ("aten.mm.default(%y3, %w4)", "aten.mm.default(%x, %w4)", False),  # It reads what other layers do not read.
+        ("aten.mm.default(%t5, %u5)", "aten.mm.default(%t5, %u4)", False),  # A value of it is read once more.
+        ('"h.4.fc.weight" = %g4', '"h.4.fc.weight" = %g5', False),  # Another layer computes its gradient.
+    ],
+)
+def test_layers_repeat_others_that_are_tied_alike(before: str, after: str, repeats: bool) -> None:
+    text = deep(9)
+    assert before in text
+    graph = fold_layers(Graph.from_text(text.replace(before, after) if before else text))
+    found = OmitLayers(Stack("h.", 9, 1, 0, 9), 3, 3).repeated(graph)
+    assert found == (range(2, 3) if repeats else None)
+
+
+def test_layers_repeat_others_in_turns() -> None:
+    graph = fold_layers(Graph.from_text(deep(12, turns=2)))
+    assert OmitLayers(Stack("h.", 12, 2, 0, 12), 4, 4).repeated(graph) == range(2, 4)
+
+
+def test_layers_repeat_those_behind_where_those_before_are_tied_unlike() -> None:
+    """Backward of layer 0 reads what others do not read of the layer behind them."""
+    graph = fold_layers(
+        Graph.from_text(deep(9).replace("%d0: f32[b, 4] = aten.mul.Tensor(%d1", "%d0: f32[b, 4] = aten.sub.Tensor(%d1"))
+    )
+    assert OmitLayers(Stack("h.", 9, 1, 1, 9), 2, 4).repeated(graph) == range(6, 7)
+
+
 def test_what_is_read_outside_of_the_stack_is_not_left_out() -> None:
     text = deep(6).replace(
         'return output "0" = %y5', '%s: f32[b, 4] = aten.add.Tensor(%y3, %y5)\nreturn output "0" = %s'

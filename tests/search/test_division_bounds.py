@@ -18,8 +18,9 @@ from autopar.cluster.description import Cluster, Group
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.searched import Searched
 from autopar.layout import Layout
-from autopar.planner.request import PlanRequest, Proposals
+from autopar.planner.request import PlanRequest, Proposals, kernels_of
 from autopar.planner.roles.axis_roles import AxisRole
+from autopar.planner.step_graphs import step_of
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
@@ -310,3 +311,24 @@ def _never(*_: object) -> Any:
 def test_a_gap_of_nothing() -> None:
     assert Searched(0, 0, 0, 0, 0.0).gap(0.0) == 0.0
     assert math.isclose(Searched(1, 0, 1, 0, 0.75).gap(1.0), 0.25)
+
+
+@pytest.mark.parametrize("source", ["gpt2", "stack", "llama"])
+def test_the_kernels_of_bounds_are_those_of_the_step_that_is_cut(source: str) -> None:
+    """They are taken from the step with saved activations, whose kernels a plan without stages needs as well."""
+    asked = requested(source, (4,))
+    graph = whole_step(asked)
+    known, own = bounds_of(asked, graph), Bounds(asked.cluster, 4, graph, kernels_of(asked, graph))
+    for division in (Division(1, 1, 4, 1, 1), Division(2, 1, 2, 4, 1), Division(4, 1, 1, 8, 1)):
+        assert known.seconds(division) == own.seconds(division)
+
+
+def test_gradients_of_inputs_are_no_part_of_the_step_that_is_cut() -> None:
+    """A step in microbatches does not return them, so neither does a bound count them."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    asked = requested(lambda: (model, {"input": torch.randn(8, 16, requires_grad=True)}), (4,))
+    graph = whole_step(asked)
+    assert any(output.kind == "input_gradient" for output in step_of(asked).outputs)
+    assert all(output.kind != "input_gradient" for output in graph.outputs)
+    own = Bounds(asked.cluster, 4, graph, kernels_of(asked, graph))
+    assert bounds_of(asked, graph)._launches == own._launches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 import autopar
 from autopar.compiler.plan_cache import plan_key
 from autopar.layout import Layout
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, Proposals
 from autopar.planner.timings import Timings
 from autopar.plans.page.page import render
@@ -22,7 +22,7 @@ from autopar.search import attempts
 from autopar.search import best_plan as search
 from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
-from autopar.search.candidate import Candidate, Tried
+from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Tried
 from autopar.search.proposed import Least, tried_proposals
 from tests.helpers.models import make
 from tests.helpers.planning import requested
@@ -93,19 +93,25 @@ def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
 
 
 def order_of(
-    proposals: Proposals | Callable[[float], Proposals], without: float, least: float = 0.0, **options: object
+    proposals: Proposals | Callable[[float], Proposals],
+    without: float,
+    least: float = 0.0,
+    layouts: float = 100.0,
+    **options: object,
 ) -> tuple[list[Layout | None], Tried]:
     """The layouts that are solved, in order (None: plans without stages), and what is found. A plan of a layout takes
-    100 s, one without stages ``without``, at ``least`` so long; each solve uses half of the time that is left.
-    ``proposals``: all, or those that take at most so many seconds."""
+    ``layouts`` seconds, one without stages ``without``, at ``least`` so long; each solve uses half of the time that is
+    left. ``proposals``: all, or those that take at most so many seconds."""
     propose = (lambda _: proposals) if isinstance(proposals, Proposals) else proposals
     asked, order, timings = request(**options), list[Layout | None](), Timings()
 
     def solve(own: PlanRequest) -> Tried:
-        assert own.worth == min((without if each is None else 100.0 for each in order), default=math.inf)
+        is_ahead = not order and own.options.layout is None
         order.append(own.options.layout)
         timings.solving += 0.5 * timings.left(own.options)
-        seconds = 100.0 if own.options.layout is not None else without
+        seconds = without if own.options.layout is None else layouts
+        if is_ahead and seconds > own.worth:
+            return Tried(excluded=(Excluded(NO_STAGES, TooSlowError(NO_STAGES, seconds)),))
         return Tried((Candidate(seconds, None, _never, _never),))
 
     found = tried_proposals(asked, propose, timings, solve, lambda tried: tried.least, lambda: Least(least))
@@ -147,9 +153,18 @@ def test_where_all_quick_prices_are_far_behind_no_stages_come_first() -> None:
     assert [(each.name, str(each.error)) for each in found.excluded] == [
         (f"pipeline stages: {TWO_STAGES}", f"{words_of(TWO_STAGES)} take at least about 100 s")
     ]
+
+
+def test_plans_without_stages_come_first_only_while_they_may_be_quicker() -> None:
+    """Those with memory to spare take 80 s, those that fit more than two stages by their quick price."""
     order, found = order_of(within, 105.0, least=80.0)
-    assert order[:2] == [None, TWO_STAGES] and FOUR_STAGES not in order
-    assert [each.name for each in found.excluded] == [f"pipeline stages: {FOUR_STAGES}"]
+    assert order[:2] == [None, TWO_STAGES] and found.least == 100.0 and not {None, FOUR_STAGES} & {*order[2:]}
+    said = [str(each.error) for each in found.excluded]
+    assert said == ["no stages take at least 105 s", f"{words_of(FOUR_STAGES)} take about 110 s"]
+    # Two stages take longer than their quick price.
+    order, found = order_of(within, 105.0, least=80.0, layouts=120.0)
+    assert order[:3] == [None, TWO_STAGES, None] and found.least == 105.0
+    assert NO_STAGES not in {each.kind for each in found.excluded}
 
 
 def test_what_takes_longer_at_least_without_stages_is_not_solved() -> None:
