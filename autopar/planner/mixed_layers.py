@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
+from autopar.ir.microbatching import ONCE
 from autopar.ir.module_paths import block_of
 from autopar.solver.problem import Ints, evaluate, host_of, memory_of
 
@@ -26,11 +27,11 @@ from .peaks import LEAST_NODES, Peaks
 from .request import PlanRequest
 
 Point = tuple[float, float, Ints]
-# How many numbers of quick layers are measured: of steps that are rehearsed within a second, and of others.
+# How many numbers of quick layers are measured.
 # Chosen: the second mostly corrects the first by one layer.
-TRIES, TRIES_OF_LARGE = 3, 2
+TRIES = 3
 # The share of the gap by which large steps must become quicker, by what their memory is worth, for each try. Chosen: a
-# try takes 5 s of GPT-3's 35, and made its step 0.4% quicker.
+# try takes 5 s of GPT-3's 35, and the first made its step 0.4% quicker.
 WORTH_A_TRY = 0.2
 
 
@@ -38,16 +39,19 @@ def mix_layers(
     request: PlanRequest, annotated: Graph, best: MeshSolution, known: Iterable[Ints], peaks: Peaks
 ) -> MeshSolution:
     """The quickest found of ``best``, which fits, and of its mixes with one of ``known``, choices of its program that
-    may not fit. Of large steps, which take long to measure, only the last layers are tried: backward begins with them,
-    where most is held, and those that save no memory need none to compute values again."""
-    quick = _quick(request, best, known, peaks) if _ties_layers(best) else None
+    may not fit. Of large steps, which take long to measure, only the last layers are tried, and only if a step runs
+    once: its backward begins with them, where most is held, and those that save no memory need none to compute values
+    again."""
+    is_large = len(annotated) >= LEAST_NODES
+    is_tried = _ties_layers(best) and (request.repeats == ONCE or not is_large)
+    quick = _quick(request, best, known, peaks) if is_tried else None
     if quick is None:
         return best
     mixing = _Mixing(request, annotated, best, quick, peaks, layer_positions(annotated))
-    if len(annotated) >= LEAST_NODES:
-        found = dict(mixing.more_and_more(mixing.last, TRIES_OF_LARGE, WORTH_A_TRY))
+    if is_large:
+        found = dict(mixing.more_and_more(mixing.last, WORTH_A_TRY))
     else:
-        found = dict(mixing.more_and_more(mixing.first, TRIES))
+        found = dict(mixing.more_and_more(mixing.first))
         count = max(found, default=0)
         other = mixing.mixed(mixing.last(count)) if count else None
         if other is not None and other.solution.objective < found[count].solution.objective:
@@ -147,7 +151,7 @@ class _Mixing:
         return mix(self.request, self.annotated, self.best, self.quick, parted)
 
     def more_and_more(
-        self, some: Callable[[int], frozenset[str]], tries: int, worth: float = 0.0
+        self, some: Callable[[int], frozenset[str]], worth: float = 0.0
     ) -> Iterator[tuple[int, MeshSolution]]:
         """Mixes that fit, of which more and more layers, the nodes ``some``, are quick, and their number. ``worth``:
         the share of the gap by which those that may still become quick must shorten the step."""
@@ -155,7 +159,7 @@ class _Mixing:
         held, needed = float(self.peaks.exact(self.best)), float(self.peaks.about(self.quick))
         slow = self.best.solution.objective
         least = worth * self.request.options.gap * slow * self.layers / (slow - self.quick.solution.objective)
-        for _ in range(tries):
+        for _ in range(TRIES):
             more = (high - low) * (allowed - held) / (needed - held) if needed > held else 0.0
             if high - low <= 1 or more < max(0.5, least):
                 return
