@@ -62,7 +62,7 @@ def _with_quickest(plan: PlanRecord, question: Question, solved: Sequence[Answer
     options, cluster = question.options, Cluster.get(question.arguments["cluster"] or "local")
     found = quickest_within(solved, plan, options.gap, alone_first=cluster.sharing > 1)
     for before, answer in zip(solved, found, strict=True):
-        if answer.plan is not before.plan:
+        if answer.plan is not None and answer.plan is not before.plan:
             arguments = {**question.arguments, "options": replace(options, memory_limit=answer.value)}
             remember(answer.plan, replace(question, arguments=arguments))
     return found
