@@ -3,7 +3,8 @@
 Each answer is what :func:`autopar.plan` returns for the changed question. What stays the same is computed once: the
 trace of the model, its annotated graph, its prices and programs, and what memory does not limit. Of placements, those
 that are found for one limit of memory and fit into a smaller one are not sought again: for that, a plan by itself may
-find others, which take longer or are as quick within the gap.
+find others, which take longer or are as quick within the gap. And what is found for a smaller limit and is quicker is
+the answer for a larger one (:mod:`.within_limits`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.plans.views.what_if import Answer, Sweep, WhatIf, in_order
 from autopar.progress import shown
 
-from .question import Question, question_of
+from .question import Question, question_of, remember
+from .within_limits import quickest_within
 
 # Parts of the plan's own peak that are asked if nothing is said. Chosen: less memory than half makes most models
 # recompute or shard more.
@@ -50,8 +52,20 @@ def what_if(plan: PlanRecord, asked: Mapping[Sweep, Sequence[Any] | None]) -> Wh
         solved = [_answer(question, sweep, value, work) for value in falling]
         if sweep == "memory_limit":
             solved = [replace(answer, written=written.get(answer.amount, "")) for answer in solved]
+            solved = _with_quickest(plan, question, solved)
         answers += in_order(solved)
     return WhatIf(plan, tuple(answers))
+
+
+def _with_quickest(plan: PlanRecord, question: Question, solved: Sequence[Answer[Any]]) -> list[Answer[Any]]:
+    """Answers for several limits of memory, each with the quickest of the plans that fits it."""
+    options, cluster = question.options, Cluster.get(question.arguments["cluster"] or "local")
+    found = quickest_within(solved, plan, options.gap, alone_first=cluster.sharing > 1)
+    for before, answer in zip(solved, found, strict=True):
+        if answer.plan is not None and answer.plan is not before.plan:
+            arguments = {**question.arguments, "options": replace(options, memory_limit=answer.value)}
+            remember(answer.plan, replace(question, arguments=arguments))
+    return found
 
 
 def _unasked(plan: PlanRecord, question: Question) -> Iterator[tuple[Sweep, tuple[Any, ...]]]:

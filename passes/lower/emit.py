@@ -13,7 +13,7 @@ from autopar.ir.placements import Placement, local_before, local_shape, shard_di
 from autopar.ir.program import Instruction, Section
 from autopar.ir.reshard import Hop
 
-# Buckets in flight at once: one is filled with new gradients while the one before is sent.
+# Buckets in memory at once: one is filled with new gradients while the one before is sent.
 # By that reasoning; more would only hold memory.
 IN_FLIGHT = 2
 KeywordArgs = tuple[tuple[str, Arg], ...]
@@ -109,14 +109,20 @@ class _Member:
     arguments: dict[str, Arg]
 
 
+def _sent_bytes(member: _Member) -> int:
+    collective = member.path[0].collective
+    return 0 if collective is None else collective.bytes
+
+
 @dataclass
 class Buckets:
     """Coalesces the collectives of equal kind, axes, operation and dtype (gathers of any dtype) into bucketed ones of
     about ``limit`` bytes.
 
     ``add`` starts a bucket as soon as it is full, so that it overlaps the rest of the section. If more than
-    :data:`IN_FLIGHT` are in flight it waits for the oldest, since each keeps its buffers. ``finish`` starts the
-    remaining buckets and waits for all. A path of several collectives goes through one bucket for each. Results are
+    :data:`IN_FLIGHT` are in flight it waits for the oldest, since each keeps its buffers; so does ``make_room``, before
+    a tensor is computed that will fill another. ``finish`` starts the remaining buckets and waits for all. A path of
+    several collectives goes through one bucket for each. Results are
     returned by the key given to ``add``. With ``waits`` false ``add`` waits for none, and ``finish`` starts the buckets
     beyond :data:`IN_FLIGHT`. ``module``: the one that the messages belong to, if any.
     """
@@ -138,16 +144,31 @@ class Buckets:
         if not path:
             self.results[key] = value
             return
-        arguments = dict(hop_arguments(path[0], kind, self.emitter.mesh, self.emitter.coordinate))
-        # Pieces of several all-to-alls, or of unequal shares, have no common layout, so they are not bucketed.
-        alone = key if path[0].kind == "all_to_all" or "shares" in arguments else None
-        # What is only gathered may be packed as bytes.
-        dtype = None if path[0].kind == "all_gather" else kind.dtype
-        group = (path[0].kind, path[0].axes, arguments.get("op"), dtype, alone)
+        group, arguments = self._group(key, kind, path[0])
         members = self.open.setdefault(group, [])
         members.append(_Member(key, value, kind, path, arguments))
-        if sum(member.path[0].collective.bytes for member in members if member.path[0].collective) >= self.limit:
+        if sum(map(_sent_bytes, members)) >= self.limit:
             self._start(self.open.pop(group))
+
+    def make_room(self, key: object, kind: TensorType, path: tuple[Hop, ...]) -> None:
+        """Waits for the oldest buckets if a tensor that is about to be computed and sent along ``path`` will fill one,
+        so that this is one of at most :data:`IN_FLIGHT`."""
+        first = next((hop for hop in path if hop.collective is not None), None)
+        if first is None or first.collective is None or not self.waits:
+            return
+        group, _ = self._group(key, kind, first)
+        if sum(map(_sent_bytes, self.open.get(group, ()))) + first.collective.bytes >= self.limit:
+            while len(self.started) >= IN_FLIGHT:
+                self._finish_oldest()
+
+    def _group(self, key: object, kind: TensorType, hop: Hop) -> tuple[object, dict[str, Arg]]:
+        """What the members of a bucket have in common, of which ``hop`` is the next of ``key``; and its arguments."""
+        arguments = dict(hop_arguments(hop, kind, self.emitter.mesh, self.emitter.coordinate))
+        # Pieces of several all-to-alls, or of unequal shares, have no common layout, so they are not bucketed.
+        alone = key if hop.kind == "all_to_all" or "shares" in arguments else None
+        # What is only gathered may be packed as bytes.
+        dtype = None if hop.kind == "all_gather" else kind.dtype
+        return (hop.kind, hop.axes, arguments.get("op"), dtype, alone), arguments
 
     def finish(self) -> Mapping[Any, Value]:
         """Starts open buckets, waits for all in order, and returns the values by key."""

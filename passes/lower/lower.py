@@ -165,12 +165,15 @@ class NodeLowerer:
             self.moved[value, target] = self.emitter.hops(self.here(value), path, kind, module)
         return self.moved[value, target]
 
-    def lower_all(self, needed: Set[str], early: Set[str] = frozenset()) -> Iterator[Node]:
+    def lower_all(
+        self, needed: Set[str], early: Set[str] = frozenset(), before: Callable[[str], None] = lambda name: None
+    ) -> Iterator[Node]:
         """Lowers the ``needed`` nodes of the phase in order, and yields each. ``early``: those of them that will run in
-        a section of their own."""
+        a section of their own; ``before`` is called with the name of a node before it is lowered."""
         nodes = [n for n in self.job.graph.nodes if n.name in needed and n.phase == self.phase and not n.is_placeholder]
         self.messages = gathered_together(self.job, nodes, self.phase, early)
         for node in nodes:
+            before(node.name)
             self.lower(node)
             yield node
 
@@ -308,6 +311,10 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
         assert output.value is not None
         produced_by.setdefault(output.value.node, []).append(position)
 
+    def make_room(name: str) -> None:
+        for position in produced_by.get(name, ()):
+            buckets.make_room(position, *gradient_path(job, gradients[position]))
+
     def send(name: str) -> None:
         for position in produced_by.get(name, ()):
             value = gradients[position].value
@@ -316,7 +323,7 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
 
     for value in (*saved, *tangents):
         send(value.node)
-    for node in lowerer.lower_all(needed):
+    for node in lowerer.lower_all(needed, before=make_room):
         send(node.name)
     done = buckets.finish()
     outputs = without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
@@ -326,12 +333,17 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
 def send_gradient(job: Lowering, buckets: Buckets, position: int, output: Output, value: Value) -> None:
     """Sends a gradient, whose local ``value`` has the placements that backward gives it, to the placements in which it
     is stored: first it is reduced, then sliced to the optimizer's placements."""
+    buckets.add(position, value, *gradient_path(job, output))
+
+
+def gradient_path(job: Lowering, output: Output) -> tuple[TensorType, tuple[Hop, ...]]:
+    """The type of a gradient, and the hops from the placements that backward gives it to those in which it is
+    stored."""
     assert output.value is not None
     kind = job.graph.type_of(output.value)
     reduced, final = gradient_place(job, output)
     path = job.path(kind, job.home(output.value), reduced, "bucketed")
-    path += job.path(kind, reduced, final, "bucketed") if final != reduced else ()
-    buckets.add(position, value, kind, path)
+    return kind, path + (job.path(kind, reduced, final, "bucketed") if final != reduced else ())
 
 
 def without_aliases(

@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.program import Program
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower import Lowering, lower
-from autopar.passes.lower.overlap import overlap
+from autopar.passes.lower.overlap import STARTS, WAIT, overlap
 from autopar.passes.normalise.standard import normalise
 from autopar.placement.parameter_choices import parameter_choices
 from autopar.placement.prices import Prices
@@ -114,3 +114,23 @@ def test_any_assignment_gives_the_loss_and_gradients_of_one_device(case: Case, m
             )
         communicating += sum(use.source != use.target for use in uses(graph, assignment))
     assert communicating > 50
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_while_a_gradient_is_computed_one_bucket_is_in_flight(case: Case, seed: int) -> None:
+    """Of buckets that each gradient fills: that which it fills is the second. Large gradients are much of what a step
+    holds where its backward begins."""
+    prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2, 2), annotate(case.graph, (2, 2)))
+    graph = annotate(case.graph, (2, 2))
+    section = programs(graph, random_assignment(graph, (2, 2), seed), prices, bucket=1)[0].backward
+    starts = {i.name: i for i in section.instructions if i.name.startswith("gradients") and i.op in STARTS}
+    computed = {value.node for start in starts.values() for value in start.operands}
+    flying: set[str] = set()
+    before: dict[str, int] = {}
+    for instruction in section.instructions:
+        if instruction.name in computed and not instruction.op.startswith("collective."):
+            before[instruction.name] = len(flying)
+        flying |= {instruction.name} & starts.keys()
+        flying -= {value.node for value in instruction.operands} if instruction.op == WAIT else set()
+    assert len(before) >= 2
+    assert max(before.values()) == 1

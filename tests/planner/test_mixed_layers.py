@@ -110,6 +110,19 @@ def test_solutions_are_priced_as_their_program_and_none_is_worse(
     assert best.solution.objective <= alike.solution.objective
 
 
+def test_of_large_steps_the_last_layers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit; the first save memory."""
+    monkeypatch.setattr("autopar.planner.mixed_layers.LEAST_NODES", 0)
+    monkeypatch.setattr("autopar.planner.solve_mesh.UNTIED_NODES", 0)
+    plan, most = within(linears, (2,), 0.8), within(linears, (2,), 0.6)
+    assert plan.predicted.peak_bytes <= 0.8 * unlimited(linears, (2,)).predicted.peak_bytes
+    assert plan.objective < 0.99 * most.objective
+    placed = [plan.parameters[f"net.{2 * layer}.weight"] for layer in range(LAYERS)]
+    changes = [layer for layer in range(1, LAYERS) if placed[layer] != placed[layer - 1]]
+    saving = {most.parameters[f"net.{2 * layer}.weight"] for layer in range(LAYERS)}
+    assert len(changes) == 1 and placed[0] in saving and placed[-1] not in saving
+
+
 def test_pins_are_kept_and_excluded_memory_savers_stay_so() -> None:
     plan = within(linears, (2,), 0.8, pins={"net.2.weight": "S(1)"})
     assert short(plan.placements["net.2.weight"]) == "(S(1))"

@@ -141,7 +141,7 @@ def _cells(asked: PlanRecord, answer: Answer[PlanRecord]) -> tuple[str, ...]:
         _shape(plan),
         duration(seconds),
         f"{seconds / before - 1:+.1%}" if before else "",
-        f"{_samples(plan) / seconds:,.3g}" if seconds else "",
+        f"{samples(plan) / seconds:,.3g}" if seconds else "",
         size(predicted.peak_bytes),
         size(plan.memory_limit),
         f"{predicted.mfu:.1%}",
@@ -155,8 +155,8 @@ def step_seconds(plan: PlanRecord) -> float:
     return plan.predicted.step_seconds + exchanging
 
 
-def _samples(plan: PlanRecord) -> int:
-    """Those of a global batch: each replica has a plan's."""
+def samples(plan: PlanRecord) -> int:
+    """The samples of a global batch: each replica has a plan's."""
     return plan.batch * (1 if plan.sync is None else plan.sync.replicas)
 
 
