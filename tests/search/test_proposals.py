@@ -159,8 +159,7 @@ def test_plans_without_stages_come_first_only_while_they_may_be_quicker() -> Non
     """Those with memory to spare take 80 s, those that fit more than two stages by their quick price."""
     order, found = order_of(within, 105.0, least=80.0)
     assert order[:2] == [None, TWO_STAGES] and found.least == 100.0 and not {None, FOUR_STAGES} & {*order[2:]}
-    said = [str(each.error) for each in found.excluded]
-    assert said == ["no stages take at least 105 s", f"{words_of(FOUR_STAGES)} take about 110 s"]
+    assert [str(each.error) for each in found.excluded] == ["no stages take at least 105 s"]
     # Two stages take longer than their quick price.
     order, found = order_of(within, 105.0, least=80.0, layouts=120.0)
     assert order[:3] == [None, TWO_STAGES, None] and found.least == 105.0
