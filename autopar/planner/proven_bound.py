@@ -27,6 +27,8 @@ TO_GAP, FLOOR_SECONDS = 0.25, 4.0
 # Counted seconds for the bound of steps whose layers may differ. Chosen: that of GPT-3 is then within 0.1% of the
 # highest there is, and twice as many raised it by 0.05%.
 UNTIED_SECONDS = 1.6
+# A bound that is just enough for the gap is enough after rounding too.
+ABOVE_ROUNDING = 1.0 + 1e-9
 
 
 def with_bound(request: PlanRequest, best: MeshSolution, free: Unlimited, timings: Timings) -> MeshSolution:
@@ -51,7 +53,7 @@ def _bound_of_what_fits(request: PlanRequest, best: MeshSolution, free: Unlimite
     wide = with_memory_savers(request, with_limit(free.instance, float(memory_limit_of(request))))
     chosen = wide.chosen(best.assignment)
     problems = [held_at_least(wide, moment) for moment in MOMENTS]
-    worth = (1.0 - request.options.gap) * best.solution.objective
+    worth = (1.0 - request.options.gap) * best.solution.objective * ABOVE_ROUNDING
     counted, seed = timings.counts(request.options), request.options.solver_seed
     if len(wide.names) <= len(wide.graph.nodes):  # Groups are of several nodes, and of the outputs.
         budget = Budget(min(timings.left(request.options) / 2, UNTIED_SECONDS), counted)

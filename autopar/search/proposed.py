@@ -52,8 +52,8 @@ def tried_proposals(
     without = Least() if is_limited else least()
     proposals = propose(AHEAD * without.seconds if without.seconds > 0.0 else math.inf)
     search = ProposedSearch(request, proposals, timings, solve, without)
-    is_first = search.solve_ahead()
-    if proposals.slow is not None:
+    is_first = search.solve_ahead(propose)
+    if search.proposals.slow is not None:
         search.proposals = propose(search.tried.least)
         search.exclude_slow()
     search.solve_first()
@@ -77,6 +77,12 @@ class Least:
     excluded: Callable[[], Tried] = Tried
 
 
+def _least_of(tried: Tried) -> Least:
+    """What plans without stages take at least of which ``tried`` has none: infinite if none fits."""
+    slow = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
+    return Least(min(slow, default=math.inf), lambda: tried)
+
+
 @dataclass
 class ProposedSearch:
     """What was ``tried`` so far, and how each layout that was ``solved`` did. ``least``: of plans without stages."""
@@ -96,19 +102,16 @@ class ProposedSearch:
             error = TooSlowError(words_of(slow), self.proposals.quick[slow], is_proven=False, is_least=True)
             self.tried += Tried(excluded=(Excluded(STAGES, error, layout=str(slow)),))
 
-    def solve_ahead(self) -> bool:
-        """Solves plans without stages before layouts if all of these are left out, and tells whether it found one. None
-        is sought if those that fit take longer than the quickest layout, which is then solved first: what the former
-        take at least mostly excludes them behind it."""
-        slow = self.proposals.slow
-        if slow is None or self.proposals.layouts:
-            return False
-        self.solve_without_stages(self.proposals.quick[slow])
-        if self.tried.candidates:
-            return True
-        tried, self.tried = self.tried, Tried()
-        slow_ones = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
-        self.least = Least(min(slow_ones, default=math.inf), lambda: tried)
+    def solve_ahead(self, propose: Callable[[float], Proposals]) -> bool:
+        """Solves plans without stages before layouts while all of these are left out, and tells whether it found one.
+        None is sought once those that fit are known to take longer than the quickest layout: how long they take at
+        least then decides anew what is left out."""
+        while (slow := self.proposals.slow) is not None and not self.proposals.layouts:
+            self.solve_without_stages(AHEAD * self.proposals.quick[slow])
+            if self.tried.candidates:
+                return True
+            self.least, self.tried = _least_of(self.tried), Tried()
+            self.proposals = propose(AHEAD * self.least.seconds)
         return False
 
     def solve_first(self) -> None:

@@ -150,15 +150,16 @@ class Buckets:
         if sum(map(_sent_bytes, members)) >= self.limit:
             self._start(self.open.pop(group))
 
-    def make_room(self, key: object, kind: TensorType, path: tuple[Hop, ...]) -> None:
+    def make_room(self, key: object, kind: TensorType, path: tuple[Hop, ...], is_cast: bool = False) -> None:
         """Waits for the oldest buckets if a tensor that is about to be computed and sent along ``path`` will fill one,
-        so that this is one of at most :data:`IN_FLIGHT`."""
+        so that this is one of at most :data:`IN_FLIGHT`. If it is cast, which takes hardly any time behind what is in
+        flight, it waits for all: so the tensor it is cast from is in memory instead of another bucket."""
         first = next((hop for hop in path if hop.collective is not None), None)
         if first is None or first.collective is None or not self.waits:
             return
         group, _ = self._group(key, kind, first)
         if sum(map(_sent_bytes, self.open.get(group, ()))) + first.collective.bytes >= self.limit:
-            while len(self.started) >= IN_FLIGHT:
+            while len(self.started) >= (1 if is_cast else IN_FLIGHT):
                 self._finish_oldest()
 
     def _group(self, key: object, kind: TensorType, hop: Hop) -> tuple[object, dict[str, Arg]]:

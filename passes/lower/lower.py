@@ -166,14 +166,14 @@ class NodeLowerer:
         return self.moved[value, target]
 
     def lower_all(
-        self, needed: Set[str], early: Set[str] = frozenset(), before: Callable[[str], None] = lambda name: None
+        self, needed: Set[str], early: Set[str] = frozenset(), before: Callable[[Node], None] = lambda node: None
     ) -> Iterator[Node]:
         """Lowers the ``needed`` nodes of the phase in order, and yields each. ``early``: those of them that will run in
-        a section of their own; ``before`` is called with the name of a node before it is lowered."""
+        a section of their own; ``before`` is called with a node before it is lowered."""
         nodes = [n for n in self.job.graph.nodes if n.name in needed and n.phase == self.phase and not n.is_placeholder]
         self.messages = gathered_together(self.job, nodes, self.phase, early)
         for node in nodes:
-            before(node.name)
+            before(node)
             self.lower(node)
             yield node
 
@@ -311,9 +311,9 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
         assert output.value is not None
         produced_by.setdefault(output.value.node, []).append(position)
 
-    def make_room(name: str) -> None:
-        for position in produced_by.get(name, ()):
-            buckets.make_room(position, *gradient_path(job, gradients[position]))
+    def make_room(node: Node) -> None:
+        for position in produced_by.get(node.name, ()):
+            buckets.make_room(position, *gradient_path(job, gradients[position]), node.op == CAST)
 
     def send(name: str) -> None:
         for position in produced_by.get(name, ()):

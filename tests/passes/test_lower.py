@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from autopar.cluster.description import Cluster
 from autopar.ir.assignment import Assignment, uses
 from autopar.ir.graph import Graph
-from autopar.ir.program import Program
+from autopar.ir.node import CAST
+from autopar.ir.program import Program, Section
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import STARTS, WAIT, overlap
@@ -116,6 +118,24 @@ def test_any_assignment_gives_the_loss_and_gradients_of_one_device(case: Case, m
     assert communicating > 50
 
 
+def in_flight(section: Section) -> dict[str, int]:
+    """How many reductions of gradients are in flight when an instruction begins, of all that compute, by name."""
+    starts = {i.name for i in section.instructions if i.name.startswith("gradients") and i.op in STARTS}
+    flying, before = set[str](), dict[str, int]()
+    for instruction in section.instructions:
+        if not instruction.op.startswith("collective."):
+            before[instruction.name] = len(flying)
+        flying |= {instruction.name} & starts
+        flying -= {value.node for value in instruction.operands} if instruction.op == WAIT else set()
+    return before
+
+
+def reduced(section: Section) -> set[str]:
+    """The instructions whose results reductions of gradients take."""
+    starts = (i for i in section.instructions if i.name.startswith("gradients") and i.op in STARTS)
+    return {value.node for start in starts for value in start.operands}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_while_a_gradient_is_computed_one_bucket_is_in_flight(case: Case, seed: int) -> None:
     """Of buckets that each gradient fills: that which it fills is the second. Large gradients are much of what a step
@@ -123,14 +143,30 @@ def test_while_a_gradient_is_computed_one_bucket_is_in_flight(case: Case, seed: 
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2, 2), annotate(case.graph, (2, 2)))
     graph = annotate(case.graph, (2, 2))
     section = programs(graph, random_assignment(graph, (2, 2), seed), prices, bucket=1)[0].backward
-    starts = {i.name: i for i in section.instructions if i.name.startswith("gradients") and i.op in STARTS}
-    computed = {value.node for start in starts.values() for value in start.operands}
-    flying: set[str] = set()
-    before: dict[str, int] = {}
-    for instruction in section.instructions:
-        if instruction.name in computed and not instruction.op.startswith("collective."):
-            before[instruction.name] = len(flying)
-        flying |= {instruction.name} & starts.keys()
-        flying -= {value.node for value in instruction.operands} if instruction.op == WAIT else set()
-    assert len(before) >= 2
-    assert max(before.values()) == 1
+    before = in_flight(section)
+    counts = [before[name] for name in reduced(section) & before.keys()]
+    assert len(counts) >= 2
+    assert max(counts) == 1
+
+
+class Halves(nn.Sequential):
+    """Products in bf16 of weights in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return cast("torch.Tensor", super().forward(x)).float().pow(2).mean()
+
+
+def test_a_bucket_is_in_flight_behind_a_product_but_not_behind_the_cast_of_its_gradient() -> None:
+    model = Halves(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    traced = trace(model, (torch.rand(4, 8),), device="cpu")
+    graph = annotate(step_graph(normalise(traced.graph), traced.signature.loss, 4), (2,))
+    prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2,), graph)
+    casts, products = list[int](), list[int]()
+    for seed in range(8):
+        section = programs(graph, random_assignment(graph, (2,), seed), prices, bucket=1)[0].backward
+        before, sent = in_flight(section), reduced(section)
+        casts += [before[each.name] for each in section.instructions if each.op == CAST and each.name in sent]
+        products += [before[each.name] for each in section.instructions if each.op == "aten.mm.default"]
+    assert len(casts) > 8 and set(casts) == {0}
+    assert max(products) == 1
