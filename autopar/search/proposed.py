@@ -99,7 +99,7 @@ class ProposedSearch:
     def solve_ahead(self) -> bool:
         """Solves plans without stages before layouts if all of these are left out, and tells whether it found one. None
         is sought if those that fit take longer than the quickest layout, which is then solved first: what the former
-        take at least mostly excludes them behind it."""
+        take at least mostly excludes them behind it, unless they were only short of memory."""
         slow = self.proposals.slow
         if slow is None or self.proposals.layouts:
             return False
@@ -108,7 +108,8 @@ class ProposedSearch:
             return True
         tried, self.tried = self.tried, Tried()
         slow_ones = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
-        self.least = Least(min(slow_ones, default=math.inf), lambda: tried)
+        if slow_ones:
+            self.least = Least(min(slow_ones), lambda: tried)
         return False
 
     def solve_first(self) -> None:
