@@ -25,7 +25,6 @@ MiB: with weights of a few MiB, FSDP2 is quicker than its row says (docs/archite
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +39,7 @@ from autopar.ir.placements import REPLICATE, Strategy, is_shard, shard_before, s
 
 from .axis_names import weight_values
 from .choices import Choice
-from .constraints import Allowed, live_axes, with_choices, zero_allows
+from .constraints import Allowed, live_axes, samples_of, with_choices, zero_allows
 from .formulation import Instance
 
 
@@ -139,9 +138,8 @@ class Samples:
     def dependent(self) -> frozenset[str]:
         """The nodes that depend on an input whose dim 0 is that of the batch."""
         inputs = self.graph.placeholders("input")
-        sizes = Counter(int(node.type.shape[0]) for node in inputs if node.type.rank and int(node.type.shape[0]) > 1)
-        batch = max(sizes, key=sizes.__getitem__, default=0)
-        dependent = {node.name for node in inputs if node.type.rank and int(node.type.shape[0]) == batch}
+        batch = samples_of(self.graph)
+        dependent = {node.name for node in inputs if node.type.rank and int(node.type.shape[0]) == batch > 1}
         for node in self.graph.nodes:
             if not dependent.isdisjoint([value.node for value in node.operands]):
                 dependent.add(node.name)

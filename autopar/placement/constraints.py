@@ -231,13 +231,19 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     )
 
 
+def samples_of(graph: Graph) -> int:
+    """How many samples the inputs have: the size of dim 0 of most, where it is not 1; 1 if it is in all."""
+    inputs = (node.type for node in graph.placeholders("input") if node.type.rank)
+    sizes = Counter(size for size in (int(kind.shape[0]) for kind in inputs) if size > 1)
+    return max(sizes, key=sizes.__getitem__, default=1)
+
+
 def _check_dims(graph: Graph, pin: str, names: Iterable[str]) -> None:
     """Raises :class:`OptionsError` where a ``pin`` of a module's output counts its dims, and the graph may have that
     output with samples and positions in one dim, as products compute it."""
-    sizes = Counter(int(node.type.shape[0]) for node in graph.placeholders("input") if node.type.rank)
-    batch = max(sizes, key=sizes.__getitem__, default=0)
+    batch = samples_of(graph)
     for node in (graph[name] for name in names if graph[name].op != "param" and graph[name].type.rank == 2):
-        each, rest = divmod(int(node.type.shape[0]), max(batch, 1))
+        each, rest = divmod(int(node.type.shape[0]), batch)
         if each > 1 and rest == 0:
             raise OptionsError(
                 f"{pin} counts dims of what the module returns, but the plan has that as %{node.name} {node.type}, "

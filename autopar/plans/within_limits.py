@@ -3,8 +3,9 @@
 Placements are sought anew for each limit, to a gap, so that those found with less memory may be quicker than those
 found with more. They fit there as well. What is proven of them there is another thing: a bound holds for the limit that
 it was proven for, and for smaller ones. So where a plan is taken for a larger limit, its bound is the highest proven,
-for that limit or a larger one, of the same program: for plans on the same mesh, with as many stages and microbatches.
-Where there is none, nothing is proven, and its gap is 100%.
+for that limit or a larger one, of the same program: for plans on the same mesh, with the rows in the same shares, and
+with as many stages and microbatches. Where there is none, nothing is proven, and its gap is 100%; nor where stages have
+meshes of their own, since a plan names the bound on one of these.
 
 Nothing of this holds for other changes: a plan is of so many devices, of samples, of a precision and a cluster.
 """
@@ -67,7 +68,8 @@ def _seconds_of_sample(plan: PlanRecord) -> float:
 def _taken(best: AnyPlan, own: AnyPlan | None, limit: int, plans: Iterable[AnyPlan], gap: float) -> AnyPlan:
     """The plan ``best`` under another ``limit``, for which search had found ``own``; so what search has compared is
     what that says."""
-    proven = (plan.bound for plan in plans if plan.memory_limit >= limit and _program(plan) == _program(best))
+    alike = (plan for plan in plans if plan.memory_limit >= limit and _program(plan) == _program(best))
+    proven = (plan.bound for plan in alike if plan.stage_meshes.are_equal)
     bound = min(max(proven, default=0.0), best.objective)
     left = 1.0 - bound / best.objective if best.objective > 0.0 else 0.0
     compared = best if own is None else own
@@ -85,4 +87,4 @@ def _taken(best: AnyPlan, own: AnyPlan | None, limit: int, plans: Iterable[AnyPl
 
 def _program(plan: PlanRecord) -> tuple[object, ...]:
     """What the placement program of a plan depends on besides memory."""
-    return plan.graph_hash, plan.batch, plan.stage_meshes, plan.microbatches, plan.schedule
+    return plan.graph_hash, plan.batch, plan.stage_meshes, plan.shares, plan.microbatches, plan.schedule

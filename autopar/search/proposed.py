@@ -77,10 +77,8 @@ class Least:
     excluded: Callable[[], Tried] = Tried
 
 
-def _least_of(tried: Tried) -> Least:
-    """What plans without stages take at least of which ``tried`` has none: infinite if none fits."""
-    slow = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
-    return Least(min(slow, default=math.inf), lambda: tried)
+def _just(tried: Tried) -> Callable[[], Tried]:
+    return lambda: tried
 
 
 @dataclass
@@ -105,13 +103,15 @@ class ProposedSearch:
     def solve_ahead(self, propose: Callable[[float], Proposals]) -> bool:
         """Solves plans without stages before layouts while all of these are left out, and tells whether it found one.
         None is sought once those that fit are known to take longer than the quickest layout: how long they take at
-        least then decides anew what is left out."""
+        least then decides anew what is left out. Where none that quick fits, all layouts come first."""
         while (slow := self.proposals.slow) is not None and not self.proposals.layouts:
             self.solve_without_stages(AHEAD * self.proposals.quick[slow])
             if self.tried.candidates:
                 return True
-            self.least, self.tried = _least_of(self.tried), Tried()
-            self.proposals = propose(AHEAD * self.least.seconds)
+            tried, self.tried = self.tried, Tried()
+            slow_ones = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
+            self.least = Least(min(slow_ones), _just(tried)) if slow_ones else self.least
+            self.proposals = propose(AHEAD * self.least.seconds if slow_ones else math.inf)
         return False
 
     def solve_first(self) -> None:

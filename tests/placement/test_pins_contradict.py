@@ -96,3 +96,20 @@ def test_dims_of_an_output_that_the_graph_has_otherwise_are_refused() -> None:
     plan = pinned(f"%{named[1]}", "S(1)")
     assert short(plan.strategies[named[1]].outputs[0]) == "(S(1))"
     assert pinned("lm_head", "S(0)") and pinned("transformer.h.0.mlp.c_fc", "S(2)")
+
+
+def test_inputs_without_samples_do_not_say_what_the_samples_of_a_pinned_output_are() -> None:
+    """Two of three inputs have one row; the module returns the samples as they are."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return (self.net(x) * scale + shift).square().mean()
+
+    options = autopar.Options(pins={"net": "S(1)"}, stages=1, microbatches=1)
+    batch = torch.randn(8, 16), torch.randn(1, 16), torch.randn(1, 16)
+    plan = autopar.plan(Scaled(), (2,), batch, options=options, cluster=CLUSTER)
+    assert short(plan.outputs["net"]) == "(S(1))"

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from autopar.ir.placements import Strategy, parse_placements
+from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.planner import solve_mesh
 from autopar.plans.plan import Plan
 from autopar.plans.question import Question, question_of
 from autopar.plans.views.what_if import Answer
 from autopar.plans.within_limits import quickest_within
+from autopar.schedule.schedule import Schedule
 from tests.plans import test_what_if as questions
 from tests.plans.test_what_if import own_plans
 
@@ -90,6 +93,25 @@ def test_a_bound_of_a_still_larger_limit_holds_and_that_of_another_program_does_
     found = quickest_within([quick, replace(slow, plan=other), largest], _asked(bound=4.0), 0.01, alone_first=False)
     assert _seen(found)[1] == (20, 5.0, 4.98, 1.0 - 4.98 / 5.0, "optimal")
     found = quickest_within([quick, replace(slow, plan=other)], _asked(microbatches=2), 0.01, alone_first=False)
+    assert _seen(found)[1] == (20, 5.0, 0.0, 1.0, "feasible"), "nothing is proven"
+
+
+def test_a_bound_of_other_shares_of_the_rows_does_not_hold() -> None:
+    """The program of one division of the rows says nothing of another's, though the mesh is the same."""
+    quick, slow = _answers((10, 5.0, 4.9), (20, 6.0, 5.99))
+    uneven = Strategy((), (parse_placements("S(0:3+1), R"),))
+    other = replace(slow.plan, strategies={**slow.plan.strategies, "more": uneven})
+    found = quickest_within([quick, replace(slow, plan=other)], _asked(microbatches=2), 0.01, alone_first=False)
+    assert _seen(found)[1] == (20, 5.0, 0.0, 1.0, "feasible"), "nothing is proven"
+
+
+def test_a_bound_of_one_stage_is_none_of_stages_with_meshes_of_their_own() -> None:
+    """Such a plan names the bound of the program on one of the meshes; its gap is the largest of any."""
+    staged = PlannedPipeline((), Schedule("1f1b", 1, (0, 1), (), ((), ()), (1, 1)), meshes=((2, 2), (1, 1)))
+    quick, slow = _answers((10, 5.0, 4.99), (20, 6.0, 4.99), pipeline=staged, stages=2)
+    assert quick.plan is not None
+    quick = replace(quick, plan=replace(quick.plan, gap=0.3))
+    found = quickest_within([quick, slow], _asked(), 0.01, alone_first=False)
     assert _seen(found)[1] == (20, 5.0, 0.0, 1.0, "feasible"), "nothing is proven"
 
 

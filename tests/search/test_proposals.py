@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.compiler.plan_cache import plan_key
+from autopar.errors import InfeasibleError
 from autopar.layout import Layout
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, Proposals
@@ -22,7 +23,7 @@ from autopar.search import attempts
 from autopar.search import best_plan as search
 from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
-from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Tried
+from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried
 from autopar.search.proposed import Least, tried_proposals
 from tests.helpers.models import make
 from tests.helpers.planning import requested
@@ -164,6 +165,19 @@ def test_plans_without_stages_come_first_only_while_they_may_be_quicker() -> Non
     order, found = order_of(within, 105.0, least=80.0, layouts=120.0)
     assert order[:3] == [None, TWO_STAGES, None] and found.least == 105.0
     assert NO_STAGES not in {each.kind for each in found.excluded}
+
+
+def test_plans_without_stages_of_which_none_fits_that_quick_are_sought_again() -> None:
+    """That the step as a whole does not fit says nothing of one in microbatches, which quick layouts exclude."""
+
+    def solve(own: PlanRequest) -> Tried:
+        if own.options.layout is not None:
+            return Tried((Candidate(120.0, None, _never, _never),))
+        full = Failure(InfeasibleError("nothing fits"))
+        return Tried((Candidate(105.0, None, _never, _never),)) if own.worth > 105.0 else Tried(failures=(full,))
+
+    found = tried_proposals(request(), within, Timings(), solve, lambda tried: tried.least, lambda: Least(80.0))
+    assert found.least == 105.0
 
 
 def test_what_takes_longer_at_least_without_stages_is_not_solved() -> None:
