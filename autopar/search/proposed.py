@@ -109,9 +109,11 @@ class ProposedSearch:
             if self.tried.candidates:
                 return True
             tried, self.tried = self.tried, Tried()
-            slow_ones = [each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError)]
-            self.least = Least(min(slow_ones), _just(tried)) if slow_ones else self.least
-            self.proposals = propose(AHEAD * self.least.seconds if slow_ones else math.inf)
+            slow_ones = (each.error.seconds for each in tried.excluded if isinstance(each.error, TooSlowError))
+            seconds = min(slow_ones, default=0.0)
+            is_known = seconds > self.least.seconds
+            self.least = Least(seconds, _just(tried)) if is_known else self.least
+            self.proposals = propose(AHEAD * seconds if is_known else math.inf)
         return False
 
     def solve_first(self) -> None:
