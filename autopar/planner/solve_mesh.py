@@ -62,8 +62,6 @@ IN_DOUBT = 1.25
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
 UNTIED_NODES = 10_000
-
-
 # Baselines by name; None: not possible.
 Priced = dict[str, Predicted | None]
 
@@ -389,8 +387,8 @@ def _refine_untied(
 
 
 def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:
-    """Predicts a baseline. Near the memory limit, its memory is that of its program where
-    that is soon known, so that it is said to fit only if a plan with its placements would."""
+    """Predicts a baseline. Near the memory limit, its memory is that of its program where that is soon known, so that
+    it is said to fit only if a plan with its placements would."""
     if not _is_feasible(solution):
         return None
     solved = MeshSolution.of(line.instance, solution)
