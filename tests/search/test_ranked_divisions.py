@@ -122,8 +122,7 @@ def test_what_is_not_worth_while_is_left_out_and_named() -> None:
     none = proposed_layouts(replace(request, worth=0.5 * least))
     assert none.layouts == () and none.slow is not None
     assert 0.5 * least < none.quick[none.slow] <= least
-    few = proposed_layouts(replace(request, worth=1.0001 * least))
-    assert few.layouts == found.layouts[:1]
+    assert proposed_layouts(replace(request, worth=2.0 * least)).layouts == found.layouts
 
 
 def test_degrees_that_do_not_divide_the_batch_are_left_out() -> None:
