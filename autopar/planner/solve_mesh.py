@@ -19,7 +19,7 @@ from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.steps.few_layer_bill import folded_bill
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
-from autopar.solver.problem import Ints, Solution, evaluate, host_binds
+from autopar.solver.problem import Ints, Solution, host_binds
 from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import solve
 
@@ -43,7 +43,7 @@ from .peaks import LEAST_NODES, Peaks
 from .proven_bound import with_bound
 from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .timings import Timings, solve_in_time
-from .within_memory import MetSolutions, WithinMemory
+from .within_memory import MetSolutions, WithinMemory, take_cheapest
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
 BASELINE_GAP = 0.05
@@ -241,21 +241,6 @@ def _solve_unlimited(
     return solve_unlimited(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
 
 
-def _take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) -> MeshSolution:
-    """Takes the cheapest solution. A baseline that fits and beats the solver's solution replaces it and retains the
-    solver's bound."""
-    for other in sorted(others, key=lambda solution: solution.objective):
-        if other.objective >= best.solution.objective:
-            break
-        # What a baseline does may be impossible in the program that was solved.
-        if math.isfinite(evaluate(best.instance.problem, other.choices)):
-            same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
-            cheaper = MeshSolution.of(best.instance, same)
-            if peaks.fits(cheaper):
-                return cheaper
-    return best
-
-
 def _enforce_memory_limit(
     request: PlanRequest, annotated: Graph, free: Unlimited, timings: Timings, others: Sequence[Solution] = ()
 ) -> MeshSolution:
@@ -266,7 +251,7 @@ def _enforce_memory_limit(
     with timings.phase("solve"):
         quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
         if quickest is not None and peaks.fits(quickest):
-            return replace(_take_cheapest(peaks, quickest, others), unlimited=free.seconds)
+            return replace(take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
             raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
         found = _found_within(request, free)
@@ -294,7 +279,7 @@ def _found_limited(
         met, starts = MetSolutions(), [other.choices for other in others]
         mixed = best = _solve_limited(request, annotated, free, beyond, timings, peaks, starts, met)
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
-            best = _take_cheapest(peaks, best, others)
+            best = take_cheapest(peaks, best, others)
             known = [*met.known.values(), *([] if quickest is None else [free.solution.choices])]
             mixed = mix_layers(request, annotated, best, known, peaks)
         # An estimate may have ruled it out.

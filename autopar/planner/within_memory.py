@@ -82,6 +82,21 @@ class MetSolutions:
         return best
 
 
+def take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) -> MeshSolution:
+    """Takes the cheapest solution. A baseline that fits and beats the solver's solution replaces it and retains the
+    solver's bound."""
+    for other in sorted(others, key=lambda solution: solution.objective):
+        if other.objective >= best.solution.objective:
+            break
+        # What a baseline does may be impossible in the program that was solved.
+        if math.isfinite(evaluate(best.instance.problem, other.choices)):
+            same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
+            cheaper = MeshSolution.of(best.instance, same)
+            if peaks.fits(cheaper):
+                return cheaper
+    return best
+
+
 def peak_at(counted: float, before: Needed | None, beyond: Needed) -> float:
     """The peak of a solution that counts so many bytes, fewer than ``beyond``, if it goes on falling as it fell from
     ``before`` to ``beyond``; minus infinity if it is not known how it falls.
