@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from autopar.ir.placements import parse_placements, short
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.annotate.fold import fold_layers
+from autopar.placement.baselines import Baseline
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
 from autopar.planner import solve_mesh as planner
@@ -326,3 +328,9 @@ def test_many_axes_are_joined_or_refused() -> None:
 def test_a_plan_for_many_axes_has_fewer() -> None:
     plan = planned("plain", (2, 2, 2, 2), mesh_search=True)
     assert len(plan.mesh) <= 3 and plan.mesh != (2, 2, 2, 2)
+
+
+def test_a_baseline_that_was_solved_poorly_says_what_it_takes_at_least() -> None:
+    line, solution = Baseline("FSDP", Mock(spec=Instance)), Solution(np.zeros(1, np.int64), 0.8, 0.3, "feasible", 1.0)
+    assert planner._named(line, solution) == "FSDP: solved to within 62% only, at least 300 ms"
+    assert planner._named(line, replace(solution, bound=0.79)) == "FSDP"
