@@ -25,7 +25,7 @@ from autopar.planner.request import PlanRequest, Proposals, asked_mesh, memory_l
 from autopar.planner.row_shares import Division as RowDivision
 from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
 from autopar.planner.solve_mesh import is_short_of_memory, least_seconds, priced_baselines, solve_mesh
-from autopar.planner.step_graphs import step_of
+from autopar.planner.step_graphs import pipelined_step_of, step_of
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
@@ -54,7 +54,7 @@ from .candidate import (
 )
 from .division_bounds import Division, bounds_of, covered, searched
 from .pipeline_request import MOST_CHUNKS
-from .pipelines import whole_step, with_stages
+from .pipelines import with_stages
 from .proposed import Least, tried_proposals
 from .segments import stage_pins
 
@@ -135,7 +135,7 @@ def _searched(request: PlanRequest, tried: Tried, seconds: float) -> Searched | 
     solved = {division for candidate in tried.candidates for division in candidate.divisions}
     solved |= {division for excluded in tried.excluded for division in excluded.divisions}
     known = tried_divisions(tried, request.batch)
-    return searched(bounds_of(request, whole_step(request)), request.batch, MOST_CHUNKS, solved, seconds, known)
+    return searched(bounds_of(request, pipelined_step_of(request)), request.batch, MOST_CHUNKS, solved, seconds, known)
 
 
 def _check_stages_are_searched(request: PlanRequest) -> None:

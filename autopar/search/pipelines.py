@@ -69,7 +69,7 @@ def with_stages(
     """
     if request.loss is None and request.graph.gradients:
         return Tried(), _impossible(OptionsError(_NO_LOSS))
-    graph, tried = whole_step(request), Tried()
+    graph, tried = pipelined_step_of(request), Tried()
     nothing = (
         f"no pipeline stages are possible on the mesh {asked_mesh(request)} under these options: leave some of them out"
     )
@@ -112,11 +112,6 @@ def _nearer(last: Failure, before: Failure | None) -> Failure:
 
 def _impossible(error: OptionsError) -> Failure:
     return Failure(error, lambda: error)
-
-
-def whole_step(request: PlanRequest) -> Graph:
-    """The step that is cut, at the whole batch."""
-    return pipelined_step_of(request)
 
 
 def _of_layout(

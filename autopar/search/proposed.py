@@ -17,12 +17,12 @@ from autopar.layout import Layout
 from autopar.options import without_stages
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import NEAR, PlanRequest, Proposals
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.restriction import words_of
 
 from .candidate import RULE, STAGES, Excluded, Tried, keep_shown
 from .division_bounds import bounds_of, division_of
-from .pipelines import whole_step
 
 # The shares of counted work that are left for plans without stages, and then for further pipelines. Chosen.
 FOR_NO_STAGES, FOR_OTHERS = 0.5, 0.25
@@ -187,7 +187,7 @@ class ProposedSearch:
         return self.proposals.is_near(layout) and self.proposals.may_take(self.tried.least, layout)
 
     def _bound(self, layout: Layout) -> float:
-        return bounds_of(self.request, whole_step(self.request)).seconds(division_of(layout, self.request.batch))
+        return bounds_of(self.request, pipelined_step_of(self.request)).seconds(division_of(layout, self.request.batch))
 
     @property
     def _is_spent(self) -> bool:

@@ -20,14 +20,13 @@ from autopar.ir.searched import Searched
 from autopar.layout import Layout
 from autopar.planner.request import PlanRequest, Proposals, kernels_of
 from autopar.planner.roles.axis_roles import AxisRole
-from autopar.planner.step_graphs import step_of
+from autopar.planner.step_graphs import pipelined_step_of, step_of
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.plans.views.coverage import coverage
 from autopar.search import attempts, best_plan, division_bounds
 from autopar.search.candidate import Candidate, Tried
 from autopar.search.division_bounds import Bounds, Division, all_divisions, bounds_of, covered, divides, searched
-from autopar.search.pipelines import whole_step
 from autopar.search.proposed import ProposedSearch
 from autopar.search.stage_meshes import layout_of
 from tests.helpers.marks import slow_rows_but
@@ -45,7 +44,7 @@ CLUSTERS = {
 
 def bounds(source: str, cluster: Cluster, devices: int) -> Bounds:
     asked = requested(source, (devices,), cluster)
-    return bounds_of(asked, whole_step(asked))
+    return bounds_of(asked, pipelined_step_of(asked))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_no_plan_of_unequal_stages_is_quicker_than_their_bound(
     source: Any, cluster: Cluster, stages: tuple[int, ...], count: int, schedule: str
 ) -> None:
     asked = requested(source, (4,), cluster)
-    limit = attempts._least_seconds(asked, whole_step(asked), layout_of((4,), stages))
+    limit = attempts._least_seconds(asked, pipelined_step_of(asked), layout_of((4,), stages))
     fixed = {"stages": stages, "microbatches": count, "schedule": schedule, "recompute": "none"}
     plan = planned(source, (4,), cluster, **fixed)
     assert plan.stage_meshes.sizes == stages
@@ -317,7 +316,7 @@ def test_a_gap_of_nothing() -> None:
 def test_the_kernels_of_bounds_are_those_of_the_step_that_is_cut(source: str) -> None:
     """They are taken from the step with saved activations, whose kernels a plan without stages needs as well."""
     asked = requested(source, (4,))
-    graph = whole_step(asked)
+    graph = pipelined_step_of(asked)
     known, own = bounds_of(asked, graph), Bounds(asked.cluster, 4, graph, kernels_of(asked, graph))
     for division in (Division(1, 1, 4, 1, 1), Division(2, 1, 2, 4, 1), Division(4, 1, 1, 8, 1)):
         assert known.seconds(division) == own.seconds(division)
@@ -327,7 +326,7 @@ def test_gradients_of_inputs_are_no_part_of_the_step_that_is_cut() -> None:
     """A step in microbatches does not return them, so neither does a bound count them."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     asked = requested(lambda: (model, {"input": torch.randn(8, 16, requires_grad=True)}), (4,))
-    graph = whole_step(asked)
+    graph = pipelined_step_of(asked)
     assert any(output.kind == "input_gradient" for output in step_of(asked).outputs)
     assert all(output.kind != "input_gradient" for output in graph.outputs)
     own = Bounds(asked.cluster, 4, graph, kernels_of(asked, graph))

@@ -11,11 +11,12 @@ import pytest
 import autopar
 from autopar.planner import solve_mesh
 from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.search import fitting_schedules, pipeline
 from autopar.search.attempts import attempts
 from autopar.search.pipeline_request import PipelineRequest
-from autopar.search.pipelines import _Pipeline, whole_step
+from autopar.search.pipelines import _Pipeline
 from autopar.search.schedules.schedule_estimates import Estimates
 from tests.helpers.models import Stack, gpt2, text
 from tests.helpers.planning import CLUSTER, requested
@@ -33,7 +34,7 @@ def test_a_second_schedule_is_priced_only_where_it_may_be_chosen(monkeypatch: py
     # Else a second schedule is left out whose estimate alone is above the first one's seconds.
     monkeypatch.setattr(Estimates, "is_below", lambda *given: True)
     request = requested(partial(gpt2, 4), (2,), stages=2, microbatches=4)
-    graph = whole_step(request)
+    graph = pipelined_step_of(request)
     ((layout, _),) = attempts(request, graph, math.inf, lacks_memory=False)
     counts = []
     for best in (math.inf, 1e-9):
@@ -54,16 +55,16 @@ def test_pipelines_are_made_to_fit_only_where_they_may_be_chosen(monkeypatch: py
 
     options = {"stages": 2, "microbatches": 4}
     request = requested(partial(gpt2, 4), (2,), **options)
-    graph = whole_step(request)
+    graph = pipelined_step_of(request)
     ((layout, _),) = attempts(request, graph, math.inf, lacks_memory=False)
     free = _Pipeline(request, {}, graph, layout, 4).solved(Timings())
     limit = int(0.8 * free.figures()[1].peak_bytes)
     tight = requested(partial(gpt2, 4), (2,), memory_limit=limit, **options)
     monkeypatch.setattr(solve_mesh, "_solve_limited", counted)
     with pytest.raises(TooSlowError):
-        _Pipeline(tight, {}, whole_step(tight), layout, 4).solved(Timings(), 0.9 * free.seconds)
+        _Pipeline(tight, {}, pipelined_step_of(tight), layout, 4).solved(Timings(), 0.9 * free.seconds)
     assert not limited
-    found = _Pipeline(tight, {}, whole_step(tight), layout, 4).solved(Timings(), 2.0 * free.seconds)
+    found = _Pipeline(tight, {}, pipelined_step_of(tight), layout, 4).solved(Timings(), 2.0 * free.seconds)
     assert limited and found.seconds >= free.seconds
     assert found.figures()[1].peak_bytes <= limit
 

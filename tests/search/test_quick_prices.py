@@ -13,11 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.request import PlanRequest
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.search import pipelines
 from autopar.search.attempts import attempts
 from autopar.search.pipeline import inner_repeats
-from autopar.search.pipelines import _Pipeline, whole_step, with_stages
+from autopar.search.pipelines import _Pipeline, with_stages
 from autopar.search.stage_problems import SAFETY_FACTOR, StagePrograms
 from tests.helpers.models import Case, gpt2
 from tests.helpers.planning import requested
@@ -37,7 +38,7 @@ def _request(**options: Any) -> PlanRequest:
 
 
 def _pipeline(request: PlanRequest) -> _Pipeline:
-    graph = whole_step(request)
+    graph = pipelined_step_of(request)
     (layout, counts), *_ = attempts(request, graph, math.inf, lacks_memory=False)
     return _Pipeline(request, {}, graph, layout, counts[0])
 

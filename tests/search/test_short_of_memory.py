@@ -11,8 +11,8 @@ from torch import nn
 
 import autopar
 from autopar import InfeasibleError, Options
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.attempts import attempts
-from autopar.search.pipelines import whole_step
 from tests.helpers.planning import CLUSTER, requested
 
 LIMIT = 150_000
@@ -54,7 +54,7 @@ def test_an_error_names_a_limit_that_is_enough() -> None:
 @pytest.mark.parametrize("lacks_memory", [False, True])
 def test_microbatches_are_tried_without_stages_where_memory_is_short(lacks_memory: bool) -> None:
     request = requested("stack", (2,), mesh_search=True, stages=None, microbatches=None)
-    tried = list(attempts(request, whole_step(request), 1.0, lacks_memory))
+    tried = list(attempts(request, pipelined_step_of(request), 1.0, lacks_memory))
     whole = [counts for layout, counts in tried if layout.stages == 1]
     assert bool(whole) == lacks_memory
     assert all(count > 1 for counts in whole for count in counts)
@@ -70,5 +70,5 @@ def test_options_that_exclude_a_baseline_are_its_reason() -> None:
 def test_where_nothing_fits_single_samples_are_tried_at_last(nothing_fits: bool) -> None:
     request = requested(lambda: (Perceptron(), (torch.randn(64, 128),)), (2,), stages=1, microbatches=None)
     best = math.inf if nothing_fits else 1.0
-    ((_, counts),) = attempts(request, whole_step(request), best, lacks_memory=True)
+    ((_, counts),) = attempts(request, pipelined_step_of(request), best, lacks_memory=True)
     assert counts == ((2, 4, 8, 64) if nothing_fits else (2, 4, 8))

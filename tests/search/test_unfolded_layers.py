@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar.planner.request import PlanRequest, folded_graph
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.chunk_price import SECTIONS
-from autopar.search.pipelines import whole_step
 from autopar.search.proposals.few_layer_step import FewLayerStep
 from autopar.search.proposals.stage_costs import PlacedStage
 from autopar.search.proposals.stage_programs import StagePrograms
@@ -35,8 +35,8 @@ def _placed(step: FewLayerStep, tensor: int) -> tuple[PlacedStage, ...]:
 def test_few_layers_unfold_to_all(kind: str, tensor: int) -> None:
     request = _request(kind)
     few = FewLayerStep.of(request)
-    assert few is not None and few.stacks and 2 * len(few.graph) < len(whole_step(request))
-    every = replace(few, graph=folded_graph(request, whole_step(request)), stacks=())
+    assert few is not None and few.stacks and 2 * len(few.graph) < len(pipelined_step_of(request))
+    every = replace(few, graph=folded_graph(request, pipelined_step_of(request)), stacks=())
     short, whole = _placed(few, tensor), _placed(every, tensor)
     assert len(short) == len(whole) > 1, "the quickest, and the same with more and more recomputed"
     for own, of_all in zip(short, whole, strict=True):

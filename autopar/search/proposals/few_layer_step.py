@@ -15,7 +15,7 @@ from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import exchanged_bytes
 from autopar.planner.request import PlanRequest, folded_graph
-from autopar.search.pipelines import whole_step
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.segments import segment_of_nodes
 
 # The fewest equal layers of a model for which stages are proposed: one could not be cut.
@@ -52,7 +52,7 @@ class FewLayerStep:
     @staticmethod
     def of(request: PlanRequest) -> FewLayerStep | None:
         """The few-layer step of a request; None if its model has no equal layers."""
-        whole = folded_graph(request, whole_step(request))
+        whole = folded_graph(request, pipelined_step_of(request))
         if not stacks_of(whole, LEAST_LAYERS):
             return None
         return FewLayerStep(request, *FewLayers().shortened(whole))
@@ -66,14 +66,14 @@ class FewLayerStep:
         for stack in self.stacks:
             unfolded = _unfolded(unfolded, stack, [_layer_at(pieces.graph, each, stack) for each in candidates])
         segments = segment_of_nodes(pieces.graph, candidates)
-        exchanged = exchanged_bytes(whole_step(self.request))
+        exchanged = exchanged_bytes(pipelined_step_of(self.request))
         saving = SaveActivations()(pieces.graph)
         return Microbatch(saving, pieces.graph, exchanged, candidates, segments, unfolded)
 
     @cached_property
     def share(self) -> float:
         """The bytes of the parameters of few layers, as a share of those of all."""
-        whole = whole_step(self.request)
+        whole = pipelined_step_of(self.request)
         few, every = (sum(int(n.stored.bytes) for n in graph.placeholders("param")) for graph in (self.graph, whole))
         return few / every
 

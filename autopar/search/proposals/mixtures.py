@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.layout import Layout
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.division_bounds import bounds_of, division_of
-from autopar.search.pipelines import whole_step
 
 from .closed_form import ClosedForms
 from .ranking import Ranking
@@ -35,7 +35,7 @@ class MixtureRanking(Ranking):
 
     def _alone(self, layout: Layout) -> float:
         request, batch = self.request, self.request.batch
-        least = bounds_of(request, whole_step(request)).seconds(division_of(layout, batch))
+        least = bounds_of(request, pipelined_step_of(request)).seconds(division_of(layout, batch))
         return least * (1.0 + (layout.pipeline - 1) / (6.0 * layout.microbatches(batch)))
 
     def _placed(self, layout: Layout) -> tuple[PlacedStage, ...]:
