@@ -21,9 +21,10 @@ the optimum. Its decoded choices, repaired and polished by coordinate descent, a
 (:mod:`autopar.solver.message_passing`, :mod:`autopar.solver.dual_ascent`, :mod:`autopar.solver.coordinate_descent`).
 (3) Choices whose reduced cost exceeds the distance between incumbent and bound cannot improve on the incumbent and are
 dropped (reduced-cost fixing, Dantzig, Fulkerson and Johnson 1954). (1) and (2) are repeated while that shrinks the
-problem. (4) If the gap is still open, the linear relaxation of the remaining problem is solved through
-``ortools.math_opt`` and HiGHS (:mod:`autopar.solver.lp_relaxation`), followed by fixing once more and (5) branch and
-cut.
+problem. Before that, branch and cut looks for an incumbent among the choices of least reduced cost, which are few
+(kernel search: Angelelli, Mansini and Speranza 2010). (4) If the gap is still open, the linear relaxation of the
+remaining problem is solved through ``ortools.math_opt`` and HiGHS (:mod:`autopar.solver.lp_relaxation`), followed by
+fixing once more and (5) branch and cut.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ SMALLEST_SECONDS, SMALLEST_GAP = 10.0, 1e-6
 # Sizes of kernels, as shares of the distance from bound to incumbent, and the part of the remaining budget for each.
 # Chosen.
 KERNELS = {0.15: 0.3, 0.4: 0.3, 1.0: 1.0}
+# The same for kernels before the relaxation, their sizes as choices for each group. Chosen: of Llama 3 8B in bf16 on
+# 64 devices, two are enough, in a tenth of the seconds of the relaxation.
+NEAR = {2: 0.2, 4: 0.2, 8: 0.2}
 
 
 def solve(
@@ -146,7 +150,7 @@ def _explore(search: Search, reductions: SharedReductions) -> None:
     while reduced.groups:
         before = _choices(reduced)
         ascent = ascend(search, reduced, chain)
-        if search.over:
+        if search.over or _search_near(search, reduced, chain, ascent):
             return
         reduced, chain = _fix(search, reduced, chain, ascent)
         if is_impossible(reduced):
@@ -158,6 +162,23 @@ def _explore(search: Search, reductions: SharedReductions) -> None:
             _finish(search, reduced, chain)
             return
     _settle(search, chain)
+
+
+def _search_near(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> bool:
+    """Branches on the choices of least slack above the bound of message passing. Mostly that bound is as high as the
+    relaxation's, but decoding picks one of many choices that seem equally good, and misses the assignment that attains
+    it. Returns whether the search is over."""
+    if not np.isfinite(ascent.bound):
+        return False
+    bound, slack = ascent.bound + chain.offset, np.sort(np.concatenate(ascent.slack))
+    for choices, share in NEAR.items():
+        most = choices * len(problem.groups)
+        distance = float(slack[most]) if most < len(slack) else np.inf
+        kernel, links = _within(problem, chain, distance, ascent.slack)
+        _search_kernel(search, kernel, links, bound + distance, search.budget.part(share))
+        if search.over or distance >= search.objective - bound:
+            break
+    return search.over
 
 
 def _finish(search: Search, reduced: Problem, chain: Chain) -> None:
@@ -178,10 +199,10 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> None:
             continue
         if not np.isfinite(relaxation.bound) and not search.budget.part(KERNELS[share]).may_branch(size):
             continue  # The kernel is the whole problem, which is too large to branch on.
-        _search_kernel(search, reduced, chain, relaxation, share)
+        _search_share(search, reduced, chain, relaxation, share)
 
 
-def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
+def _search_share(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
     """Branches on the choices whose reduced cost is within ``share`` of the distance from bound to incumbent.
 
     All other assignments cost at least that much, so a solved kernel proves a bound, and a small kernel yields good
@@ -194,13 +215,19 @@ def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: R
         target = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
         threshold = bound + share * (target - bound)
     kernel, links = _within(problem, chain, threshold - bound if np.isfinite(bound) else np.inf, relaxation.slack)
+    _search_kernel(search, kernel, links, threshold, search.budget.part(KERNELS[share]))
+
+
+def _search_kernel(search: Search, kernel: Problem, links: Chain, floor: float, budget: Budget) -> None:
+    """Solves a part of a problem. Assignments that are not in ``kernel`` cost at least ``floor``."""
     if is_impossible(kernel):
-        search.prove(threshold)
+        search.exhausted |= floor == np.inf and not search.has_incumbent
+        search.prove(floor)
     elif not kernel.groups:
         search.offer(links.expand(NONE))
-        search.prove(min(links.offset, threshold))
+        search.prove(min(links.offset, floor))
     else:
-        _branch(search, kernel, links, threshold, search.budget.part(KERNELS[share]))
+        _branch(search, kernel, links, floor, budget)
 
 
 def _settle(search: Search, chain: Chain) -> None:

@@ -183,6 +183,31 @@ def test_larger_problems_close_the_gap_and_repeat_themselves(share: float) -> No
     assert first.bound <= exact.bound * (1 + 1e-6) <= first.objective * (1 + 2e-6)
 
 
+def permuted(groups: int, choices: int, seed: int) -> Problem:
+    """Groups of which each pair agrees for free if one chooses the image of the other under a permutation, which all
+    pairs do only for one hidden assignment. To the relaxation, and to decoding, all choices are equally good."""
+    random = np.random.default_rng(seed)
+    hidden, label = random.integers(0, choices, groups), np.arange(choices)
+    own = np.full(choices, 1.0)
+    made = tuple(Group(f"g{i}", own, *np.zeros((3, choices))) for i in range(groups))
+    transfers = []
+    for i, j in itertools.combinations(range(groups), 2):
+        image = random.permutation(choices)
+        other = int(np.flatnonzero(image == hidden[j])[0])
+        image[[hidden[i], other]] = image[[other, hidden[i]]]
+        cost = np.ones((choices, choices))
+        cost[label, image] = 0.0
+        transfers.append(Transfer(f"t{i}{j}", i, label, (j,), (label,), cost))
+    return Problem(made, tuple(transfers))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_decoding_misses_is_found_without_the_relaxation(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("autopar.solver.solve.relax")
+    solution = solve(permuted(10, 6, seed), gap=0.01, counted=True)
+    assert solution.objective == 10.0 and solution.status == "optimal"
+
+
 def test_without_time_something_that_fits_is_returned_with_an_honest_gap() -> None:
     problem = layered(60, 12, share=0.1)
     solution = solve(problem, time_limit=0.0, gap=0.0)
