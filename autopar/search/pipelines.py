@@ -45,6 +45,9 @@ MORE_MICROBATCHES_WITHIN = 1.5
 # The share of counted work that is left for microbatches and pipelines where memory is short. Chosen: programs under a
 # limit that binds take long, and those without stages may have taken most of it.
 FOR_SHORT_OF_MEMORY = 0.75
+# The share that is left for stages once the step in microbatches was tried, which takes all it may if it hardly fits.
+# Chosen: enough for the programs of two layouts.
+FOR_STAGES = 0.25
 # The operations of a step from which on a program of few layers says first whether a pipeline could win. Chosen: of
 # Llama of 32 layers, with 6,200, that spares half of the search; of smaller ones a price of all layers takes no longer.
 MANY_OPERATIONS = 5000
@@ -79,6 +82,8 @@ def with_stages(
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     losing: dict[StageLayout, tuple[Excluded, ...]] = {}
     for layout, counts in attempts(request, graph, best, lacks_memory):
+        if layout.stages > 1 and losing and all(own.stages == 1 for own in losing):
+            timings.reserve(request.options, FOR_STAGES)
         quickest = min(best, tried.least)
         if _is_over(request, timings, quickest, has_failed=failure is not impossible):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -11,9 +12,11 @@ import torch
 import transformers as hf
 from torch import nn
 
+from autopar.layout import Layout
 from autopar.options import Options
 from autopar.planner.request import NEAR, PlanRequest, Proposals, memory_limit_of
 from autopar.planner.roles.expert_blocks import expert_blocks
+from autopar.search.proposals import proposals
 from autopar.search.proposals.few_layer_step import FewLayerStep
 from autopar.search.proposals.mixtures import MixtureRanking
 from autopar.search.proposals.proposals import proposed_layouts
@@ -122,7 +125,21 @@ def test_what_is_not_worth_while_is_left_out_and_named() -> None:
     none = proposed_layouts(replace(request, worth=0.5 * least))
     assert none.layouts == () and none.slow is not None
     assert 0.5 * least < none.quick[none.slow] <= least
-    assert proposed_layouts(replace(request, worth=2.0 * least)).layouts == found.layouts
+    assert proposed_layouts(replace(request, worth=1.2 * least)).layouts == found.layouts
+
+
+def test_the_rule_of_thumb_keeps_its_estimate_where_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is known to take at least, which says that it is too slow, is less."""
+    request, (best,) = _on_many(_llama), _proposed().layouts
+    monkeypatch.setattr(proposals, "rule_of_thumb", lambda ranking: best)
+    monkeypatch.setattr(Ranking, "best_first", lambda ranking, worth: _at_least(ranking, best, 0.1))
+    found = proposed_layouts(replace(request, worth=0.05))
+    assert found.slow == best and found.quick[best] == _proposed().quick[best]
+
+
+def _at_least(ranking: Ranking, layout: Layout, seconds: float) -> Iterator[Layout]:
+    ranking.known[layout] = seconds
+    yield layout
 
 
 def test_degrees_that_do_not_divide_the_batch_are_left_out() -> None:

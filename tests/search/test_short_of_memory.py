@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 import autopar
 from autopar import InfeasibleError, Options
 from autopar.planner.step_graphs import pipelined_step_of
+from autopar.planner.timings import Timings
 from autopar.search.attempts import attempts
+from autopar.search.candidate import Candidate
+from autopar.search.pipelines import _Pipeline, with_stages
 from tests.helpers.planning import CLUSTER, requested
 
 LIMIT = 150_000
@@ -58,6 +62,26 @@ def test_microbatches_are_tried_without_stages_where_memory_is_short(lacks_memor
     whole = [counts for layout, counts in tried if layout.stages == 1]
     assert bool(whole) == lacks_memory
     assert all(count > 1 for counts in whole for count in counts)
+
+
+def test_a_step_in_microbatches_leaves_work_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much work it takes to solve: every program takes half of what is left."""
+    tried, timings = list[int](), Timings()
+
+    def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
+        tried.append(own.layout.stages)
+        for _ in range(2):  # Placements, and those that hold less.
+            timings.solving += 0.5 * timings.left(own.request.options)
+        return Candidate(1.0 / len(tried), own.layout, _never, _never)
+
+    monkeypatch.setattr(_Pipeline, "solved", solved)
+    request = requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None)
+    with_stages(request, {}, timings, math.inf, lacks_memory=True)
+    assert tried[:3] == [1, 1, 1] and {2, 4} <= set(tried)
+
+
+def _never() -> Any:
+    raise AssertionError("not asked for")
 
 
 def test_options_that_exclude_a_baseline_are_its_reason() -> None:

@@ -58,10 +58,6 @@ class ClosedForms:
                 flying = max(SCHEDULES[name].in_flight(rank, stages, microbatches, chunks) for rank in (0, stages - 1))
                 yield totals.static / stages + flying * totals.saved / (stages * chunks), name, chunks
 
-    def seconds(self, totals: Totals, stages: int, microbatches: int, limit: float) -> float:
-        """Seconds of the quickest schedule that may fit; infinite if none may."""
-        return min((seconds for seconds, _ in self.kinds(totals, stages, microbatches, limit)), default=math.inf)
-
     def _busiest(self, stages: int, kind: Kind) -> float:
         """The share of all work that the busiest stage has."""
         if (stages, kind) not in self._shares:

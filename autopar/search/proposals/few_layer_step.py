@@ -8,6 +8,7 @@ from functools import cached_property
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
+from autopar.ir.node import Output
 from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.annotate.omit_layers import Stack, number_in, stacks_of
 from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
@@ -40,6 +41,14 @@ class Microbatch:
         """A name for the start of each segment of all layers but the first."""
         return tuple(f"{self.candidates[own - 1].name}+{at}" for at, own in enumerate(self.unfolded[1:], start=1))
 
+    @cached_property
+    def returned(self) -> tuple[Output, ...]:
+        """The gradients that a segment returns to earlier ones: every stage but the first has such work."""
+        of, backward = self.segment_of, {node.name: node for node in self.bare if node.phase == "backward"}
+        read = ((value, of[name]) for name, node in backward.items() if name in of for value in node.operands)
+        late = (value for value, own in read if value.node in backward and of.get(value.node, 0) > own)
+        return tuple(Output("input_gradient", value.node, value) for value in dict.fromkeys(late))
+
 
 @dataclass(frozen=True, eq=False)
 class FewLayerStep:
@@ -67,8 +76,7 @@ class FewLayerStep:
             unfolded = _unfolded(unfolded, stack, [_layer_at(pieces.graph, each, stack) for each in candidates])
         segments = segment_of_nodes(pieces.graph, candidates)
         exchanged = exchanged_bytes(pipelined_step_of(self.request))
-        saving = SaveActivations()(pieces.graph)
-        return Microbatch(saving, pieces.graph, exchanged, candidates, segments, unfolded)
+        return Microbatch(SaveActivations()(pieces.graph), pieces.graph, exchanged, candidates, segments, unfolded)
 
     @cached_property
     def share(self) -> float:

@@ -40,8 +40,8 @@ def proposed_layouts(request: PlanRequest) -> Proposals:
         if len(found) == PROPOSED:
             break
     quick = {each: ranking.bound(each) for each in ranking.every() if (each.tensor, each.pipeline) in found}
-    quick |= {} if rule is None else {rule: ranking.estimate(rule)}
     quick |= {} if slow is None else {slow: ranking.known[slow]}
+    quick |= {} if rule is None else {rule: ranking.estimate(rule)}
     proposals = Proposals(tuple(found.values()), rule, quick, slow=slow)
     estimated = {layout: seconds for layout, seconds in ranking.estimated.items() if math.isfinite(seconds)}
     return replace(proposals, layouts=tuple(filter(proposals.is_near, proposals.layouts)), estimated=estimated)

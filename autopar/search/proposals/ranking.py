@@ -157,14 +157,13 @@ class Ranking:
     def _totals_alone(self, samples: int) -> Iterator[Totals]:
         return (placed.costs(self._devices).totals for placed in self.programs.placed(1, samples))
 
-    def _together(self, layout: Layout) -> float:
-        """The closed form by the program of the tensor ranks."""
+    def _together(self, layout: Layout) -> float:  # By the program of the tensor ranks.
         return self._closed([placed.costs(layout.data).totals for placed in self._useful(layout)], layout)
 
     def _closed(self, every: Iterable[Totals], layout: Layout) -> float:
         count, limit = self._microbatches(layout), memory_limit_of(self.request)
-        seconds = (self.forms.seconds(totals, layout.pipeline, count, limit) for totals in every)
-        return min(seconds, default=math.inf)
+        kinds = (self.forms.kinds(totals, layout.pipeline, count, limit) for totals in every)
+        return min((seconds for each in kinds for seconds, _ in each), default=math.inf)
 
     @cached_property
     def forms(self) -> ClosedForms:

@@ -71,10 +71,9 @@ class StageCosts:
 
     @cached_property
     def totals(self) -> Totals:
-        seconds, update, reduce, static, saved = (
-            float(part.sum())
-            for part in (self.segments.seconds, self.update, self.reduce, self.segments.static, self.segments.saved)
-        )
+        own = self.segments
+        parts = own.seconds, self.update, self.reduce, own.static, own.saved
+        seconds, update, reduce, static, saved = (float(part.sum()) for part in parts)
         return Totals(seconds, self.launching, self.sending, update + reduce, static, saved)
 
 
@@ -108,9 +107,7 @@ class PlacedStage:
             return self.of_parameters._launching
         prices = self.solution.prices
         alone = seconds_alone(prices.cluster, self.solution.instance.graph, prices.fused)
-        return float(
-            self._unfolded((name, min(seconds, launches)) for name, (seconds, launches) in alone.items()).sum()
-        )
+        return float(self._unfolded((name, min(figures)) for name, figures in alone.items()).sum())
 
     @cached_property
     def _few(self) -> Segments:
@@ -121,7 +118,8 @@ class PlacedStage:
     @cached_property
     def _sections(self) -> Mapping[str, Floats]:
         """Seconds of each segment by section, for one microbatch."""
-        section_of = sections_of(self.solution.step.placed.graph)
+        graph = self.solution.step.placed.graph
+        section_of = sections_of(replace(graph, outputs=(*graph.outputs, *self.microbatch.returned)))
         lines = [(section_of(line), line.name, s) for line, s in seconds_of_microbatch(self.solution.breakdown.lines)]
         return {own: self._unfolded((name, s) for section, name, s in lines if section == own) for own in SECTIONS}
 
@@ -140,8 +138,7 @@ class PlacedStage:
         seconds, saved, wire, working, again = (
             part[every] for part in (few.seconds, few.saved, few.wire, few.working, few.again)
         )
-        starts = self.microbatch.starts
-        segments = Segments(starts, seconds, static, saved, wire, uncounted, uncounted, working, again)
+        segments = Segments(self.microbatch.starts, seconds, static, saved, wire, uncounted, uncounted, working, again)
         of_microbatch = self._weights, wire, self._launching, self._sending
         return StageCosts(segments, self._sections, reduce, update, *of_microbatch)
 

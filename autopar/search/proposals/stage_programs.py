@@ -69,8 +69,8 @@ class StagePrograms:
         inside = self._inside(layout, {"tensor"}, 1, UNLIMITED, math.inf)
         first = self._quickest(inside, layout, has_data=False)
         yield first
-        for solution in _recomputing(inside, first.solution):
-            yield PlacedStage(first.microbatch, solution, of_parameters=first)
+        others = _recomputing(inside, first.solution)
+        yield from (PlacedStage(first.microbatch, solution, of_parameters=first) for solution in others)
 
     def placed_on(self, layout: Layout) -> tuple[PlacedStage, ...]:
         """The quickest placements of a microbatch on the mesh inside a stage of ``layout``, data ranks included, within

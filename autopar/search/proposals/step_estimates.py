@@ -35,6 +35,8 @@ class StepEstimates(Estimates):
 
     def chunk(self, block: int, start: int, end: int) -> ChunkPrice:
         seconds = {name: float(each[start:end].sum()) for name, each in self.costs.sections.items()}
+        if start == 0:  # Nothing waits for gradients of the first chunk.
+            seconds["weight_gradient"] += seconds.pop("input_gradient")
         reduce = float(self.costs.reduce[start:end].sum())
         sizes = [size for each in self.costs.weights[start:end] for size in each]
         shares = shares_of_sizes(sizes, sum(sizes), self.cluster) if sizes else HiddenShares()
@@ -57,6 +59,4 @@ def estimated_seconds(
     anywhere = np.full(costs.segments.count, -1, dtype=np.int64)
     found = ((arranged, cuts) for cuts in cuts_of(on_blocks, arranged, limits, anywhere))
     fitting = next((each for each in found if estimates.fullness(each, limits) <= 1.0), None)
-    if fitting is None or estimates.bound(fitting) >= least:
-        return math.inf
-    return estimates.seconds(fitting)
+    return estimates.seconds(fitting) if fitting and estimates.bound(fitting) < least else math.inf
