@@ -86,9 +86,10 @@ def price_with(
     try:
         plan = planned(options=options, cluster=cluster)
     except InfeasibleError as error:
-        # Of a stage, errors know what the average one needs.
-        needed = error.needed_bytes if full.pipeline == 1 and not cluster.groups else None
         plan = _without_limit(planned, options, cluster, usable_bytes(cluster.among(full.devices)))
+        # Of a stage, errors know what the average one needs. In as much as there is, nothing was found.
+        if full.pipeline == 1 and not cluster.groups and (error.needed_bytes or 0) > plan.memory_limit:
+            needed = error.needed_bytes
     rate, notes = device_flops(plan, cluster.among(full.devices)), notes_on(plan, cluster)
     return Priced(plan, full, plan.memory_limit, plan.predicted.mfu * rate, notes, needed)
 
