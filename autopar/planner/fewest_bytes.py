@@ -39,7 +39,7 @@ def minimize_memory_within(request: PlanRequest, instance: Instance, least: Mesh
     it needs more than the request allows."""
     limit = float(memory_limit_of(request))
     if request.repeats != ONCE and (counted := _least_counted(request, instance)) > FAR_ABOVE * limit:
-        raise does_not_fit(request, instance, limit, None if math.isinf(counted) else math.ceil(counted))
+        raise does_not_fit(request, instance, limit, _enough(request, instance, counted))
     least = least_of(request, instance) if least is None else least
     peak = None if least is None else peak_bytes(least)
     if least is None or peak is None or peak > limit:
@@ -51,6 +51,20 @@ def _least_counted(request: PlanRequest, instance: Instance) -> float:
     """The fewest bytes that the program counts, infinite if there are none: those of a step that is not rehearsed."""
     choices = _smallest(request, instance)
     return math.inf if choices is None else memory_of(instance.problem, choices)
+
+
+def _enough(request: PlanRequest, instance: Instance, counted: float) -> int | None:
+    """Bytes in which the solution of fewest counted ones fits; None if there is none. Of stages about as many: what
+    they are cut from counts, and only whole pipelines tell."""
+    choices = _smallest(request, instance)
+    if choices is None or request.repeats.stages > 1:
+        return None if choices is None else math.ceil(counted)
+
+    def make() -> int:
+        return peak_bytes(_counting(instance, counted, choices))
+
+    of = instance.graph, instance.prices, instance.choices
+    return request.shared.once("enough", of, make=make, kept=PROGRAMS)
 
 
 def _smallest(request: PlanRequest, instance: Instance) -> Ints | None:

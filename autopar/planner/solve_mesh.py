@@ -291,7 +291,7 @@ def _found_limited(
         if best.instance.names == free.instance.names:  # Choices of untied layers are of other groups.
             best = take_cheapest(peaks, best, others)
             known = [*met.known.values(), *([] if quickest is None else [free.solution.choices])]
-            mixed = mix_layers(request, annotated, best, known, peaks)
+            mixed = best if timings.is_up(request.options) else mix_layers(request, annotated, best, known, peaks)
         # An estimate may have ruled it out.
         if quickest is not None and quickest.solution.objective < best.solution.objective and peaks.may_err(quickest):
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best

@@ -98,7 +98,8 @@ class Plan(PlanRecord):
 
         Args:
             memory_limit: bytes per device, as numbers or as text such as "40GiB".
-            devices: numbers of devices, of which the outermost axis takes more or fewer, or shapes of meshes.
+            devices: numbers of devices, of which the outermost axis takes more or fewer (one axis those that would not
+                fill rows of the others), or shapes of meshes.
             batch: global batch sizes; the example batch is repeated or cut to them.
             precision: "fp32", "bf16", "fp16".
             cluster: names, files or :class:`~autopar.Cluster`.

@@ -55,17 +55,9 @@ class Question:
 
     def mesh_of(self, devices: int) -> tuple[int, ...]:
         """The mesh with so many devices: the outermost axis is longer or shorter, since it is nodes that are added.
-        Fewer than a row of the other axes are one axis. Raises :class:`OptionsError` if rows would not be full."""
+        Where rows of the other axes would not be full, one axis, which the search divides."""
         inner = math.prod(self.shape[1:])
-        if devices % inner == 0:
-            return (devices // inner, *self.shape[1:])
-        if inner % devices == 0:
-            return (devices,)
-        fewer = devices // inner * inner or max(size for size in range(1, devices) if inner % size == 0)
-        raise OptionsError(
-            f"{devices} devices do not fill the mesh {self.shape} row by row ({inner} each): {fewer} or "
-            f"{-(-devices // inner) * inner} do, or give a shape instead of a number, such as (1, {devices})"
-        )
+        return (devices,) if devices % inner else (devices // inner, *self.shape[1:])
 
 
 def resized(tree: Any, samples: int, wanted: int) -> Any:

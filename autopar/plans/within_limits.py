@@ -43,10 +43,11 @@ def quickest_within(
 
 
 def _limit(answer: Answer[PlanRecord], plans: Iterable[PlanRecord]) -> int:
-    """The bytes that a plan may hold for ``answer``: no more than a device has."""
+    """The bytes that a plan may hold for ``answer``: no more than the smallest device has, since plans that say what
+    each holds of which limit are left out."""
     if answer.plan is not None:
-        return answer.plan.memory_limit
-    return min(answer.amount, max(plan.memory_limit for plan in plans))
+        return answer.plan.least_limit
+    return min(answer.amount, max(plan.least_limit for plan in plans))
 
 
 def _fits(plan: PlanRecord, limit: int) -> bool:
@@ -68,7 +69,7 @@ def _seconds_of_sample(plan: PlanRecord) -> float:
 def _taken(best: AnyPlan, own: AnyPlan | None, limit: int, plans: Iterable[AnyPlan], gap: float) -> AnyPlan:
     """The plan ``best`` under another ``limit``, for which search had found ``own``; so what search has compared is
     what that says."""
-    alike = (plan for plan in plans if plan.memory_limit >= limit and _program(plan) == _program(best))
+    alike = (plan for plan in plans if plan.least_limit >= limit and _program(plan) == _program(best))
     proven = (plan.bound for plan in alike if plan.stage_meshes.are_equal)
     bound = min(max(proven, default=0.0), best.objective)
     left = 1.0 - bound / best.objective if best.objective > 0.0 else 0.0

@@ -78,35 +78,27 @@ def plan_layouts(
         OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
     """
     check_model(model)
-    began, cpu_began = time.perf_counter(), time.process_time()
-    named_options = {
-        "precision": precision,
-        "memory_limit": memory_limit,
-        "zero": zero,
-        "recompute": recompute,
-        "offload": offload,
-    }
-    hardware, own = Cluster.get(cluster), _checked_options(options, named_options)
+    began, cpu_began, hardware = time.perf_counter(), time.process_time(), Cluster.get(cluster)
+    own = _checked_options(
+        options, precision=precision, memory_limit=memory_limit, zero=zero, recompute=recompute, offload=offload
+    )
     inputs, samples, sample_tokens = _of_samples(batch, global_batch)
     _check(devices, tokens, compare or {}, samples, hardware)
     own = replace(own, precision=planned_precision(model, own.precision)[1])
-    work = SharedWork()
-    given: dict[str, Any] = {"loss_fn": loss_fn, "targets": resized(targets, batch_size(*split_batch(batch)), samples)}
-    plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, work=work, **given)
+    targets = resized(targets, batch_size(*split_batch(batch)), samples)
+    given: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": SharedWork()}
+    plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, **given)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    said: dict[str, Any] = dict.fromkeys(OF_LAYOUTS)  # By the layouts for comparison.
-    beside, price = replace(own, layout=None, **said), partial(price_with, model, inputs, hardware, work=work, **given)
-    named = {name: _under_pins(beside, layout, plan, price) for name, layout in (compare or {}).items()}
+    price = partial(price_with, model, inputs, hardware, **given)
     return LayoutReport(
         plan=plan,
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         checkpoint_bytes=sum(_checkpointed(parameter, own.optimizer) for parameter in model.parameters()),
-        optimizer=own.optimizer,
         devices=devices,
         sample_tokens=sample_tokens,
         tokens=tokens,
-        named=named,
+        named={name: _beside(plan, own, layout, price) for name, layout in (compare or {}).items()},
         device_flops=device_flops(plan, hardware.among(devices)),
         notes=notes_on(plan, hardware),
         seconds=seconds,
@@ -121,9 +113,12 @@ def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
     return (devices,) if is_one_axis else (devices // node, node)
 
 
-def _under_pins(options: Options, layout: Layout, plan: Plan, price: Callable[[Layout, Options], Priced]) -> Priced:
-    """The price of a layout under ``options``, with those of the pins of ``plan`` that it does not contradict: it has
-    the stage, or the axes, that they name. If there is no such plan either, without. Says which are left out."""
+def _beside(plan: Plan, options: Options, layout: Layout, price: Callable[[Layout, Options], Priced]) -> Priced:
+    """The price of a layout under those ``options`` of ``plan`` that layouts do not say, with those of its pins that
+    this does not contradict: it has the stage, or the axes, that they name. If there is no such plan either, without.
+    Says which are left out."""
+    said: dict[str, Any] = dict.fromkeys(OF_LAYOUTS)
+    options = replace(options, layout=None, **said)
     stages, placements = stage_pins(options.pins)
     kept = {path: text for path, text in stages.items() if pinned_stage(text) < layout.pipeline > 1}
     if replace(layout, pipeline=1).mesh == (tuple(n for n in plan.mesh if n > 1) or (1,)):
@@ -141,7 +136,7 @@ def _under_pins(options: Options, layout: Layout, plan: Plan, price: Callable[[L
     return replace(found, notes=(*found.notes, note))
 
 
-def _checked_options(options: Options | None, named: Mapping[str, Any]) -> Options:
+def _checked_options(options: Options | None, **named: Any) -> Options:
     """The options, with those that are ``named`` by keywords of their own. Raises :class:`OptionsError`."""
     options = replace(given_options(options), **{name: value for name, value in named.items() if value is not None})
     if options.mode == "inference":

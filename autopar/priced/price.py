@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,55 +66,43 @@ def price(
             the layout does.
         InfeasibleError: there is no such plan, however much memory devices have.
     """
-    return price_with(model, batch, cluster, layout, given_options(options), loss_fn, targets, SharedWork())
+    given = {"loss_fn": loss_fn, "targets": targets, "work": SharedWork()}
+    return price_with(model, batch, Cluster.get(cluster), layout, given_options(options), **given)
 
 
 def price_with(
-    model: nn.Module,
-    batch: Batch,
-    cluster: str | Cluster,
-    layout: Layout,
-    options: Options,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    targets: Any,
-    work: SharedWork,
+    model: nn.Module, batch: Batch, cluster: Cluster, layout: Layout, options: Options, **given: Any
 ) -> Priced:
-    """:func:`price`. ``work``: what it has in common with plans of the same model for other arguments."""
+    """:func:`price`. ``given``: what else :func:`autopar.api.make_plan` takes, such as the ``work`` that plans of the
+    same model for other arguments have in common with this."""
     check_model(model)
     check_layout(layout)
     check_beside_layout(options)
     full, restriction = _completed(layout, model)
-    hardware = Cluster.get(cluster)
-    if hardware.size is not None and full.devices > hardware.size:
-        raise OptionsError(f"{full} takes {full.devices} devices; {hardware.name} has {hardware.size}")
-    restricted = replace(options, layout=restriction)
-
-    def planned(options: Options, cluster: Cluster) -> Plan:
-        arguments: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": work, "advises": False}
-        return make_plan(model, full.mesh, batch, options=options, cluster=cluster, **arguments)
-
-    needed = None
+    if cluster.size is not None and full.devices > cluster.size:
+        raise OptionsError(f"{full} takes {full.devices} devices; {cluster.name} has {cluster.size}")
+    options = replace(options, layout=restriction)
+    planned, needed = partial(make_plan, model, full.mesh, batch, advises=False, **given), None
     try:
-        plan = planned(restricted, hardware)
-        limit = plan.memory_limit
+        plan = planned(options=options, cluster=cluster)
     except InfeasibleError as error:
-        # Of a stage, errors know what the average one needs.
-        needed = error.needed_bytes if full.pipeline == 1 and not hardware.groups else None
-        usable = usable_bytes(hardware.among(full.devices))
-        limit = int(min(options.memory_bytes or usable, usable) if hardware.groups else options.memory_bytes or usable)
-        allowed = (options.memory_bytes or 0) + UNLIMITED if options.memory_bytes or not hardware.groups else None
-        plan = planned(replace(restricted, memory_limit=allowed), _with_memory(hardware))
-        plan = _within(plan, limit, options=restricted, cluster=hardware)
-    rate, notes = device_flops(plan, hardware.among(full.devices)), notes_on(plan, hardware)
-    return Priced(plan, full, limit, plan.predicted.mfu * rate, notes, needed)
+        plan = _without_limit(planned, options, cluster, usable_bytes(cluster.among(full.devices)))
+        # Of a stage, errors know what the average one needs. In as much as there is, nothing was found.
+        if full.pipeline == 1 and not cluster.groups and (error.needed_bytes or 0) > plan.memory_limit:
+            needed = error.needed_bytes
+    rate, notes = device_flops(plan, cluster.among(full.devices)), notes_on(plan, cluster)
+    return Priced(plan, full, plan.memory_limit, plan.predicted.mfu * rate, notes, needed)
 
 
-def _within(plan: Plan, limit: int, **asked: Any) -> Plan:
-    """A plan that was made with :data:`UNLIMITED` bytes more, as the plan that was ``asked`` for: with what devices may
-    hold."""
-    question = question_of(plan)
-    question = replace(question, arguments={**question.arguments, **asked})
-    pipeline = plan.pipeline
+def _without_limit(planned: Callable[..., Plan], options: Options, cluster: Cluster, usable: float) -> Plan:
+    """The plan of ``options`` with :data:`UNLIMITED` bytes more, as the one that was asked for: with what devices may
+    hold. ``usable``: bytes of the smallest."""
+    asked, differs = options.memory_bytes, bool(cluster.groups)
+    limit = int(min(asked or usable, usable) if differs else asked or usable)
+    allowed = (asked or 0) + UNLIMITED if asked or not differs else None
+    plan = planned(options=replace(options, memory_limit=allowed), cluster=_with_memory(cluster))
+    question, pipeline = question_of(plan), plan.pipeline
+    question = replace(question, arguments={**question.arguments, "options": options, "cluster": cluster})
     if pipeline is not None:
         pipeline = replace(pipeline, limits=tuple(each - UNLIMITED for each in pipeline.limits))
     return remember(replace(plan, memory_limit=limit, pipeline=pipeline, device_peaks=(), device_limits=()), question)

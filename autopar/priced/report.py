@@ -32,7 +32,7 @@ class LayoutReport:
     Attributes:
         plan: the plan, as any.
         named: the layouts given for comparison.
-        checkpoint_bytes: bytes of the weights, and of the ``optimizer``'s state of trained ones.
+        checkpoint_bytes: bytes of the weights, and of the optimizer's state of trained ones.
         tokens, sample_tokens: those of the whole training, and of a sample.
         device_flops: FLOP/s of a device at an MFU of 1.
         notes: what was assumed of the hardware, and the plan's warnings.
@@ -43,7 +43,6 @@ class LayoutReport:
     model: str
     parameters: int
     checkpoint_bytes: int
-    optimizer: str
     devices: int
     sample_tokens: int | None
     tokens: float | None
@@ -134,7 +133,7 @@ class LayoutReport:
         yield from (f"{kind}: {why}" for kind, why in plan.excluded.items())
         yield ""
         yield f"memory of the fullest device: {_memory(plan)}"
-        yield f"checkpoint: {size(self.checkpoint_bytes)} (weights and the state of {self.optimizer})"
+        yield f"checkpoint: {size(self.checkpoint_bytes)} (weights and the state of {plan.optimizer})"
         yield f"prices: {plan.cluster_source}"
         yield "print(report.plan) shows the first, which is the plan"
 

@@ -70,11 +70,12 @@ def pipeline_infeasible(
     count = f"{microbatches} microbatch{'es' * (microbatches > 1)}"
     settings = f"memory_limit={least}, stages={layout.counts or layout.stages}, microbatches={microbatches}"
     advice = [*_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, budget=budget))]
+    others = "" if request.options.microbatches else " Other numbers of microbatches, not searched, may need less."
     needed = f"{least} bytes ({size(least)}) are enough" if enough.is_least else f"at most {least} bytes are needed"
     return InfeasibleError(
         f"{problem}. With {count} {needed}, {least - limit} ({size(least - limit)}) "
         f"more: Options({settings}).{ADVICE}{listed(advice)}. "
-        f"{single_change(advice, limit)}{budget.remark}"
+        f"{single_change(advice, limit)}{others}{budget.remark}"
     ).needing(least)
 
 

@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.microbatching import Repeats
 from autopar.planner import fewest_bytes
 from autopar.planner import solve_mesh as planner
+from autopar.planner.mesh_solution import peak_bytes
 from autopar.planner.shared_work import SharedWork
 from autopar.planner.solve_mesh import solve_mesh, solve_only
 from autopar.planner.step_graphs import step_graph
@@ -71,3 +72,15 @@ def test_where_steps_are_not_rehearsed_what_counts_too_much_is_not_solved(monkey
     monkeypatch.undo()
     found = solve_only(replace(request, memory_limit=1.01 * named), graph, Timings())
     assert found.step.counted.peak <= 1.01 * named
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_what_a_step_in_microbatches_is_said_to_need_is_enough(mesh: tuple[int, ...]) -> None:
+    """Such a step holds more than its program counts."""
+    request = replace(requested(small, mesh), repeats=Repeats(2, 1, accumulates=True, stages=1), shared=SharedWork())
+    graph = step_graph(request.graph, request.loss, request.batch)
+    with pytest.raises(InfeasibleError) as caught:
+        solve_only(replace(request, memory_limit=1000), graph, Timings())
+    needed = caught.value.needed_bytes
+    assert needed is not None
+    assert peak_bytes(solve_only(replace(request, memory_limit=needed), graph, Timings())) <= needed

@@ -19,8 +19,9 @@ from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.search import best_plan as best_plan_module
 from autopar.search.best_plan import best_plan
-from autopar.search.infeasible import smallest_limit
+from autopar.search.infeasible import pipeline_infeasible, smallest_limit
 from autopar.search.restricted.never_fits import least_at_rest, never_fits
+from autopar.search.stage_meshes import StageLayout
 from autopar.solver import solve
 from tests.helpers.marks import slow_but
 from tests.helpers.models import Case, Stack, text
@@ -117,6 +118,15 @@ def test_only_a_limit_in_which_a_pipeline_was_found_is_named(
     limit = None if found is None else found.bytes
     assert limit == expected and (limit is None or tried[limit] is not None)
     assert len(tried) <= 5 and (expected is not None or "Not searched" in budget.remark)
+
+
+@pytest.mark.parametrize(("asked", "says"), [(None, True), (2, False)])
+def test_a_limit_for_stages_is_of_so_many_microbatches(asked: int | None, says: bool) -> None:
+    request = requested(narrow, (2,), stages=2, microbatches=asked)
+    layout = StageLayout(2, (1,), (0,))
+    error = pipeline_infeasible(request, layout, 2, 100, lambda *_: 100, AdviceBudget(5))
+    assert error is not None and "With 2 microbatches" in str(error)
+    assert ("Other numbers of microbatches, not searched, may need less." in str(error)) is says
 
 
 @pytest.mark.slow

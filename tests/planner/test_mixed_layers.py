@@ -110,6 +110,16 @@ def test_solutions_are_priced_as_their_program_and_none_is_worse(
     assert best.solution.objective <= alike.solution.objective
 
 
+def test_layers_are_not_mixed_once_the_time_that_a_user_gives_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timings, "is_up", lambda *_: True)
+    monkeypatch.setattr(planner, "mix_layers", lambda *_: pytest.fail("mixed"))
+    request = requested(linears, (2,), time_limit=1000.0)
+    limit = int(0.8 * unlimited(linears, (2,)).predicted.peak_bytes)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    best, _ = solve_mesh(replace(request, memory_limit=limit), graph, Timings())
+    assert Peaks(replace(request, memory_limit=limit)).exact(best) <= limit
+
+
 def test_of_large_steps_the_last_layers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit; the first save memory."""
     monkeypatch.setattr("autopar.planner.mixed_layers.LEAST_NODES", 0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
@@ -328,6 +329,23 @@ def test_many_axes_are_joined_or_refused() -> None:
 def test_a_plan_for_many_axes_has_fewer() -> None:
     plan = planned("plain", (2, 2, 2, 2), mesh_search=True)
     assert len(plan.mesh) <= 3 and plan.mesh != (2, 2, 2, 2)
+
+
+def one_layer_llama() -> Case:
+    """A Llama of one wide layer, without storage."""
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=1, num_attention_heads=16)
+    with torch.device("meta"):
+        tokens = torch.empty((128, 4096), dtype=torch.int64)
+        return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def test_baselines_in_16_bits_are_solved_to_within_their_gap() -> None:
+    request = requested(one_layer_llama, (4, 4), precision="bf16")
+    graph, timings = step_graph(request.graph, request.loss, request.batch), Timings()
+    _, program = planner._formulate(request, graph, timings)
+    gaps = {line.name: solution.gap for line, solution in planner._solve_baselines(request, program, timings)}
+    assert list(gaps) == ["data parallel", "FSDP", "tensor parallel 4 x data parallel"]
+    assert max(gaps.values()) <= planner.BASELINE_GAP
 
 
 def test_a_baseline_that_was_solved_poorly_says_what_it_takes_at_least() -> None:

@@ -184,6 +184,17 @@ def test_diff_names_cuts_and_what_is_sent() -> None:
     assert int(before) > 1 and after == "1" and changed["schedule"] == ("interleaved", "1f1b")
     assert "cuts" in changed and "cuts" in str(found)
     assert any(change.what.startswith("sent 0 to 1") for change in found.placements)
+    pipelines = [plan.pipeline for plan in (interleaved(), staged()) if plan.pipeline is not None]
+    internal = {name for pipeline in pipelines for name in (*pipeline.cuts, *(edge.name for edge in pipeline.wires))}
+    shown = " ".join([*changed["cuts"], *(change.path for change in found.placements)]).replace(",", "").split()
+    assert len(pipelines) == 2 and internal.isdisjoint(shown), "names of nodes are the graph's own"
+
+
+def test_diff_shows_the_axis_of_stages() -> None:
+    plan = staged()
+    (mesh,) = (c for c in plan.diff(replace(plan, mesh=(4,), axis_names=("dp",), stages=1, pipeline=None)).settings
+               if c.path == "mesh")  # fmt: skip
+    assert mesh.before.startswith("(pp=2") and mesh.after == "(dp=4)"
 
 
 def test_timeline_is_the_step_that_was_predicted(tmp_path: Path) -> None:

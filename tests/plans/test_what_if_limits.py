@@ -159,3 +159,13 @@ def test_a_table_has_no_slower_plan_for_more_memory(monkeypatch: pytest.MonkeyPa
     assert less.plan is not None and more.plan is not None
     assert more.plan.predicted.step_seconds == plan.predicted.step_seconds <= less.plan.predicted.step_seconds
     assert question_of(more.plan).options.memory_limit == peak
+
+
+def test_what_the_smallest_device_cannot_hold_replaces_no_plan_of_devices_that_differ() -> None:
+    """Stages on devices of 20 and 40 bytes: what holds 30 on any of them does not fit, and what holds 10 does."""
+    staged = PlannedPipeline((), Schedule("1f1b", 1, (0, 1), (), ((), ()), (1, 1)), limits=(20, 40))
+    (slow,) = _answers((40, 6.0, 5.0), pipeline=staged, stages=2)
+    much, little = (replace(_asked(4.0), predicted=replace(_asked(4.0).predicted, peak_bytes=n)) for n in (30, 10))
+    assert quickest_within([slow], much, 0.01, alone_first=False) == [slow]
+    (taken,) = quickest_within([slow], little, 0.01, alone_first=False)
+    assert taken.plan is not None and (taken.plan.memory_limit, taken.plan.predicted.peak_bytes) == (20, 10)

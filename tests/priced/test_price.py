@@ -18,6 +18,7 @@ from autopar.plans.views.quantities import size
 from autopar.search import best_plan
 from benchmarks.recipes import Recipe
 from tests.helpers.marks import slow_but, slow_rows_but
+from tests.helpers.models import Stack, text
 
 from .models import A100, BATCH, batch, model, summed
 
@@ -106,6 +107,16 @@ def test_a_layout_that_does_not_fit_says_by_how_many_bytes(layout: Layout, monke
     else:
         assert found.needed_bytes is None and found.excess_bytes == free.predicted.peak_bytes - limit
         assert f"does not fit: at most {found.excess_bytes} bytes" in str(found)
+
+
+def test_a_layout_fits_only_if_its_plan_does() -> None:
+    """Within what the first error names none may be found, since a step in microbatches holds more than is counted."""
+    stack, inputs, layout = Stack(layers=2, width=16, hidden=32), text(8, 8), Layout(tensor=2, microbatch=2)
+    needed = autopar.price(
+        stack, inputs, A100, layout=layout, options=autopar.Options(memory_limit=20_000)
+    ).needed_bytes
+    found = autopar.price(stack, inputs, A100, layout=layout, options=autopar.Options(memory_limit=needed))
+    assert needed is not None and found.fits is (found.predicted.peak_bytes <= needed)
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.module_paths import fold_path
 from autopar.ir.placements import short
 from autopar.ir.plan_record import PlanRecord, Predicted
-from autopar.ir.planned_pipeline import PlannedPipeline
 
 from .columns import columns
 from .module_tree import optimizer_text
 from .quantities import duration, signed_duration, signed_size, size
+from .stages import mesh_text
 
 # Rows of the table of changed placements. Chosen: about a screen.
 SHOWN = 60
@@ -126,7 +126,7 @@ def difference(before: PlanRecord, after: PlanRecord) -> Difference:
     names = (*before.baselines, *(name for name in after.baselines if name not in before.baselines))
     return Difference(
         settings=tuple(_settings(before, after)),
-        placements=(*_placements(before, after), *_wires(before.pipeline, after.pipeline)),
+        placements=(*_placements(before, after), *_wires(before, after)),
         operations=sum(before.strategies.get(name) != after.strategies.get(name) for name in shared),
         figures=tuple(_figures(before.predicted, after.predicted)),
         baselines={name: (_step(before, name), _step(after, name)) for name in names},
@@ -143,7 +143,6 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "model",
         "batch",
         "mesh",
-        "axis_names",
         "cluster",
         "memory_limit",
         "stages",
@@ -156,32 +155,45 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "imbalance",
     ):
         first, second = (getattr(plan, name) for plan in (before, after))
-        if name == "mesh" and not (before.stage_meshes.are_equal and after.stage_meshes.are_equal):
-            first, second = (" ".join(map(str, plan.stage_meshes.meshes)) for plan in (before, after))
-        # Axis names are derived from the placements. They are not a setting of their own.
-        if first != second and not (name == "axis_names" and before.mesh == after.mesh):
+        if name == "mesh":  # The names of axes are derived from the placements. They are not a setting of their own.
+            if before.stage_meshes != after.stage_meshes:
+                yield Change(name, "setting", f"({mesh_text(before)})", f"({mesh_text(after)})")
+        elif first != second:
             yield Change(name, "setting", _setting(name, first), _setting(name, second))
     exchanges = ["every-step" if p.sync is None else f"{p.sync.replicas} x {p.sync.method}" for p in (before, after)]
     if exchanges[0] != exchanges[1]:
         yield Change("sync", "setting", *exchanges)
-    yield from _pipeline_settings(before.pipeline, after.pipeline)
+    yield from _pipeline_settings(before, after)
     for pattern in dict.fromkeys([*before.pinned, *after.pinned]):
         first, second = before.pinned.get(pattern, ABSENT), after.pinned.get(pattern, ABSENT)
         if first != second:
             yield Change(f"pin {pattern}", "setting", first, second)
 
 
-def _pipeline_settings(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
+def _pipeline_settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     """Whose statistics are used, chunks per stage and the places of cuts."""
-    statistics = ["microbatch" if p is not None and p.own_statistics else "batch" for p in (before, after)]
+    pipelines = before.pipeline, after.pipeline
+    statistics = ["microbatch" if p is not None and p.own_statistics else "batch" for p in pipelines]
     if statistics[0] != statistics[1]:
         yield Change("batch_statistics", "setting", *statistics)
-    chunks = [str(p.chunks_per_stage) if p is not None else "1" for p in (before, after)]
+    chunks = [str(p.chunks_per_stage) if p is not None else "1" for p in pipelines]
     if chunks[0] != chunks[1]:
         yield Change("chunks per stage", "setting", *chunks)
-    cuts = [", ".join(p.cuts) if p is not None and p.cuts else ABSENT for p in (before, after)]
+    cuts = [p.cuts if p is not None else () for p in pipelines]
     if cuts[0] != cuts[1]:
-        yield Change("cuts", "setting", *cuts)
+        yield Change("cuts", "setting", _cuts(before), _cuts(after))
+
+
+def _cuts(plan: PlanRecord) -> str:
+    """Where chunks begin."""
+    cuts = plan.pipeline.cuts if plan.pipeline is not None else ()
+    return ", ".join(_described(plan, name) for name in cuts) or ABSENT
+
+
+def _described(plan: PlanRecord, name: str) -> str:
+    """A node by its module and operation, since the name is the graph's own; that if there is no module."""
+    node = plan.nodes.get(name)
+    return f"{node.module} ({node.op})" if node is not None and node.module else name
 
 
 def _setting(name: str, value: object) -> str:
@@ -208,14 +220,15 @@ def _placed(place: ParameterPlacement | None) -> Iterator[tuple[str, str]]:
     yield "optimizer", ABSENT if place is None else optimizer_text(place)
 
 
-def _wires(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
+def _wires(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     """Values that are sent between different chunks, or in a different placement."""
-    first, second = (p.wires if p is not None else {} for p in (before, after))
+    first, second = (plan.pipeline.wires if plan.pipeline is not None else {} for plan in (before, after))
     for edge in sorted(first.keys() | second.keys()):
         was = short(first[edge]) if edge in first else ABSENT
         now = short(second[edge]) if edge in second else ABSENT
         if was != now:
-            yield Change(edge.name, f"sent {edge.source} to {edge.target}", was, now)
+            sent = _described(before if edge in first else after, edge.name)
+            yield Change(sent, f"sent {edge.source} to {edge.target}", was, now)
 
 
 def _figures(before: Predicted, after: Predicted) -> Iterator[FigureChange]:
