@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from torch.distributed.tensor import Partial
 
 from autopar.cost import usable_nvme_bytes
 from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed, WeightInHost
+from autopar.ir.microbatching import ONCE
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Strategy
 from autopar.offload import NVME_BUFFERS
@@ -35,7 +37,7 @@ from .item_prices import (
     working_copy_seconds,
 )
 from .placed_step import phases_of
-from .prices import local_bytes
+from .prices import BUCKET_BYTES, local_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,7 @@ class ChoiceCosts:
         """Seconds, resting bytes and temporary bytes of one node."""
         if isinstance(choice, ParameterPlacement):
             return self._parameter_charges(node, choice)
-        prices, raw = self.choice_sets.prices, float(self._accumulator_bytes(node, choice))
+        prices, raw = self.choice_sets.prices, self._accumulator_bytes(node, choice) + self._waiting_bytes(node, choice)
         if node.is_placeholder or node.op == SAVED_ACTIVATION:
             held = prices.held(node.type, choice.outputs[0])
             if isinstance(choice, Offloaded):
@@ -164,6 +166,26 @@ class ChoiceCosts:
             return self.choice_sets.recomputable.shares[node.name]
         repeats = self.choice_sets.repeats
         return repeats.in_flight if node.op == SAVED_ACTIVATION else repeats.copies_of(node.op)
+
+    def _waiting_bytes(self, node: Node, choice: Strategy) -> float:
+        """Bytes of the gradients that ``node`` computes as partial sums and that wait in a bucket for others, in a step
+        of one pass, twice: as they are, and in its message. Of models that fill several buckets, their part of one."""
+        if self.choice_sets.repeats != ONCE:
+            return 0.0
+        results = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
+        waiting = sum(
+            local_bytes(self.choice_sets.graph.type_of(value), place, self.choice_sets.prices.mesh)
+            for value, place in results
+            if value in self.gradients and any(isinstance(each, Partial) for each in place)
+        )
+        return 2.0 * self._share_of_bucket * waiting
+
+    @cached_property
+    def _share_of_bucket(self) -> float:
+        """A bucket as a share of all gradients."""
+        graph, count = self.choice_sets.graph, self.choice_sets.count_of
+        total = sum(int(graph.type_of(value).bytes) * count(value.node) for value in self.gradients)
+        return min(1.0, BUCKET_BYTES / max(total, 1))
 
     def _accumulator_bytes(self, node: Node, choice: Strategy) -> int:
         """Bytes of the accumulators for gradients that the node computes as partial sums."""

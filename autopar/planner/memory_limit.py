@@ -88,6 +88,12 @@ class Unlimited:
         """A lower bound for any memory limit, if one is known."""
         return self.solution.bound if self.solution.status != "infeasible" else -math.inf
 
+    def costs_of_limit(self, solution: Solution) -> float:
+        """The share of its seconds that a limit of memory costs ``solution``, compared with what was found without."""
+        if self.solution.status == "infeasible":
+            return math.inf
+        return 1.0 - self.solution.objective / solution.objective if solution.objective > 0.0 else 0.0
+
 
 def solve_unlimited(
     options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
@@ -139,6 +145,8 @@ def next_limit(allowed: float, beyond: Needed | None, within: Needed | None) -> 
     126.0
     >>> next_limit(100, None, Needed(120, 95))
     125
+    >>> next_limit(100, Needed(150, 105), Needed(120, 95))
+    135.0
     """
     if beyond is None:
         return allowed if within is None else within.counted + (allowed - within.peak)
@@ -148,7 +156,8 @@ def next_limit(allowed: float, beyond: Needed | None, within: Needed | None) -> 
         excess = beyond.peak - allowed
         guess = beyond.counted - excess - max(0.02 * excess, 0.5 * SPARE * allowed)
     else:
-        share = (allowed - within.peak) / (beyond.peak - within.peak)
+        # What is counted as less may need as much: one that fits by what an estimate said before it was corrected.
+        share = (allowed - within.peak) / (beyond.peak - within.peak) if beyond.peak > within.peak else 0.5
         guess = within.counted + share * (beyond.counted - within.counted)
     return min(guess, beyond.counted - 1.0)  # Excludes what is known not to fit.
 

@@ -295,7 +295,7 @@ def _found_limited(
         # An estimate may have ruled it out.
         if quickest is not None and quickest.solution.objective < best.solution.objective and peaks.may_err(quickest):
             best = quickest if peaks.exact(quickest) <= peaks.allowed else best
-    if _memory_binds(request, best, free.seconds):
+    if _memory_binds(request, best, free):
         best = _refine_untied(request, annotated, best, timings, peaks)
     return min(best, mixed, key=lambda solved: solved.solution.objective)
 
@@ -332,7 +332,7 @@ def _solve_limited(
 
     instance = with_memory_savers(request, free.instance)
     refining = partial(refining_seconds, instance)
-    within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free.seconds)
+    within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free)
     is_far = beyond is not None and beyond.peak > FAR * peaks.allowed and not host_binds(instance.problem)
     least = least_of(request, instance) if is_far else None
     if least is not None and peak_bytes(least) > HOPELESS * peaks.allowed:
@@ -350,14 +350,14 @@ def _solve_limited(
     return met.quickest(best, peaks)
 
 
-def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) -> bool:
+def _memory_binds(request: PlanRequest, best: MeshSolution, free: Unlimited) -> bool:
     """Whether the memory limit costs more than the gap, so that layers that may differ are worth trying.
 
     A heuristic: the cost of the limit comes from the program whose equal layers choose alike by construction. Layers
     that differ, mostly at the ends of the model, could be faster even without a limit."""
     instance, solution = best.instance, best.solution
     folded = len(instance.names) < len(instance.graph.nodes) <= UNTIED_NODES
-    limit_costs = solution.objective - unlimited > request.options.gap * solution.objective
+    limit_costs = free.costs_of_limit(solution) > request.options.gap
     # A limit that is far away is not what costs. Chosen, not measured.
     return folded and limit_costs and peak_bytes(best) > 0.8 * memory_limit_of(request)
 

@@ -22,6 +22,7 @@ from .memory_limit import (
     SPARE,
     Needed,
     Solve,
+    Unlimited,
     first_limit,
     next_limit,
     solve_wide,
@@ -113,14 +114,14 @@ def peak_at(counted: float, before: Needed | None, beyond: Needed) -> float:
 @dataclass(frozen=True)
 class WithinMemory:
     """``solve`` solves the programs of ``request``, whose steps have these ``peaks``; ``refining`` returns what solves
-    them again with another limit, after a solution that took so many seconds. ``unlimited``: seconds without a limit of
-    memory, minus infinity if they are not known."""
+    them again with another limit, after a solution that took so many seconds. ``unlimited``: the solution without a
+    limit of memory."""
 
     request: PlanRequest
     peaks: Peaks
     solve: Solve
     refining: Callable[[float], Solve]
-    unlimited: float
+    unlimited: Unlimited
 
     def best(
         self, instance: Instance, beyond: Needed | None, starts: Sequence[Ints]
@@ -195,7 +196,7 @@ class WithinMemory:
             within = replace(within, counted=max(within.counted, best.instance.problem.memory_limit))
         for _ in range(MORE_ROUNDS):
             limit = next_limit(self.peaks.allowed, beyond, within)
-            costs = best.solution.objective - self.unlimited > self.request.options.gap * best.solution.objective
+            costs = self.unlimited.costs_of_limit(best.solution) > self.request.options.gap
             more = limit - within.counted
             if not costs or more < SPARE * self.peaks.allowed or self._buys_little(best, more):
                 break

@@ -41,7 +41,7 @@ def test_limits_have_the_least_in_common(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("part", [0.9, 0.8])
 def test_less_than_the_least_is_not_approached_by_rounds(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One solution with a limit tells that what the program counts cannot fall by what is lacking."""
+    """One or two solutions with a limit tell that what the program counts cannot fall by what is lacking."""
     request = replace(requested(small, (2,)), shared=SharedWork())
     graph = step_graph(request.graph, request.loss, request.batch)
     with pytest.raises(InfeasibleError) as caught:
@@ -52,7 +52,7 @@ def test_less_than_the_least_is_not_approached_by_rounds(part: float, monkeypatc
     with pytest.raises(InfeasibleError) as caught:
         solve_only(replace(request, memory_limit=limit), graph, Timings())
     limited = [problem for (problem, *_), _ in counting.call_args_list if math.isfinite(problem.memory_limit)]
-    assert len(limited) == 1
+    assert 1 <= len(limited) <= 2
     assert caught.value.needed_bytes == round(limit / part)
 
 

@@ -162,12 +162,12 @@ def test_fewer_steps_are_rehearsed_in_full(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("estimating")
 @pytest.mark.parametrize("share", [0.7, 1.0, 1.05])
-@pytest.mark.parametrize("error", [0.7, 1.36])
+@pytest.mark.parametrize("error", [0.7, 1.1])
 def test_a_wrong_estimate_costs_rounds_and_no_memory(
     error: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Estimates that are too low, or too high: what is chosen fits, as measured, and is not slower. Where the quickest
-    fits, it is chosen."""
+    """Estimates that are far too low, or a tenth too high: what is chosen fits, as measured, and is not slower. Where
+    the quickest fits, it is chosen."""
     request = within(requested(wide, (2,), offload=False), share)
     right = solved(request)
 
