@@ -143,6 +143,7 @@ CASES: Mapping[str, Case] = {
         limit_seconds=30.0,
         peer={"wall_seconds": 878.0},
     ),
+    "llama3-8b-bf16": Case(build_llama3_8b, "the same in bf16", limit_seconds=60.0, peer={}, precision="bf16"),
     # The same at other depths: what planning costs should hardly depend on them.
     **{
         f"llama3-8b-{layers}-layers": Case(

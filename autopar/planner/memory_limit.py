@@ -5,10 +5,10 @@ solution fits, it is the best one. Otherwise the larger program is solved, in wh
 recomputed and both activations and optimizer states rest on the device or in another tier
 (:mod:`autopar.placement.formulation`). The limit of host memory is another row of that program.
 
-The program counts bytes from above: all gradients beside all activations, and the largest operation on top. A step of
-one pass needs less, as its rehearsal tells (:mod:`autopar.planner.steps.exact_memory`), and how much less depends
-on the choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as high as the
-solutions that it leads to fit.
+The program mostly counts more than a step holds: all gradients beside all activations, and the largest operation on
+top. A step of one pass needs less, as its rehearsal tells (:mod:`autopar.planner.steps.exact_memory`), and how much
+less depends on the choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as high as
+the solutions that it leads to fit.
 """
 
 from __future__ import annotations
