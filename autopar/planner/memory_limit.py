@@ -7,8 +7,8 @@ recomputed and both activations and optimizer states rest on the device or in an
 
 The program mostly counts more than a step holds: all gradients beside all activations, and the largest operation on
 top. A step of one pass needs less, as its rehearsal tells (:mod:`autopar.planner.steps.exact_memory`), and how much
-less depends on the choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as high as
-the solutions that it leads to fit.
+less depends on the choices. So the program's limit is not that of the device, but is sought (:func:`next_limit`): as
+high as the solutions that it leads to fit.
 """
 
 from __future__ import annotations
