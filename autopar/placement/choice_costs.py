@@ -81,7 +81,7 @@ class ChoiceCosts:
         """Seconds, resting bytes and temporary bytes of one node."""
         if isinstance(choice, ParameterPlacement):
             return self._parameter_charges(node, choice)
-        prices, raw = self.choice_sets.prices, self._accumulator_bytes(node, choice) + self._waiting_bytes(node, choice)
+        prices, raw = self.choice_sets.prices, self._accumulator_bytes(node, choice) + self.waiting_bytes(node, choice)
         if node.is_placeholder or node.op == SAVED_ACTIVATION:
             held = prices.held(node.type, choice.outputs[0])
             if isinstance(choice, Offloaded):
@@ -167,7 +167,7 @@ class ChoiceCosts:
         repeats = self.choice_sets.repeats
         return repeats.in_flight if node.op == SAVED_ACTIVATION else repeats.copies_of(node.op)
 
-    def _waiting_bytes(self, node: Node, choice: Strategy) -> float:
+    def waiting_bytes(self, node: Node, choice: Strategy) -> float:
         """Bytes of the gradients that ``node`` computes as partial sums and that wait in a bucket for others, in a step
         of one pass, twice: as they are, and in its message. Of models that fill several buckets, their part of one."""
         if self.choice_sets.repeats != ONCE:

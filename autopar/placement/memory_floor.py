@@ -16,10 +16,11 @@ import numpy as np
 
 from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node
-from autopar.solver.problem import Floats, Problem
+from autopar.solver.problem import Floats, Group, Problem
 from autopar.torch_internals.operators import aliased_argument, operation_called
 
-from .choices import Choice
+from .choice_costs import ChoiceCosts
+from .choices import Choice, ChoiceSets
 from .formulation import Instance
 from .item_prices import parameter_bytes
 from .placed_step import trained
@@ -49,6 +50,25 @@ def held_at_least(instance: Instance, moment: Moment) -> Problem:
         for name, choices, group in zip(instance.names, instance.choices, instance.problem.groups, strict=True)
     )
     return replace(instance.problem, groups=groups)
+
+
+def without_waiting(instance: Instance) -> Problem:
+    """The program of ``instance`` that counts no gradients that wait for others: a step may hold most at another
+    time."""
+    own = instance.optimizer, instance.repeats, instance.recomputable, instance.offload
+    costs = ChoiceCosts(ChoiceSets(instance.graph, instance.prices, *own))
+    computing = {instance.graph.classes.get(value.node, value.node) for value in costs.gradients}
+    sizes = Counter(instance.graph.classes.get(node.name, node.name) for node in instance.graph.nodes)
+
+    def less(name: str, choices: tuple[Choice, ...], group: Group) -> Group:
+        if name not in computing:
+            return group
+        node = instance.graph[name]
+        waiting = [0.0 if isinstance(c, ParameterPlacement) else costs.waiting_bytes(node, c) for c in choices]
+        return replace(group, memory=group.memory - sizes[name] * np.array(waiting))
+
+    named = zip(instance.names, instance.choices, instance.problem.groups, strict=True)
+    return replace(instance.problem, groups=tuple(less(*own) for own in named))
 
 
 def _of_parameter(instance: Instance, node: Node, place: Choice, moment: Moment, learns: bool) -> int:

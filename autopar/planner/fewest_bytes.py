@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance
+from autopar.placement.memory_floor import without_waiting
 from autopar.planner.steps.exact_memory import is_rehearsed
-from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
+from autopar.solver.problem import Ints, Problem, Solution, evaluate, host_binds, memory_of
 from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import smallest_choices, solve
 
@@ -100,22 +102,29 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
     not count, such as both ends of a needless reshard, mostly comes from needless work. For the same reason what counts
     a little more may hold less. The solver's work is counted, so that a limit that an error names as sufficient is
     sufficient when it is requested."""
-    problem = instance.problem
-    choices = smallest_choices(problem)
+    choices = smallest_choices(instance.problem)
     if choices is None:
         return None
-    least = memory_of(problem, choices)
-    found = [_counting(instance, least, choices)]
+    found = [*_cheapest(instance, instance.problem, choices, (1.0,))]
     # Where the step is not rehearsed, the fewest bytes are those that the program counts.
-    known = SharedReductions()
-    is_counted = not is_rehearsed(found[0].step.placed) or len(instance.graph) >= LEAST_NODES
-    for more in (1.0,) if is_counted else (1.0, *MORE_MEMORY):
-        within = replace(problem, memory_limit=more * least, memory_price=0.0, windows=())
-        cheapest = solve(
-            within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[choices], counted=True, reductions=known
-        )
-        found.append(_counting(instance, more * least, cheapest.choices))
+    if is_rehearsed(found[0].step.placed) and len(instance.graph) < LEAST_NODES:
+        other = without_waiting(instance)
+        fewest = smallest_choices(other)
+        found += [] if fewest is None else _cheapest(instance, other, fewest, (1.0, *MORE_MEMORY))
     return min(found, key=peak_bytes)
+
+
+def _cheapest(instance: Instance, problem: Problem, least: Ints, times: Sequence[float]) -> Iterator[MeshSolution]:
+    """The solution of ``least`` memory of a ``problem`` of ``instance``, and the cheapest that need so many ``times``
+    that."""
+    known, counted = SharedReductions(), memory_of(problem, least)
+    yield _counting(instance, memory_of(instance.problem, least), least)
+    for more in times:
+        within = replace(problem, memory_limit=more * counted, memory_price=0.0, windows=())
+        cheapest = solve(
+            within, time_limit=SMALLEST_SECONDS, gap=GAP, incumbents=[least], counted=True, reductions=known
+        )
+        yield _counting(instance, memory_of(instance.problem, cheapest.choices), cheapest.choices)
 
 
 def _counting(instance: Instance, limit: float, choices: Ints) -> MeshSolution:

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.assignment import ParameterPlacement
-from autopar.ir.node import SAVED_ACTIVATION
+from autopar.ir.node import SAVED_ACTIVATION, Node
 from autopar.optimizers import OPTIMIZERS
 from autopar.options import Options
 from autopar.placement.formulation import Instance
@@ -153,7 +153,7 @@ def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[Advic
     of_parameters = {name for name in memory if name in instance.graph and instance.graph[name].op == "param"}
     parameters = sum(memory[name] for name in of_parameters)
     # What rests for each sample. Of what operations hold for a time, weights may be most.
-    batch = sum(memory.values()) - parameters
+    batch = sum(memory[name] for name in memory if name in instance.graph and _is_of_batch(instance.graph[name]))
     least = min(memory_of(instance.problem, choices), fitting)
     for text, options in _wider(instance):
         wide = widened(instance, options)
@@ -166,6 +166,10 @@ def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[Advic
     yield twice_the_devices(fitting)
     if _has_state(instance, choices):
         yield Advice(f"{LESS_STATE} (weights, gradients and state take {size(parameters)})", None)
+
+
+def _is_of_batch(node: Node) -> bool:
+    return node.op == SAVED_ACTIVATION or (node.is_placeholder and node.op != "param")
 
 
 def _has_state(instance: Instance, choices: Ints) -> bool:

@@ -73,9 +73,7 @@ class Peaks:
 
     def are_counted(self, solved: MeshSolution) -> bool:
         """Whether the bytes of a step are those that the program counts."""
-        if not is_rehearsed(_plain(solved)):
-            return True
-        return self._estimate(solved) is None and solved.step.memory.memory is None
+        return not is_rehearsed(_plain(solved))
 
     def _known(self, solved: MeshSolution) -> dict[bytes, int]:
         """The peaks that are known of a program's choices, whatever the limit of memory was."""

@@ -178,7 +178,10 @@ def _solver(request: PlanRequest, timings: Timings, most: float = math.inf) -> S
 
     def solve_worth_while(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
         problem = instance.problem
-        worth = request.worth if problem.memory_limit >= allowed else math.inf
+        # Where steps are rehearsed, what a program with a limit counts as too large may fit: it proves nothing.
+        is_counted = instance.repeats != ONCE or not instance.graph.gradients
+        proves = math.isinf(problem.memory_limit) or (is_counted and problem.memory_limit >= allowed)
+        worth = request.worth if proves else math.inf
         known = _reductions(request)
         solution = solve_in_time(
             problem, request.options, timings, incumbents, worth=worth, most=most, reductions=known

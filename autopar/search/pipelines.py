@@ -82,8 +82,8 @@ def with_stages(
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     losing: dict[StageLayout, tuple[Excluded, ...]] = {}
     for layout, counts in attempts(request, graph, best, lacks_memory):
-        if layout.stages > 1 and losing and all(own.stages == 1 for own in losing):
-            timings.reserve(request.options, FOR_STAGES)
+        if lacks_memory and layout.stages > 1 and losing and all(own.stages != layout.stages for own in losing):
+            timings.reserve(request.options, FOR_STAGES)  # For each number of stages: others may have taken all.
         quickest = min(best, tried.least)
         if _is_over(request, timings, quickest, has_failed=failure is not impossible):
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -157,7 +158,7 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         first, second = (getattr(plan, name) for plan in (before, after))
         if name == "mesh":  # The names of axes are derived from the placements. They are not a setting of their own.
             if before.stage_meshes != after.stage_meshes:
-                yield Change(name, "setting", f"({mesh_text(before)})", f"({mesh_text(after)})")
+                yield Change(name, "setting", _mesh(before), _mesh(after))
         elif first != second:
             yield Change(name, "setting", _setting(name, first), _setting(name, second))
     exchanges = ["every-step" if p.sync is None else f"{p.sync.replicas} x {p.sync.method}" for p in (before, after)]
@@ -168,6 +169,10 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         first, second = before.pinned.get(pattern, ABSENT), after.pinned.get(pattern, ABSENT)
         if first != second:
             yield Change(f"pin {pattern}", "setting", first, second)
+
+
+def _mesh(plan: PlanRecord) -> str:
+    return f"({mesh_text(plan)})" if plan.stages > 1 or math.prod(plan.mesh) > 1 else "1 device"
 
 
 def _pipeline_settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
@@ -191,9 +196,14 @@ def _cuts(plan: PlanRecord) -> str:
 
 
 def _described(plan: PlanRecord, name: str) -> str:
-    """A node by its module and operation, since the name is the graph's own; that if there is no module."""
+    """A node by its module and operation, and which of several it is, since the name is the graph's own; that if there
+    is no module."""
     node = plan.nodes.get(name)
-    return f"{node.module} ({node.op})" if node is not None and node.module else name
+    if node is None or not node.module:
+        return name
+    alike = [own for own, other in plan.nodes.items() if (other.module, other.op) == (node.module, node.op)]
+    which = f" #{alike.index(name) + 1}" if len(alike) > 1 else ""
+    return f"{node.module} ({node.op}{which})"
 
 
 def _setting(name: str, value: object) -> str:
