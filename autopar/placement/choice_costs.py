@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from torch.distributed.tensor import Partial
 
 from autopar.cost import usable_nvme_bytes
 from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.microbatching import ONCE
-from autopar.ir.node import SAVED_ACTIVATION, Node, Value
-from autopar.ir.placements import Strategy
+from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
+from autopar.ir.placements import Placements, Strategy
 from autopar.offload import NVME_BUFFERS
 from autopar.optimizers import optimizer_bytes
 from autopar.passes.recompute.recomputable import live_shares
@@ -29,6 +28,7 @@ from .item_prices import (
     offloaded_bytes,
     optimizer_seconds,
     parameter_bytes,
+    partial_bytes,
     piece_bytes,
     swap_seconds,
     temporary_bytes,
@@ -172,12 +172,8 @@ class ChoiceCosts:
         of one pass, twice: as they are, and in its message. Of models that fill several buckets, their part of one."""
         if self.choice_sets.repeats != ONCE:
             return 0.0
-        results = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
-        waiting = sum(
-            local_bytes(self.choice_sets.graph.type_of(value), place, self.choice_sets.prices.mesh)
-            for value, place in results
-            if value in self.gradients and any(isinstance(each, Partial) for each in place)
-        )
+        kinds = self._gradients_of(node, choice)
+        waiting = sum(partial_bytes(self.choice_sets.prices, kind, raw) for kind, raw in kinds)
         return 2.0 * self._share_of_bucket * waiting
 
     @cached_property
@@ -189,11 +185,11 @@ class ChoiceCosts:
 
     def _accumulator_bytes(self, node: Node, choice: Strategy) -> int:
         """Bytes of the accumulators for gradients that the node computes as partial sums."""
-        results = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
-        return sum(
-            accumulator_bytes(
-                self.choice_sets.prices, self.choice_sets.graph.type_of(value), place, self.choice_sets.repeats
-            )
-            for value, place in results
-            if value in self.gradients
-        )
+        prices, repeats = self.choice_sets.prices, self.choice_sets.repeats
+        return sum(accumulator_bytes(prices, kind, raw, repeats) for kind, raw in self._gradients_of(node, choice))
+
+    def _gradients_of(self, node: Node, choice: Strategy) -> Iterator[tuple[TensorType, Placements]]:
+        """The gradients of parameters among the results of ``node``, as it computes them."""
+        for i, place in enumerate(choice.outputs):
+            if (value := Value(node.name, i)) in self.gradients:
+                yield self.choice_sets.graph.type_of(value), place

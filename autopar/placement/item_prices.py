@@ -175,6 +175,9 @@ def _accumulating_seconds(
 def accumulator_bytes(prices: Prices, kind: TensorType, raw: Placements, repeats: Repeats) -> int:
     """Bytes of the accumulator for a gradient that is computed as a partial sum, in addition to the reduced gradient.
     Other gradients are accumulated where they rest."""
-    if not repeats.accumulates or not any(isinstance(place, Partial) for place in raw):
-        return 0
-    return local_bytes(kind, raw, prices.mesh)
+    return partial_bytes(prices, kind, raw) if repeats.accumulates else 0
+
+
+def partial_bytes(prices: Prices, kind: TensorType, raw: Placements) -> int:
+    """Bytes of a gradient that is computed as a partial sum; 0 of any other."""
+    return local_bytes(kind, raw, prices.mesh) if any(isinstance(place, Partial) for place in raw) else 0

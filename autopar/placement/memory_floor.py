@@ -57,15 +57,14 @@ def without_waiting(instance: Instance) -> Problem:
     time."""
     own = instance.optimizer, instance.repeats, instance.recomputable, instance.offload
     costs = ChoiceCosts(ChoiceSets(instance.graph, instance.prices, *own))
-    computing = {instance.graph.classes.get(value.node, value.node) for value in costs.gradients}
-    sizes = Counter(instance.graph.classes.get(node.name, node.name) for node in instance.graph.nodes)
+    computing = {costs.choice_sets.class_of(value.node) for value in costs.gradients}
 
     def less(name: str, choices: tuple[Choice, ...], group: Group) -> Group:
         if name not in computing:
             return group
         node = instance.graph[name]
         waiting = [0.0 if isinstance(c, ParameterPlacement) else costs.waiting_bytes(node, c) for c in choices]
-        return replace(group, memory=group.memory - sizes[name] * np.array(waiting))
+        return replace(group, memory=group.memory - costs.choice_sets.counts[name] * np.array(waiting))
 
     named = zip(instance.names, instance.choices, instance.problem.groups, strict=True)
     return replace(instance.problem, groups=tuple(less(*own) for own in named))
