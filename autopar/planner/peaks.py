@@ -73,7 +73,7 @@ class Peaks:
 
     def are_counted(self, solved: MeshSolution) -> bool:
         """Whether the bytes of a step are those that the program counts."""
-        return not is_rehearsed(_plain(solved))
+        return not is_rehearsed(solved.instance)
 
     def _known(self, solved: MeshSolution) -> dict[bytes, int]:
         """The peaks that are known of a program's choices, whatever the limit of memory was."""
@@ -94,7 +94,7 @@ class Peaks:
     def _short(self, solved: MeshSolution) -> ShortGraphs | None:
         """The short graphs of a step; None if it has none, or is that of devices in several rooms."""
         graph = solved.instance.graph
-        if len(graph) < LEAST_NODES or solved.prices.rooms or not is_rehearsed(_plain(solved)):
+        if len(graph) < LEAST_NODES or solved.prices.rooms or not is_rehearsed(solved.instance):
             return None
         return self.request.shared.once("short graphs", (graph,), make=lambda: short_graphs(graph))
 

@@ -16,11 +16,12 @@ from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
 from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.planner.steps.few_layer_bill import folded_bill
 from autopar.plans.views.quantities import duration
 from autopar.solver.cost_digest import cost_digest
 from autopar.solver.least_memory import least_bound
-from autopar.solver.problem import Ints, Solution, host_binds
+from autopar.solver.problem import Ints, Solution, host_binds, memory_binds
 from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import solve
 
@@ -178,9 +179,8 @@ def _solver(request: PlanRequest, timings: Timings, most: float = math.inf) -> S
 
     def solve_worth_while(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
         problem = instance.problem
-        # Where steps are rehearsed, what a program with a limit counts as too large may fit: it proves nothing.
-        is_counted = instance.repeats != ONCE or not instance.graph.gradients
-        proves = math.isinf(problem.memory_limit) or (is_counted and problem.memory_limit >= allowed)
+        # Where steps are rehearsed, what counts too much for a program with a limit may fit, and nothing is proven.
+        proves = problem.memory_limit >= allowed and not (is_rehearsed(instance) and memory_binds(problem))
         worth = request.worth if proves else math.inf
         known = _reductions(request)
         solution = solve_in_time(

@@ -155,6 +155,13 @@ def is_within(problem: Problem, choices: Ints) -> bool:
     return memory_of(problem, choices) <= problem.memory_limit
 
 
+def memory_binds(problem: Problem) -> bool:
+    """Whether some assignment might count more than the limit of device memory."""
+    largest = max((float(group.temporary.max()) for group in problem.groups), default=0.0)
+    resting = sum(float(group.memory.max()) for group in problem.groups)
+    return problem.memory_fixed + resting + largest > problem.memory_limit
+
+
 def host_binds(problem: Problem) -> bool:
     """Whether some assignment would exceed the limit of host memory."""
     return sum(float(group.host.max()) for group in problem.groups) > problem.host_limit

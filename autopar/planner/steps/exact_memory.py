@@ -14,6 +14,7 @@ from textwrap import shorten
 
 from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import ResidentTensor
+from autopar.placement.formulation import Instance
 from autopar.placement.memory_bound import HostMemory, Memory, host_memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.runtime.rehearse.rehearsal import Footprint, rehearse
@@ -37,9 +38,9 @@ class ExactMemory:
     warnings: tuple[str, ...] = ()
 
 
-def is_rehearsed(step: PlacedStep) -> bool:
-    """Whether the memory of a step is that of its program. That of steps in microbatches and of steps without gradients
-    is not."""
+def is_rehearsed(step: PlacedStep | Instance) -> bool:
+    """Whether the memory of a step, or of all those of an instance, is that of its program. That of steps in
+    microbatches and of steps without gradients is not."""
     return step.repeats == ONCE and bool(step.graph.gradients)
 
 
