@@ -28,10 +28,12 @@ _TORCH = {
 _STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _VALUE = re.compile(rf"{_STRING}|%(\w+)(?:\.(\d+))?")
 _OUTPUT = re.compile(rf"^return (\w+) ({_STRING}) = (?:none|%(\w+)(?:\.(\d+))?)$")
-# Results, operation, arguments and module of one line, of a graph or of a program. What is within quotes ends nothing.
+_UNQUOTED = r"""(?:(?!  @)[^"'])*"""
+# Results, operation, arguments and module of one line, of a graph or of a program. What is within quotes ends nothing;
+# what follows the arguments may be in brackets itself.
 CALL = re.compile(
     r"^(?P<results>%.*?) = (?P<op>[\w.]+)"
-    rf"\((?P<args>[^\"']*(?:{_STRING}[^\"']*)*)\)(?:  @(?P<module>.+))?$"
+    rf"\((?P<args>{_UNQUOTED}(?:{_STRING}{_UNQUOTED})*)\)(?:  @(?P<module>.+))?$"
 )
 
 

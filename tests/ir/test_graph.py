@@ -52,6 +52,7 @@ CONSTANTS = st.recursive(
 @given(CONSTANTS, st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
 @example((-0.0, -5e-324, 1, True, 1.0, -(2**70), complex(-0.0, float("nan"))), "a b")
 @example(("a %x", '"', "'", "\\", "\n", "\u2028", "é", '"  @a', ")  @b", "  like %x", " = %x"), "é")
+@example('"  @', "a)")
 def test_constants_round_trip(constant: Any, module: str) -> None:
     """``repr`` tells -0.0 from 0.0, True from 1, and finds each nan equal."""
     x = Node("x", "input", ("x",), types=(TensorType((2,), torch.float32),))

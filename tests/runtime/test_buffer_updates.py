@@ -95,7 +95,9 @@ def compare_with_eager(own: bool, mesh: DeviceMesh, options: autopar.Options) ->
         torch.testing.assert_close(buffers[name], wanted, rtol=1e-5, atol=1e-6)
     for (name, parameter), expected in zip(parallel.named_parameters(), eager.parameters(), strict=True):
         assert parameter.grad is not None and expected.grad is not None
-        torch.testing.assert_close(parallel.full_tensor(parameter.grad), expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+        # Batch norm takes away the bias: its gradient is zero but for rounding, of sums of terms of this size.
+        rounding = 1e-5 if name == "mix.bias" else 1e-6
+        torch.testing.assert_close(parallel.full_tensor(parameter.grad), expected.grad, rtol=1e-4, atol=rounding, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
