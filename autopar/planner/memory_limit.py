@@ -63,7 +63,12 @@ class TooSlowError(InfeasibleError):
 
 
 class ShortOfMemoryError(InfeasibleError):
-    """The quickest placements do not fit, and no others were asked for (``PlanRequest.only_quickest``)."""
+    """The quickest placements, which take so many ``seconds``, do not fit, and no others were asked for
+    (``PlanRequest.only_quickest``)."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(f"{what} do not fit")
+        self.seconds = seconds
 
 
 def without_limit(instance: Instance) -> Instance:

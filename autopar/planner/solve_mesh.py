@@ -66,6 +66,9 @@ IN_DOUBT = 1.25
 # The most nodes of a graph whose layers may differ. Chosen: the program of 16,000 nodes, untied, took a third of all
 # planning (GPT of 128 layers).
 UNTIED_NODES = 10_000
+# How many times the seconds worth while a program takes that is given up although its limit of memory proves nothing.
+# Chosen: the limits of further programs are near, and mostly lower.
+NOT_WORTH = 1.1
 # Baselines by name; None: not possible.
 Priced = dict[str, Predicted | None]
 
@@ -173,21 +176,19 @@ def _is_feasible(solution: Solution) -> bool:
 
 def _solver(request: PlanRequest, timings: Timings, most: float = math.inf) -> Solve:
     """Returns a function that solves an instance in at most so many seconds, as they are counted. It raises
-    :class:`TooSlowError` if nothing is worth while within the memory that the request allows. With less, quicker
-    placements may be missing that the request has."""
+    :class:`TooSlowError` if nothing is worth while: proven with all memory that the request allows, an estimate with
+    less, where quicker placements are missing that the request has."""
     allowed = float(memory_limit_of(request))
 
     def solve_worth_while(instance: Instance, incumbents: Sequence[Ints]) -> Solution:
         problem = instance.problem
         # Where steps are rehearsed, what counts too much for a program with a limit may fit, and nothing is proven.
         proves = problem.memory_limit >= allowed and not (is_rehearsed(instance) and memory_binds(problem))
-        worth = request.worth if proves else math.inf
-        known = _reductions(request)
-        solution = solve_in_time(
-            problem, request.options, timings, incumbents, worth=worth, most=most, reductions=known
-        )
+        worth = request.worth * (1.0 if proves else NOT_WORTH)
+        options, known = request.options, _reductions(request)
+        solution = solve_in_time(problem, options, timings, incumbents, worth=worth, most=most, reductions=known)
         if worth < math.inf:
-            _check_worth(request, solution)
+            _check_worth(request, solution, worth, proves)
         return solution
 
     return solve_worth_while
@@ -198,10 +199,10 @@ def _reductions(request: PlanRequest) -> SharedReductions:
     return request.shared.once("reductions", (), make=SharedReductions)
 
 
-def _check_worth(request: PlanRequest, solution: Solution) -> None:
-    """Raises :class:`TooSlowError` if a solution proves that nothing is worth while."""
-    if request.worth <= solution.bound < math.inf:
-        raise TooSlowError(f"plans on mesh {asked_mesh(request)}", solution.bound)
+def _check_worth(request: PlanRequest, solution: Solution, worth: float, is_proven: bool = True) -> None:
+    """Raises :class:`TooSlowError` if a solution shows that nothing takes less than ``worth`` seconds, or proves it."""
+    if worth <= solution.bound < math.inf:
+        raise TooSlowError(f"plans on mesh {asked_mesh(request)}", solution.bound, is_proven)
 
 
 def _solve_baselines(
@@ -248,7 +249,7 @@ def _solve_unlimited(
         solution = request.shared.once("unlimited", (), digest, *settings, make=make, kept=SOLUTIONS)
         timings.solving = before + solution.seconds  # As much if another plan has found it, as for the baselines.
         timings.cut_off |= solution.status == "feasible"
-        _check_worth(request, solution)
+        _check_worth(request, solution, request.worth)
         return solution
 
     return solve_unlimited(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
@@ -266,7 +267,7 @@ def _enforce_memory_limit(
         if quickest is not None and peaks.fits(quickest):
             return replace(take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
-            raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)} do not fit")
+            raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)}", free.solution.objective)
         found = _found_within(request, free)
         larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each)]
         if larger:
@@ -359,7 +360,8 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, free: Unlimited) -> 
     A heuristic: the cost of the limit comes from the program whose equal layers choose alike by construction. Layers
     that differ, mostly at the ends of the model, could be faster even without a limit."""
     instance, solution = best.instance, best.solution
-    folded = len(instance.names) < len(instance.graph.nodes) <= UNTIED_NODES
+    # What is cut into stages is solved several times, and layers that differ made it hardly quicker (a per cent).
+    folded = len(instance.names) < len(instance.graph.nodes) <= UNTIED_NODES and request.repeats.stages == 1
     limit_costs = free.costs_of_limit(solution) > request.options.gap
     # A limit that is far away is not what costs. Chosen, not measured.
     return folded and limit_costs and peak_bytes(best) > 0.8 * memory_limit_of(request)

@@ -35,20 +35,22 @@ MOST_UNEQUAL = 4
 
 # From so many devices on, layouts are proposed. Chosen: there are more ways to divide them than can be solved.
 MANY_DEVICES = 128
+Attempt = tuple[StageLayout, tuple[int, ...]]
 
 
 def attempts(
-    request: PlanRequest, graph: Graph, best: float, lacks_memory: bool
-) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
+    request: PlanRequest, graph: Graph, best: float, lacks_memory: bool, with_whole: bool = True
+) -> Iterator[Attempt]:
     """Layouts with the numbers of microbatches to try. ``graph``: the step that will be cut; ``best``: seconds of the
     best plan without stages and microbatches, infinite if there is none; ``lacks_memory``: whether there might be one,
-    or a quicker one, with more memory."""
+    or a quicker one, with more memory; ``with_whole``: whether the whole step in microbatches may be tried then."""
     options, devices = request.options, math.prod(request.mesh)
     one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
     may_lack_stages = options.stages in (None, 1) and not asks_for_chunks(request)
     if may_lack_stages and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
-    if may_lack_stages and options.microbatches is None and options.schedule is None and lacks_memory:
+    is_open = options.microbatches is None and options.schedule is None
+    if may_lack_stages and is_open and lacks_memory and with_whole:
         yield from _whole_steps(request, graph, best, one_stage)
     if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(request))):
         return
@@ -60,12 +62,10 @@ def attempts(
     if options.stages is not None or options.schedule is not None or asks_for_chunks(request):
         yield from possible
     else:
-        yield from _promising(request, graph, best, possible)
+        yield from _promising(request, graph, best, possible, lacks_memory)
 
 
-def _whole_steps(
-    request: PlanRequest, graph: Graph, best: float, layout: StageLayout
-) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
+def _whole_steps(request: PlanRequest, graph: Graph, best: float, layout: StageLayout) -> Iterator[Attempt]:
     """The whole step in microbatches, which saves activations where memory is short. Only numbers that could win; if
     nothing else fits, single samples at last."""
     if request.loss is None or not request.graph.gradients:
@@ -150,25 +150,34 @@ def _own_batch(request: PlanRequest) -> int:
 
 
 def _promising(
-    request: PlanRequest, graph: Graph, best: float, possible: list[tuple[StageLayout, tuple[int, ...]]]
-) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
+    request: PlanRequest, graph: Graph, best: float, possible: list[Attempt], lacks_memory: bool
+) -> Iterator[Attempt]:
     """Of all possible attempts those that could win, as many as the effort allows. The attempts of each layout that are
-    expected to be quickest come first."""
+    expected to be quickest come first. Where memory is short, more microbatches follow, which hold less, and the
+    layouts with fewest devices in a stage come first: their programs are the easiest, and spare others much work."""
     idle = partial(_idle_share, request.cluster)
     promising: list[tuple[float, int, StageLayout, int]] = []
+    counts_of = dict[StageLayout, list[int]]()
     for layout, counts in possible:
         hops, bound_of = _hops(request, layout), _least_seconds(request, graph, layout)
         least = {n: bound_of(n) for n in counts}
         expected = {n: bound * (1.0 + idle(layout.stages, n)) + hops for n, bound in least.items() if bound < best}
         ranked = sorted((seconds, n) for n, seconds in expected.items())
         promising += [(seconds, rank, layout, n) for rank, (seconds, n) in enumerate(ranked)]
+        counts_of[layout] = sorted(expected)
     promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
     # If nothing fits without stages, a pipeline is needed, and where devices differ only stages use the quick ones, so
     # more are tried.
     is_likely = math.isinf(best) or bool(request.cluster.groups)
     most = max(4 if is_likely else 1, EFFORT // len(graph))
     most *= 2 if any(layout.counts for _, _, layout, _ in promising) else 1
-    yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
+    chosen = [(layout, n) for _, _, layout, n in promising[:most]]
+    if not lacks_memory:
+        yield from ((layout, (n,)) for layout, n in chosen)
+        return
+    for layout in sorted(dict.fromkeys(layout for layout, _ in chosen), key=lambda own: max(own.sizes)):
+        first = min(n for own, n in chosen if own == layout)
+        yield layout, tuple(n for n in counts_of[layout] if n >= first)
 
 
 def _least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> Callable[[int], float]:

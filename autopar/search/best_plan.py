@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from autopar.errors import InfeasibleError, OptionsError
-from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.ir.searched import Searched
 from autopar.layout import Layout
-from autopar.options import without_stages
 from autopar.placement.constraints import by_first_names
-from autopar.placement.predicted import predicted
 from autopar.planner.memory_limit import TooSlowError
-from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.request import PlanRequest, Proposals, asked_mesh, memory_limit_of
-from autopar.planner.row_shares import Division as RowDivision
-from autopar.planner.row_shares import bisected, divisions, divisions_by_memory, on_mesh
-from autopar.planner.solve_mesh import is_short_of_memory, least_seconds, priced_baselines, solve_mesh
-from autopar.planner.step_graphs import pipelined_step_of, step_of
+from autopar.planner.request import PlanRequest, Proposals, memory_limit_of
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
-from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 from autopar.plans.views.idle_axes import idle_devices
 from autopar.restriction import words_of
@@ -40,27 +32,30 @@ from autopar.search.restricted.never_fits import never_fits
 from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
 from .candidate import (
-    NO_STAGES,
     Candidate,
-    Excluded,
     Failure,
     Tried,
     also_priced,
     keep_shown,
-    named_axes,
     needed,
     tried_divisions,
     why_excluded,
 )
-from .division_bounds import Division, bounds_of, covered, searched
+from .division_bounds import bounds_of, searched
 from .pipeline_request import MOST_CHUNKS
-from .pipelines import with_stages
-from .proposed import Least, tried_proposals
+from .pipelines import Staged, with_stages
+from .proposed import tried_proposals
 from .segments import stage_pins
+from .unstaged.without_stages import least_without_stages, plans_without_stages, seconds_if_too_large
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to the plan of one
 # stage (benchmarks/results/two_hosts.json, pipeline_plans.json).
 SHARED_CORES_SAFETY_FACTOR = 1.1
+# How many times as long as the quickest placements without stages, which do not fit, pipelines take at most that are
+# tried before placements are sought that do. Chosen: what a limit costs that is worth stages.
+AHEAD = 1.15
+# The share of counted work that is left for plans without stages then. Chosen, as for what comes after them.
+FOR_NO_STAGES = 0.75
 
 
 def best_plan(request: PlanRequest, timings: Timings) -> Plan:
@@ -167,31 +162,9 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
         estimated.update(proposals.estimated)
         return proposals
 
-    least = partial(_least_without_stages, request, timings)
+    least = partial(least_without_stages, request, timings)
     tried = tried_proposals(request, propose, timings, solve, partial(_worth, request), least)
     return replace(tried if tried.candidates else solve(request), estimated=estimated)
-
-
-def _least_without_stages(request: PlanRequest, timings: Timings) -> Least:
-    """What plans without stages take at least, unless it would take programs of several meshes to know. Solvers' work
-    is not counted, since the search for such plans counts the same work."""
-    own, used = replace(request, options=without_stages(request.options)), timings.solving
-    graph = step_of(request)
-    try:
-        tried = divisions(own, request.batch)
-        if len(tried) > 1:
-            return Least()
-        inside = on_mesh(own, tried[0])
-        seconds, priced = least_seconds(inside, graph, timings)
-    except (InfeasibleError, OptionsError):
-        return Least()
-    finally:
-        timings.solving = used
-
-    def excluded() -> Tried:
-        return _excluded(inside, TooSlowError(f"plans on mesh {asked_mesh(inside)}", seconds), priced())
-
-    return Least(seconds, excluded)
 
 
 def _worth(request: PlanRequest, tried: Tried) -> float:
@@ -243,14 +216,34 @@ def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
 def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float) -> Tried:
     """What one arrangement has; ``best``: seconds of the quickest plan of others. Raises :class:`OptionsError` if the
     options are impossible."""
-    tried = _without_stages(request, timings) if _may_lack_stages(request, pinned) else Tried()
+    tried, ahead = Tried(), Staged()
+    if _may_lack_stages(request, pinned):
+        ahead = _ahead(request, pinned, timings, best)
+        worth = min(request.worth, _worth(request, ahead.tried)) if ahead.candidates else request.worth
+        tried = plans_without_stages(replace(request, worth=worth), timings)
     if tried.failures and never_fits(request):
         return tried
-    staged, failure = with_stages(request, pinned, timings, min(best, tried.least), _wants_memory(tried))
-    tried += staged
+    lacks_memory = _wants_memory(tried) or bool(ahead.settled)
+    least = min(best, tried.least, ahead.least)
+    staged = with_stages(request, pinned, timings, least, lacks_memory, ahead)
+    tried += staged.tried
     if tried.candidates:
         return replace(tried, failures=())
-    return tried if tried.failures else replace(tried, failures=(failure,))
+    return tried if tried.failures or staged.failure is None else replace(tried, failures=(staged.failure,))
+
+
+def _ahead(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float) -> Staged:
+    """The pipelines that come first: where the quickest placements without stages do not fit, those that could take
+    about as long. They are soon found, and spare much of the search for placements that save memory, whose programs are
+    the hardest."""
+    options = request.options
+    is_open = options.stages is None and options.microbatches is None and math.prod(request.mesh) > 1
+    seconds = seconds_if_too_large(request, timings) if is_open and not never_fits(request) else 0.0
+    if seconds == 0.0:
+        return Staged()
+    found = with_stages(request, pinned, timings, min(best, AHEAD * seconds), lacks_memory=True, is_ahead=True)
+    timings.reserve(options, FOR_NO_STAGES)
+    return found
 
 
 def _check_schedule(request: PlanRequest) -> None:
@@ -304,87 +297,3 @@ def _may_lack_stages(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
     options = request.options
     asks_for_stages = bool(pinned or options.schedule) or asks_for_chunks(request)
     return options.stages in (None, 1) and options.microbatches in (None, 1) and not asks_for_stages
-
-
-def _without_stages(request: PlanRequest, timings: Timings) -> Tried:
-    """The best plan on every candidate mesh, and why there is none on the others."""
-    graph, batch = step_of(request), request.batch
-    tried = divisions(request, batch)
-    found, rest = _divided(request, graph, tried, timings)
-    if request.cluster.groups and _lacks_memory(request, found, rest.failures):
-        for ordered in divisions_by_memory(request, batch, tried):
-            found += bisected(ordered, partial(_in_division, request, graph, timings), lambda own: own.saves_memory)
-    candidates = Tried(tuple(own.candidate() for own in found))
-    return replace(candidates + rest, failures=rest.failures[:1])
-
-
-def _lacks_memory(request: PlanRequest, found: Sequence[_Whole], failures: Sequence[Failure]) -> bool:
-    """Whether more memory would make the quickest of what was ``found`` quicker or, if nothing was, possible."""
-    if not found:
-        return any(not isinstance(failure.error, TooSlowError) for failure in failures)
-    return is_short_of_memory(request, min(found, key=lambda own: own.seconds).solution)
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """The solution of a step without stages; ``inside``: the request for its division of the rows."""
-
-    inside: PlanRequest
-    graph: Graph
-    solution: MeshSolution
-    baselines: dict[str, Predicted | None]
-    timings: Timings
-
-    @property
-    def seconds(self) -> float:
-        return self.solution.breakdown.seconds
-
-    @property
-    def saves_memory(self) -> bool:
-        return self.solution.saves_memory
-
-    def candidate(self) -> Candidate:
-        inside, solved = self.inside, self.solution
-        make = partial(make_plan, inside, self.graph, solved, self.baselines, self.timings)
-        figures, known = partial(_figures, inside, solved), covered(inside, 1, 1, (1,))
-        lacks = is_short_of_memory(inside, solved)
-        return Candidate(self.seconds, None, make, figures, self.baselines, divisions=known, lacks_memory=lacks)
-
-
-def _in_division(request: PlanRequest, graph: Graph, timings: Timings, division: RowDivision) -> _Whole | None:
-    """The best solution in one division of the rows; None: nothing fits. Raises :class:`TooSlowError`."""
-    found, rest = _divided(request, graph, [division], timings)
-    for failure in rest.failures:
-        if isinstance(failure.error, TooSlowError):
-            raise failure.error
-    return found[0] if found else None
-
-
-def _divided(
-    request: PlanRequest, graph: Graph, tried: Sequence[RowDivision], timings: Timings
-) -> tuple[list[_Whole], Tried]:
-    """The best solution in each of some divisions of the rows, and why others have none."""
-    found, rest, failures = list[_Whole](), Tried(), list[Failure]()
-    for division in tried:
-        inside = on_mesh(request, division)
-        try:
-            found.append(_Whole(inside, graph, *solve_mesh(inside, graph, timings), timings))
-        except InfeasibleError as error:
-            failures.append(Failure(error))
-            rest += _excluded(inside, error, priced_baselines(inside, graph, timings))
-    return found, replace(rest, failures=tuple(failures))
-
-
-def _excluded(inside: PlanRequest, error: InfeasibleError, priced: Mapping[str, Predicted | None]) -> Tried:
-    """Excludes plans without stages in a division of the rows, whose baselines are ``priced``."""
-    is_proven = isinstance(error, TooSlowError) and error.is_proven
-    proven = covered(inside, 1, 1, (1,)) if is_proven else frozenset[Division]()
-    return Tried(excluded=(Excluded(NO_STAGES, error, priced, proven),))
-
-
-def _figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:
-    # Listed beside other plans, whose peaks are compared with what the smallest device may hold.
-    smallest = min(solved.step.rooms, key=lambda held: held.room.limit, default=None)
-    memory = None if smallest is None else smallest.memory
-    figures = predicted(solved.breakdown, solved.instance, request.cluster, memory)
-    return f"no stages, {named_axes(request, solved.assignment, solved.instance.graph)}", figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -58,45 +58,87 @@ _NO_LOSS = (
 )
 
 
+@dataclass(frozen=True)
+class Staged:
+    """What a search for pipelines (and gradient accumulation) found: its ``candidates``; those that quick prices
+    ``exclude``; of each layout those that were ``losing``, expected to be too slow; and why others were impossible: of
+    those that do not fit, that which needs fewest bytes. That ``failure`` is an error for the user only if nothing else
+    was found. ``settled``: layouts with numbers of microbatches that need not be tried again to find what takes at most
+    so many seconds."""
+
+    candidates: tuple[Candidate, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    losing: Mapping[StageLayout, tuple[Excluded, ...]] = field(default_factory=dict)
+    failure: Failure | None = None
+    settled: Mapping[tuple[StageLayout, int], float] = field(default_factory=dict)
+
+    def __add__(self, later: Staged) -> Staged:
+        failure = self.failure if later.failure is None else _nearer(later.failure, self.failure)
+        return Staged(
+            self.candidates + later.candidates,
+            self.excluded + later.excluded,
+            {**later.losing, **self.losing},
+            failure,
+            {**self.settled, **later.settled},
+        )
+
+    @property
+    def tried(self) -> Tried:
+        winning = {candidate.layout for candidate in self.candidates}
+        losing = (each for layout, each in self.losing.items() if layout not in winning)
+        return Tried(self.candidates, (*self.excluded, *chain(*losing)))
+
+    @property
+    def least(self) -> float:
+        """Seconds of the quickest candidate."""
+        return min((candidate.seconds for candidate in self.candidates), default=math.inf)
+
+
 def with_stages(
-    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float, lacks_memory: bool = False
-) -> tuple[Tried, Failure]:
-    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, those that quick prices exclude,
-    and why others were impossible: of those that do not fit, that which needs fewest bytes. That is an error for the
-    user only if nothing else was found.
+    request: PlanRequest,
+    pinned: Mapping[str, str],
+    timings: Timings,
+    best: float,
+    lacks_memory: bool = False,
+    before: Staged | None = None,
+    is_ahead: bool = False,
+) -> Staged:
+    """Solves every pipeline (and gradient accumulation) worth trying.
 
     Args:
         pinned: the stages of modules, by path.
         best: seconds of the best plan without stages, infinite if there is none.
         lacks_memory: whether that would be quicker with more memory.
+        before: what a search with fewer seconds for a step found. Its candidates are among those that are returned.
+        is_ahead: whether this is such a search, of stages alone.
     """
     if request.loss is None and request.graph.gradients:
-        return Tried(), _impossible(OptionsError(_NO_LOSS))
-    graph, tried = pipelined_step_of(request), Tried()
-    nothing = (
-        f"no pipeline stages are possible on the mesh {asked_mesh(request)} under these options: leave some of them out"
-    )
-    impossible = failure = _impossible(OptionsError(nothing))
+        return Staged(failure=_impossible(OptionsError(_NO_LOSS)))
+    graph, found = pipelined_step_of(request), before or Staged()
     lacks_memory = (lacks_memory or math.isinf(best)) and not pinned
     if lacks_memory and request.options.stages is None:
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
-    losing: dict[StageLayout, tuple[Excluded, ...]] = {}
-    for layout, counts in attempts(request, graph, best, lacks_memory):
-        if lacks_memory and layout.stages > 1 and losing and all(own.stages != layout.stages for own in losing):
+    begun = set[int]()
+    for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead):
+        if lacks_memory and layout.stages > 1 and begun and layout.stages not in begun:
             timings.reserve(request.options, FOR_STAGES)  # For each number of stages: others may have taken all.
-        quickest = min(best, tried.least)
-        if _is_over(request, timings, quickest, has_failed=failure is not impossible):
+        begun.add(layout.stages)
+        quickest = min(best, found.least)
+        if _is_over(request, timings, quickest, has_failed=found.failure is not None):
             break
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
-        excluded = {n: slow for n in counts if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
-        tried += Tried(excluded=tuple(excluded.values()))
-        counts = tuple(n for n in counts if n not in excluded)
-        solved, last = _of_layout(pipeline, counts, timings, best, quickest)
-        losing.setdefault(layout, solved.excluded)
-        tried += Tried(solved.candidates)
-        failure = failure if last is None else _nearer(last, failure)
-    found = {candidate.layout for candidate in tried.candidates}
-    return tried + Tried(excluded=tuple(chain(*(each for own, each in losing.items() if own not in found)))), failure
+        remaining = [n for n in counts if found.settled.get((layout, n), 0.0) < quickest]
+        excluded = {n: slow for n in remaining if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
+        found += Staged(excluded=tuple(excluded.values()))
+        found += _of_layout(pipeline, [n for n in remaining if n not in excluded], timings, best, quickest)
+    return replace(found, failure=found.failure or _nothing(request))
+
+
+def _nothing(request: PlanRequest) -> Failure:
+    """Why there is none, if none was tried."""
+    mesh = asked_mesh(request)
+    text = f"no pipeline stages are possible on the mesh {mesh} under these options: leave some of them out"
+    return _impossible(OptionsError(text))
 
 
 def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed: bool) -> bool:
@@ -121,40 +163,55 @@ def _impossible(error: OptionsError) -> Failure:
 
 def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
-) -> tuple[Tried, Failure | None]:
-    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, the
-    first that is expected to be too slow, and why others were impossible (:func:`_nearer`). ``quickest``: seconds of
-    the best plan found so far; ``best``: of the best plan without stages."""
-    candidates, slow, remaining = list[Candidate](), list[Excluded](), list(counts)
-    failure: Failure | None = None
+) -> Staged:
+    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Losing is the first that
+    is expected to be too slow. ``quickest``: seconds of the best plan found so far; ``best``: of the best plan without
+    stages."""
+    found, remaining = Staged(), list(counts)
     while remaining:
         attempt = pipeline(remaining.pop(0))
+        last, own = (
+            found.candidates[-1].seconds if found.candidates else math.inf,
+            (attempt.layout, attempt.microbatches),
+        )
+        least = min(quickest, found.least)
         try:
-            solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
+            solved = attempt.solved(timings, least)
         except InfeasibleError as error:
-            failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
-            if isinstance(error, TooSlowError) and attempt.layout.stages > 1 and math.isfinite(quickest):
-                slow.append(Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False)))
+            found += _impossible_within(attempt, error, least, timings)
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
-            continue
         except OptionsError as error:
-            options, own = attempt.request.options, Restriction.of(attempt.request.options.layout)
-            if options.microbatches is not None:
-                if isinstance(error, CoupledError) and own.microbatch is not None:
-                    raise error.under_layout(own.microbatch) from error
-                raise
-            failure = _impossible(error)
+            _raise_if_asked(attempt, error)
+            found += Staged(failure=_impossible(error), settled={own: math.inf})
             # If the batch cannot be divided, as in batch norm, the whole batch is still possible.
             remaining = [1] if attempt.microbatches > 1 and math.isinf(best) else []
-            continue
-        last = candidates[-1].seconds if candidates else math.inf
-        candidates.append(solved)
-        # With more microbatches, ranks idle less and launch more kernels. Once that does not pay, even more of them
-        # will not pay either.
-        if solved.seconds > min(last, MORE_MICROBATCHES_WITHIN * best):
-            break
-    return Tried(tuple(candidates), tuple(slow[:1])), failure
+        else:
+            found += Staged((solved,), settled={own: math.inf})
+            # With more microbatches, ranks idle less and launch more kernels. Once that does not pay, even more of them
+            # will not pay either.
+            if solved.seconds > min(last, MORE_MICROBATCHES_WITHIN * best):
+                break
+    return found
+
+
+def _impossible_within(attempt: _Pipeline, error: InfeasibleError, seconds: float, timings: Timings) -> Staged:
+    """What is known of a pipeline of which ``error`` says that none fits, or none that takes less than ``seconds``."""
+    own, failure = (attempt.layout, attempt.microbatches), Failure(error, partial(attempt.too_full, error, timings))
+    if not isinstance(error, TooSlowError):
+        return Staged(failure=failure, settled={own: math.inf})
+    slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False))
+    is_shown = attempt.layout.stages > 1 and math.isfinite(seconds)
+    return Staged(losing={attempt.layout: (slow,)} if is_shown else {}, failure=failure, settled={own: seconds})
+
+
+def _raise_if_asked(attempt: _Pipeline, error: OptionsError) -> None:
+    """Raises ``error``, of a number of microbatches that is impossible, if a user asked for that number."""
+    options, own = attempt.request.options, Restriction.of(attempt.request.options.layout)
+    if options.microbatches is not None:
+        if isinstance(error, CoupledError) and own.microbatch is not None:
+            raise error.under_layout(own.microbatch) from error
+        raise error
 
 
 def _limits(request: PlanRequest, layout: StageLayout) -> tuple[float, ...]:

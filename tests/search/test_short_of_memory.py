@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,19 @@ from torch import nn
 
 import autopar
 from autopar import InfeasibleError, Options
-from autopar.planner.step_graphs import pipelined_step_of
+from autopar.planner import solve_mesh as solve_mesh_module
+from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.mesh_solution import MeshSolution, peak_bytes
+from autopar.planner.request import PlanRequest
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import pipelined_step_of, step_of
 from autopar.planner.timings import Timings
+from autopar.search import best_plan as best_plan_module
 from autopar.search.attempts import attempts
-from autopar.search.candidate import Candidate
+from autopar.search.best_plan import AHEAD
+from autopar.search.candidate import NO_STAGES, Candidate
 from autopar.search.pipelines import _Pipeline, with_stages
+from autopar.search.unstaged.without_stages import seconds_if_too_large
 from tests.helpers.planning import CLUSTER, requested
 
 LIMIT = 150_000
@@ -78,6 +87,100 @@ def test_a_step_in_microbatches_leaves_work_for_stages(monkeypatch: pytest.Monke
     request = requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None)
     with_stages(request, {}, timings, math.inf, lacks_memory=True)
     assert tried[:3] == [1, 1, 1] and {2, 4} <= set(tried)
+
+
+def _open() -> PlanRequest:
+    return requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None)
+
+
+def _counting_attempts(monkeypatch: pytest.MonkeyPatch, fail: type[Exception] | None = None) -> list[tuple[int, int]]:
+    """Every pipeline that is attempted, as stages and microbatches. Each takes 1 s, or fails."""
+    tried = list[tuple[int, int]]()
+
+    def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
+        tried.append((own.layout.stages, own.microbatches))
+        if fail is TooSlowError:
+            raise TooSlowError("stages", 2.0 * best)
+        if fail is not None:
+            raise fail("does not fit")
+        return Candidate(1.0, own.layout, _never, _never)
+
+    monkeypatch.setattr(_Pipeline, "solved", solved)
+    return tried
+
+
+@pytest.mark.parametrize("fail", [None, InfeasibleError])
+def test_what_was_settled_ahead_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, fail: type[Exception]) -> None:
+    tried, request = (
+        _counting_attempts(monkeypatch, fail),
+        requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None),
+    )
+    ahead = with_stages(request, {}, Timings(), 10.0, lacks_memory=True, is_ahead=True)
+    assert tried and all(stages > 1 for stages, _ in tried), "the whole step comes later"
+    found = with_stages(request, {}, Timings(), 20.0, lacks_memory=True, before=ahead)
+    assert len(set(tried)) == len(tried) and any(stages == 1 for stages, _ in tried)
+    assert (fail is None) == bool(found.tried.candidates)
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(9.0, 1), (11.0, 2)])
+def test_what_was_too_slow_ahead_is_tried_again_for_more_seconds_alone(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, times: int
+) -> None:
+    tried = _counting_attempts(monkeypatch, TooSlowError)
+    request = _open()
+    ahead = with_stages(request, {}, Timings(), 10.0, lacks_memory=True, is_ahead=True)
+    found = with_stages(request, {}, Timings(), seconds, lacks_memory=True, before=ahead)
+    assert {tried.count(own) for own in tried if own[0] > 1} == {times}
+    assert found.tried.excluded, "it says what was too slow"
+
+
+def test_where_memory_is_short_more_microbatches_follow_what_does_not_fit() -> None:
+    request = _open()
+    graph = pipelined_step_of(request)
+    free, short = (list(attempts(request, graph, math.inf, lacks, False)) for lacks in (False, True))
+    assert all(len(counts) == 1 for _, counts in free)
+    assert any(len(counts) > 1 for _, counts in short)
+    assert all(list(counts) == sorted(counts) for _, counts in short)
+    sizes = [max(layout.sizes) for layout, _ in short]
+    assert sizes == sorted(sizes), "the easiest programs come first"
+
+
+def _quickest_and_limited(part: float) -> tuple[MeshSolution, PlanRequest]:
+    """The quickest solution without stages, and a request within a ``part`` of what it holds."""
+    free = _open()
+    quickest, _ = solve_mesh(free, step_of(free), Timings())
+    limit = int(part * peak_bytes(quickest))
+    return quickest, replace(free, options=replace(free.options, memory_limit=limit))
+
+
+def test_pipelines_come_before_placements_that_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickest, request = _quickest_and_limited(0.5)
+    seconds = seconds_if_too_large(request, Timings())
+    assert seconds == pytest.approx(quickest.solution.objective) and seconds_if_too_large(_open(), Timings()) == 0.0
+
+    def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
+        assert best <= AHEAD * seconds
+        return Candidate(0.9 * seconds, own.layout, _never, _never)
+
+    monkeypatch.setattr(_Pipeline, "solved", solved)
+    monkeypatch.setattr(solve_mesh_module, "_found_limited", lambda *_: pytest.fail("memory is saved without stages"))
+    tried = best_plan_module._of_arrangement(request, {}, Timings(), math.inf)
+    assert all(candidate.layout is not None for candidate in tried.candidates)
+    assert any(excluded.kind == NO_STAGES for excluded in tried.excluded)
+
+
+@pytest.mark.parametrize("worth", [1.05, 2.0])
+def test_placements_that_save_memory_are_given_up_once_they_take_too_long(worth: float) -> None:
+    """Within 0.3 of what the quickest hold, they take 1.27 times as long."""
+    quickest, request = _quickest_and_limited(0.3)
+    limited = replace(request, worth=worth * quickest.solution.objective)
+    if worth == 2.0:
+        solution, _ = solve_mesh(limited, step_of(limited), Timings())
+        assert 1.0 < solution.solution.objective / quickest.solution.objective < 2.0
+        return
+    with pytest.raises(TooSlowError) as caught:
+        solve_mesh(limited, step_of(limited), Timings())
+    assert not caught.value.is_proven and caught.value.seconds > worth * quickest.solution.objective
 
 
 def _never() -> Any:

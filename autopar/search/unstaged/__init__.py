@@ -1,0 +1,1 @@
+"""Plans without stages, of the whole batch at once."""
