@@ -133,7 +133,7 @@ def _of_layout(
             solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
             failure = _nearer(Failure(error, partial(attempt.too_full, error, timings)), failure)
-            if isinstance(error, TooSlowError) and attempt.layout.stages > 1 and math.isfinite(quickest):
+            if isinstance(error, TooSlowError) and math.isfinite(quickest):
                 slow.append(Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False)))
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break

@@ -12,10 +12,11 @@ from torch import nn
 
 import autopar
 from autopar import InfeasibleError, Options
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.search.attempts import attempts
-from autopar.search.candidate import Candidate
+from autopar.search.candidate import Candidate, why_excluded
 from autopar.search.pipelines import _Pipeline, with_stages
 from tests.helpers.planning import CLUSTER, requested
 
@@ -78,6 +79,18 @@ def test_a_step_in_microbatches_leaves_work_for_stages(monkeypatch: pytest.Monke
     request = requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None)
     with_stages(request, {}, timings, math.inf, lacks_memory=True)
     assert tried[:3] == [1, 1, 1] and {2, 4} <= set(tried)
+
+
+def test_a_step_in_microbatches_that_is_given_up_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
+        if own.layout.stages == 1:
+            raise TooSlowError(own.name, 2.0, is_proven=False)
+        return Candidate(1.0, own.layout, _never, _never)
+
+    monkeypatch.setattr(_Pipeline, "solved", solved)
+    request = requested("stack", (2,), mesh_search=True, stages=None, microbatches=None)
+    found, _ = with_stages(request, {}, Timings(), 1.5, lacks_memory=True)
+    assert why_excluded(found, LIMIT) == {"no stages x (2,), 2 microbatches": "about 2 s"}
 
 
 def _never() -> Any:
