@@ -97,7 +97,9 @@ def compare_with_eager(own: bool, mesh: DeviceMesh, options: autopar.Options) ->
         assert parameter.grad is not None and expected.grad is not None
         # Batch norm takes away the bias: its gradient is zero but for rounding, of sums of terms of this size.
         rounding = 1e-5 if name == "mix.bias" else 1e-6
-        torch.testing.assert_close(parallel.full_tensor(parameter.grad), expected.grad, rtol=1e-4, atol=rounding, msg=name)
+        torch.testing.assert_close(
+            parallel.full_tensor(parameter.grad), expected.grad, rtol=1e-4, atol=rounding, msg=name
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
