@@ -324,6 +324,15 @@ def test_tables_sum_to_the_step(plan: Plan, by: str) -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.parametrize("by", ["module", "kind", "op", "phase"])
+def test_shares_add_up_to_the_step(plan: Plan, by: str) -> None:
+    """That of what computing hides is negative: the other rows are more than the step takes."""
+    head, rows, _ = plan.table(by=by).texts()
+    assert head[-1] == "share" and plan.seconds_of("hidden") < 0
+    shares = [0 if row[-1] in ("<1%", ">-1%") else int(row[-1][:-1]) for row in rows]
+    assert sum(shares) == pytest.approx(100, abs=len(rows) / 2 + 1)
+
+
 def test_no_such_table(plan: Plan) -> None:
     with pytest.raises(OptionsError, match="'module', 'kind', 'op', 'rule', 'phase', 'collective'"):
         plan.table(by="colour")
