@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.placements import Strategy, parse_placements, short
+from autopar.ir.placements import REPLICATE, Placements, Shard, Strategy, parse_placements, short
 from autopar.placement.alternatives import alternatives
 from autopar.placement.axis_names import default_names
 from autopar.plans.plan import Plan
@@ -290,6 +290,41 @@ def test_diff_of_other_meshes_and_models(plan: Plan) -> None:
     assert all(change.after == "-" for change in found.placements)
     assert found.operations == len(plan.strategies) and all(b is None for _, b in found.baselines.values())
     assert str(found)
+
+
+def test_diff_leaves_out_what_differs_in_the_number_of_axes_alone(plan: Plan) -> None:
+    def on_one_more(place: Placements) -> Placements:
+        return (*place, place[-1])
+
+    first = next(path for path, place in plan.parameters.items() if len(set(place.weight)) == 1)
+    resting = {
+        path: ParameterPlacement(*(on_one_more(each) for each in (place.weight, place.gradient, place.optimizer)))
+        for path, place in plan.parameters.items()
+    }
+    mesh = (*plan.mesh[:-1], plan.mesh[-1] // 2, 2)
+    alike = replace(
+        plan,
+        mesh=mesh,
+        axis_names=("x", "y", "z")[: len(mesh)],
+        parameters=resting,
+        outputs={path: on_one_more(place) for path, place in plan.outputs.items()},
+        strategies={
+            name: replace(own, inputs=tuple(map(on_one_more, own.inputs)), outputs=tuple(map(on_one_more, own.outputs)))
+            for name, own in plan.strategies.items()
+        },
+    )
+    found = plan.diff(alike)
+    assert [change.path for change in found.settings] == ["mesh"]
+    assert found.placements == () and found.operations == 0 and not found.same
+    assert found.other_axes == 3 * len(plan.parameters) + len(plan.outputs)
+    assert f"{found.other_axes} placements differ in the number of axes alone" in str(found)
+    other = (*[Shard(0)] * (len(mesh) - 1), REPLICATE)
+    changed = plan.diff(replace(alike, parameters={**resting, first: ParameterPlacement(other, other, other)}))
+    assert {(c.path, c.what, c.after) for c in changed.placements} == {
+        (first, what, short(other)) for what in ("weight", "gradient", "optimizer")
+    }
+    moved = plan.diff(replace(alike, parameters={**resting, first: replace(resting[first], offload="host")}))
+    assert [(c.path, c.what) for c in moved.placements] == [(first, "optimizer")]
 
 
 def test_diff_of_precision_and_of_state_on_the_host(plan: Plan) -> None:
