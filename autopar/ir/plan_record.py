@@ -137,7 +137,8 @@ ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offloa
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds of one step, and peak bytes of the device that holds most, with their parts.
+    """Seconds of one step, and peak bytes of the device that holds most, with their parts: what it holds at that
+    moment, so that what is not alive then (gradients, where forward holds most) is 0.
 
     Attributes:
         comm_seconds: communication that is waited for; what is sent while devices compute is not part of it. Of a
@@ -193,7 +194,8 @@ class PlanRecord:
         objective: what the placement program minimises, in seconds. For one stage it is the step. For several it is the
             work of all stages together, since the program is solved before the graph is cut: without the bubble,
             messages between stages, and how unevenly the work is divided; ``predicted.step_seconds`` includes these.
-        bound: the lower bound of the objective that the solver proves; ``gap`` is its distance from ``objective``.
+        bound: the lower bound of the objective that the solver proves; ``gap`` is its distance from ``objective``. Of
+            several stages, which work at the same time, both may be more than the step takes: neither bounds it.
         placements: by path, how each parameter's value is placed during a step, and the output of each module;
             ``parameters`` adds where gradients and optimizer state rest.
         strategies: the choice for each node of the graph whose fingerprint is ``graph_hash``; ``nodes`` describes them.

@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class TriedDivision:
-    """A division that was looked at, as ``described``: its program was ``"solved"``, and its step takes ``seconds``, or
-    these are ``"estimated"`` (docs/layouts.md, "Pipelines on many devices")."""
+    """What was looked at, as ``described``: its program was ``"solved"``, and its step takes ``seconds``; or proved
+    that it takes ``"at least"`` so long; or these are ``"estimated"`` (docs/layouts.md, "Pipelines on many devices").
+    ``divisions``: how many of those that count as solved its program covers, and none before it; 0 where only
+    estimated."""
 
     described: str
-    how: Literal["solved", "estimated"]
+    how: Literal["solved", "at least", "estimated"]
     seconds: float
+    divisions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class Searched:
         bound: seconds that none of all divisions can beat, by these prices.
         first: of those that are neither solved nor excluded, the one that is bounded least; "" if there is none.
         first_bound: seconds that it takes at least.
-        tried: what was solved, and what was only estimated, the quickest first.
+        tried: what was solved, and what was only estimated, the quickest first. An estimate proves nothing, so what it
+            is of counts as excluded or left.
     """
 
     divisions: int

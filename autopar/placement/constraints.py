@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
-from autopar.ir.placements import NOT, Placements, is_shard, parse_placements, shard_before, shard_dim, short
+from autopar.ir.placements import NOT, Placements, Shape, is_shard, parse_placements, shard_before, shard_dim, short
 from autopar.ir.stage_meshes import on_axes
 from autopar.solver.problem import Transfer
 
@@ -147,9 +147,15 @@ def zero_allows(instance: Instance, stage: int) -> Allowed:
     return allowed
 
 
-def pin_instance(instance: Instance, pins: Mapping[str, str], options: Sequence[tuple[str, Instance]] = ()) -> Instance:
+def pin_instance(
+    instance: Instance,
+    pins: Mapping[str, str],
+    options: Sequence[tuple[str, Instance]],
+    returned: Mapping[str, Shape],
+) -> Instance:
     """The instance restricted by ``pins``. ``options``: the options that have removed choices, each with the instance
-    before it did.
+    before it did. ``returned``: by path, the shape of what a module returns, for the samples of the instance's graph,
+    whose dims pins of modules count.
 
     Raises:
         OptionsError: a pin matches nothing, or no strategy satisfies it; names the other pins or the option that it
@@ -158,7 +164,7 @@ def pin_instance(instance: Instance, pins: Mapping[str, str], options: Sequence[
     start = instance
     for position, (pattern, text) in enumerate(pins.items()):
         try:
-            instance = _pinned(instance, pattern, text)
+            instance = _pinned(instance, pattern, text, returned)
         except OptionsError as error:
             earlier = list(pins.items())[:position]
             contradicted = _contradicted(start, (pattern, text), earlier, options)
@@ -198,14 +204,14 @@ def _needed(free: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]]
 def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
     try:
         for pattern, text in pins:
-            instance = _pinned(instance, pattern, text)
+            instance = _pinned(instance, pattern, text, {})
     except OptionsError:
         return False
     return True
 
 
-def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
-    """The instance restricted by one pin."""
+def _pinned(instance: Instance, pattern: str, text: str, returned: Mapping[str, Shape]) -> Instance:
+    """The instance restricted by one pin; ``returned``: for :func:`pin_instance`."""
     pinned = _parsed(pattern, text)
     excluded = text.lstrip().startswith(NOT)
     mesh = instance.prices.mesh
@@ -219,7 +225,8 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     if not names:
         raise unmatched(instance.graph, pattern)
     if not pattern.startswith("%") and any(shard_dim(place) and shard_before(place) == 1 for place in pinned):
-        _check_dims(instance.graph, f"the pin {pattern!r}: {text!r}", names)
+        own = {path: shape for path, shape in returned.items() if fnmatch.fnmatchcase(path, pattern)}
+        _check_dims(instance.graph, f"the pin {pattern!r}: {text!r}", names, own)
     groups = {instance.graph.classes.get(name, name) for name in names}
     here = on_axes(pinned, mesh)
     if excluded and here != pinned:
@@ -238,18 +245,26 @@ def samples_of(graph: Graph) -> int:
     return max(sizes, key=sizes.__getitem__, default=1)
 
 
-def _check_dims(graph: Graph, pin: str, names: Iterable[str]) -> None:
-    """Raises :class:`OptionsError` where a ``pin`` of a module's output counts its dims, and the graph may have that
-    output with samples and positions in one dim, as products compute it."""
-    batch = samples_of(graph)
-    for node in (graph[name] for name in names if graph[name].op != "param" and graph[name].type.rank == 2):
-        each, rest = divmod(int(node.type.shape[0]), batch)
-        if each > 1 and rest == 0:
-            raise OptionsError(
-                f"{pin} counts dims of what the module returns, but the plan has that as %{node.name} {node.type}, "
-                f"whose dim 0 is {batch} samples x {each}: pin '%{node.name}' by these dims, where S(0) divides "
-                f"samples, S(0/{batch}) what is within a sample, and S(1) the last dim"
-            )
+def _check_dims(graph: Graph, pin: str, names: Collection[str], returned: Mapping[str, Shape]) -> None:
+    """Raises :class:`OptionsError` where a ``pin`` counts the dims of what a module returned, and the graph has that
+    with other dims: as products compute it, with samples and positions in one dim. Dims of one are no difference, as of
+    a single position: nothing divides them, so no pin means them."""
+    for path, name in module_outputs(graph).items():
+        shape = returned.get(path) if name in names else None
+        if shape is None or [n for n in shape if n != 1] == [n for n in graph[name].type.shape if n != 1]:
+            continue
+        kind = graph[name].type
+        where = f"pin '%{name}' by these dims"
+        if kind.rank == 2 < len(shape) and math.prod(shape[:-1]) == kind.shape[0]:
+            rows = f", whose dim 0 is {shape[0]} samples x {math.prod(shape[1:-1])}"
+            within = f"S(0/{shape[0]}) what is within a sample, and S(1) the last dim"
+            where = f"{where}, where S(0) divides samples, {within}"
+        else:
+            rows = ""
+        raise OptionsError(
+            f"{pin} counts dims of what the module returns, {list(shape)}, but the plan has that as %{name} {kind}"
+            f"{rows}: {where}"
+        )
 
 
 def _parsed(pattern: str, text: str) -> Placements:

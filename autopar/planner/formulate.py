@@ -18,7 +18,7 @@ from autopar.planner.roles.products import Products
 from autopar.restriction import words_of
 
 from .memory_limit import may_widen, widened, with_limit
-from .request import PlanRequest, host_limit_of, memory_limit_of
+from .request import PlanRequest, host_limit_of, memory_limit_of, returned_shapes
 
 # Parts of the depth in which layers choose alike where memory is short. Chosen: first, middle and last layers differ.
 STRETCHES = 3
@@ -110,7 +110,8 @@ def _restricted(request: PlanRequest, instance: Instance) -> Instance:
     if stage is not None:
         before.append((_zero_of(request.options), instance))
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)
-    return pin_instance(instance, request.options.pins, before)
+    pins = request.options.pins
+    return pin_instance(instance, pins, before, returned_shapes(request)) if pins else instance
 
 
 def _products(request: PlanRequest, instance: Instance) -> Products:

@@ -12,12 +12,13 @@ from torch import nn
 from autopar.arguments import check_names
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
-from autopar.ir.node import Dim
+from autopar.ir.node import Dim, symbol
 from autopar.options import Options
 from autopar.passes.normalise.scaled_loss import with_scaled_loss
 from autopar.passes.normalise.standard import normalise
 from autopar.passes.recompute.compute_again import compute_again
 from autopar.passes.recompute.draw_again import draw_again
+from autopar.placement.constraints import module_outputs
 from autopar.plans.views.quantities import amount
 from autopar.precision import Precision, autocast_dtype, check_precision, scales_loss
 from autopar.rare_collections import collecting_rarely
@@ -172,4 +173,15 @@ def make_request(
         notes=base.traced.notes,
         propose=propose,
         tied=tuple((name, first) for name, first in base.traced.signature.tied.items() if first in parameters),
+        returned=_returned(base.traced.graph) if options.pins else (),
     )
+
+
+def _returned(traced: Graph) -> tuple[tuple[str, tuple[Dim, ...]], ...]:
+    """By path, the shape of what each module returned, which a normalised graph may have with other dims."""
+    hints = {symbol(name): size for name, size in traced.symbols if name != BATCH}
+
+    def shape(name: str) -> tuple[Dim, ...]:
+        return tuple(dim if isinstance(dim, int) else dim.subs(hints) for dim in traced[name].type.shape)
+
+    return tuple((path, shape(name)) for path, name in module_outputs(traced).items() if any(traced[name].types[:1]))

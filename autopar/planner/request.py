@@ -7,17 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 
+from sympy import sympify
+
 from autopar.cluster.description import Cluster
 from autopar.cost import usable_bytes, usable_host_bytes
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
+from autopar.ir.node import Dim, symbol
 from autopar.ir.placements import Shares
 from autopar.layout import Layout
 from autopar.options import Options
 from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.roles.axis_roles import AxisRole
+from autopar.trace.lengths import BATCH
 
 from .shared_work import SharedWork
 
@@ -67,6 +71,7 @@ class PlanRequest:
     ``shares``: those in which rows may be divided on each axis, besides equal ones; ``rank_limits``: bytes that each
     device may hold then, by rank (:func:`rank_limits`).
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
+    ``returned``: by path, the shape of what a module returned, symbolic in the batch.
     ``asked``: the mesh that the user gave, if this is another. ``propose``: finds layouts worth trying for this
     request, where there are too many to try. ``shared``: what requests made from this one have in common."""
 
@@ -88,9 +93,19 @@ class PlanRequest:
     shares: Shares = ()
     rank_limits: tuple[int, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
+    returned: tuple[tuple[str, tuple[Dim, ...]], ...] = ()
     asked: tuple[int, ...] = ()
     propose: Propose | None = field(default=None, compare=False, repr=False)
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
+
+
+def returned_shapes(request: PlanRequest) -> dict[str, tuple[int, ...]]:
+    """By path, the shape of what a module returns for a microbatch; of a model that was traced for one batch alone,
+    these are not known."""
+    count, batch = request.repeats.microbatches, symbol(BATCH)
+    known = (own for own in request.returned if count == 1 or any(batch in sympify(dim).free_symbols for dim in own[1]))
+    size = {batch: request.batch // count}
+    return {path: tuple(int(sympify(dim).subs(size)) for dim in shape) for path, shape in known}
 
 
 def as_stated(cluster: Cluster, options: Options) -> Cluster:

@@ -26,6 +26,7 @@ from autopar.ir.planned_sync import PlannedSync
 from autopar.ir.searched import Searched
 from autopar.offload import tier_of
 
+from .as_written import DIGESTS, check_as_written, digests
 from .folded_tables import folded, unfolded
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
@@ -46,13 +47,15 @@ _DEVICES = ("device_peaks", "device_limits")
 _OPTIONAL = ("layout", "tied", "offloaded", "excluded", *_DEVICES)
 # Options that change prices; those of a plan that does not have them are the defaults.
 _PRICED = {"optimizer": "adamw", "compile": "auto", "imbalance": None}
-_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline", *_OPTIONAL, "sync", "searched", *_PRICED)
+_RECORDS = ("holdings", "lines", "pipeline", "sync", "searched")
+_KNOWN = ("version", *_PLAIN, *_TABLES, *_RECORDS, *_OPTIONAL, *_PRICED, DIGESTS)
 
 
 def plan_to_json(plan: PlanRecord) -> str:
     """``plan.to_json()``: strict JSON (numbers that are not finite as strings), indented, each entry of a table on one
     line."""
-    data = {**folded(plan_to_dict(plan)), "version": FOLDED}
+    whole = plan_to_dict(plan)
+    data = {**folded(whole), "version": FOLDED, DIGESTS: digests(whole)}
     entries = (f"  {json.dumps(name)}: {_indented(value, name in _FOLDED)}" for name, value in data.items())
     return "{\n" + ",\n".join(entries) + "\n}"
 
@@ -150,7 +153,7 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
     """The fields of the plan that :func:`plan_to_dict` wrote as ``data``.
 
     Raises:
-        OptionsError: names what is missing or of the wrong kind, or the version that wrote it.
+        OptionsError: names what is missing, of the wrong kind or not as it was written, or the version that wrote it.
     """
     if not isinstance(data, dict) or "version" not in data:
         raise OptionsError("this is not a plan: it has no version, as what Plan.to_json() writes has")
@@ -162,6 +165,7 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
     unknown = [name for name in data if name not in _KNOWN]
     if unknown:
         raise OptionsError(f"a plan has no field {unknown[0]!r}{did_you_mean(unknown[0], _KNOWN)}")
+    check_as_written(data)
     try:
         return _fields(data)
     except KeyError as error:

@@ -26,6 +26,7 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.plans.views.page_width import fixed_width
 from autopar.plans.views.summary import plan_text
 
+from .as_written import DIGESTS, digests
 from .json import VERSION, fields_from_dict, plan_to_dict, without_repeats
 
 HEAD = "autopar plan"
@@ -39,6 +40,7 @@ def plan_to_lines(plan: PlanRecord) -> str:
 
 def _lines(plan: PlanRecord) -> Iterator[str]:
     data = plan_to_dict(plan)
+    data[DIGESTS] = digests(data)
     yield f"{HEAD} {data.pop('version')}"
     yield from (f"# {line}".rstrip() for line in plan_text(plan).splitlines())
     tables = {name: value for name, value in data.items() if isinstance(value, dict) or name in _LISTS}

@@ -84,14 +84,7 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
         yield f"device_peaks and device_limits are those of {peaks} and {limits} devices, not those of all"
     if plan.sync is not None and min(plan.sync.replicas, plan.sync.every) < 1:
         yield f"sync has {plan.sync.replicas} replicas that exchange every {plan.sync.every} steps: at least 1 of each"
-    if plan.searched is not None:
-        found = plan.searched
-        counts = found.divisions, found.indivisible, found.solved, found.excluded, found.left
-        if min(counts) < 0 or found.bound < 0:
-            yield f"searched counts {', '.join(map(str, counts))} and bounds {found.bound}: none may be below 0"
-        for each in found.tried:
-            if each.seconds < 0:
-                yield f"searched.tried: {each.described!r} takes {each.seconds} seconds"
+    yield from _searched(plan)
     if plan.optimizer not in OPTIMIZERS:
         yield f"optimizer is {plan.optimizer!r}{did_you_mean(plan.optimizer, list(OPTIMIZERS))}"
     if plan.imbalance is not None and plan.imbalance < 1:
@@ -99,6 +92,22 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
     for name in ("solve_seconds", "gap"):
         if getattr(plan, name) < 0:
             yield f"{name} is {getattr(plan, name)}, below 0"
+
+
+def _searched(plan: PlanRecord) -> Iterator[str]:
+    """Checks what the search says that it covered."""
+    found = plan.searched
+    if found is None:
+        return
+    counts = found.divisions, found.indivisible, found.solved, found.excluded, found.left
+    if min(counts) < 0 or found.bound < 0:
+        yield f"searched counts {', '.join(map(str, counts))} and bounds {found.bound}: none may be below 0"
+    for each in found.tried:
+        if each.seconds < 0 or each.divisions < 0:
+            yield f"searched.tried: {each.described!r} takes {each.seconds} seconds, of {each.divisions} divisions"
+    covered = sum(each.divisions for each in found.tried)
+    if covered not in (0, found.solved):  # 0: written before they were counted.
+        yield f"searched.solved is {found.solved}, but searched.tried adds up to {covered}"
 
 
 def _meshes(plan: PlanRecord) -> Iterator[str]:

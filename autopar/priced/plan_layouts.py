@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -86,24 +86,11 @@ def plan_layouts(
     _check(devices, tokens, compare or {}, samples, hardware)
     own = replace(own, precision=planned_precision(model, own.precision)[1])
     targets = resized(targets, batch_size(*split_batch(batch)), samples)
-    given: dict[str, Any] = {"loss_fn": loss_fn, "targets": targets, "work": SharedWork()}
-    plan = make_plan(model, mesh_for(hardware, devices), inputs, options=own, cluster=hardware, **given)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    price = partial(price_with, model, inputs, hardware, **given)
-    return LayoutReport(
-        plan=plan,
-        model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        checkpoint_bytes=sum(_checkpointed(parameter, own.optimizer) for parameter in model.parameters()),
-        devices=devices,
-        sample_tokens=sample_tokens,
-        tokens=tokens,
-        named={name: _beside(plan, own, layout, price) for name, layout in (compare or {}).items()},
-        device_flops=device_flops(plan, hardware.among(devices)),
-        notes=notes_on(plan, hardware),
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-    )
+    asked = _Asked(model, inputs, hardware, own, {"loss_fn": loss_fn, "targets": targets, "work": SharedWork()})
+    plan = asked.plan(devices)
+    took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu_began}
+    named = {name: asked.beside(plan, layout) for name, layout in (compare or {}).items()}
+    return asked.report(plan, devices, named=named, sample_tokens=sample_tokens, tokens=tokens, **took)
 
 
 def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
@@ -113,27 +100,56 @@ def mesh_for(cluster: Cluster, devices: int) -> tuple[int, ...]:
     return (devices,) if is_one_axis else (devices // node, node)
 
 
-def _beside(plan: Plan, options: Options, layout: Layout, price: Callable[[Layout, Options], Priced]) -> Priced:
-    """The price of a layout under those ``options`` of ``plan`` that layouts do not say, with those of its pins that
-    this does not contradict: it has the stage, or the axes, that they name. If there is no such plan either, without.
-    Says which are left out."""
-    said: dict[str, Any] = dict.fromkeys(OF_LAYOUTS)
-    options = replace(options, layout=None, **said)
-    stages, placements = stage_pins(options.pins)
-    kept = {path: text for path, text in stages.items() if pinned_stage(text) < layout.pipeline > 1}
-    if replace(layout, pipeline=1).mesh == (tuple(n for n in plan.mesh if n > 1) or (1,)):
-        kept |= placements
-    try:
-        found = price(layout, replace(options, pins=kept))
-    except (OptionsError, InfeasibleError):
-        if not kept:
-            raise
-        kept, found = {}, price(layout, replace(options, pins={}))
-    left_out = [path for path in options.pins if path not in kept]
-    if not left_out:
-        return found
-    note = f"pins that {layout} contradicts are left out: {', '.join(left_out)}"
-    return replace(found, notes=(*found.notes, note))
+@dataclass(frozen=True)
+class _Asked:
+    """What is planned and priced, checked. ``given``: the arguments that both have in common besides."""
+
+    model: nn.Module
+    inputs: Batch
+    cluster: Cluster
+    options: Options
+    given: Mapping[str, Any]
+
+    def plan(self, devices: int) -> Plan:
+        mesh = mesh_for(self.cluster, devices)
+        return make_plan(self.model, mesh, self.inputs, options=self.options, cluster=self.cluster, **self.given)
+
+    def report(self, plan: Plan, devices: int, **others: Any) -> LayoutReport:
+        """The report on ``plan``. ``others``: what it, the model and the cluster do not say."""
+        parameters = list(self.model.parameters())
+        return LayoutReport(
+            plan=plan,
+            model=type(self.model).__name__,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            checkpoint_bytes=sum(_checkpointed(parameter, self.options.optimizer) for parameter in parameters),
+            devices=devices,
+            device_flops=device_flops(plan, self.cluster.among(devices)),
+            notes=notes_on(plan, self.cluster),
+            **others,
+        )
+
+    def beside(self, plan: Plan, layout: Layout) -> Priced:
+        """The price of a layout under those options of ``plan`` that layouts do not say, with those of its pins that
+        this does not contradict: it has the stage, or the axes, that they name. If there is no such plan either,
+        without. Says which are left out."""
+        said: dict[str, Any] = dict.fromkeys(OF_LAYOUTS)
+        options = replace(self.options, layout=None, **said)
+        price = partial(price_with, self.model, self.inputs, self.cluster, layout, **self.given)
+        stages, placements = stage_pins(options.pins)
+        kept = {path: text for path, text in stages.items() if pinned_stage(text) < layout.pipeline > 1}
+        if replace(layout, pipeline=1).mesh == (tuple(n for n in plan.mesh if n > 1) or (1,)):
+            kept |= placements
+        try:
+            found = price(options=replace(options, pins=kept))
+        except (OptionsError, InfeasibleError):
+            if not kept:
+                raise
+            kept, found = {}, price(options=replace(options, pins={}))
+        left_out = [path for path in options.pins if path not in kept]
+        if not left_out:
+            return found
+        note = f"pins that {layout} contradicts are left out: {', '.join(left_out)}"
+        return replace(found, notes=(*found.notes, note))
 
 
 def _checked_options(options: Options | None, **named: Any) -> Options:

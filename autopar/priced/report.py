@@ -13,6 +13,7 @@ from autopar.plans.views.coverage import coverage
 from autopar.plans.views.idle_axes import legend
 from autopar.plans.views.quantities import amount, duration, size
 from autopar.plans.views.stages import mesh_text
+from autopar.plans.views.summary import memory_parts
 from autopar.search.candidate import RULE
 
 from .figures import bubble_of
@@ -184,7 +185,5 @@ def _short(number: float) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    predicted = plan.predicted
-    text = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in predicted.peak_parts.items())
-    text += f"; {size(predicted.host_bytes)} on the host" if predicted.host_bytes else ""
-    return f"{size(predicted.peak_bytes)} of {size(plan.memory_limit)} ({text})"
+    peak = plan.predicted.peak_bytes
+    return f"{size(peak)} of {size(plan.memory_limit)} ({', '.join(memory_parts(plan))})"

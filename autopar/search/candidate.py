@@ -155,17 +155,22 @@ def why_excluded(tried: Tried, limit: int) -> dict[str, str]:
     return {kind: _reason(errors, limit) for kind, errors in reasons.items()}
 
 
-def tried_divisions(tried: Tried, batch: int) -> Iterator[TriedDivision]:
-    """What was solved, by name, and what was estimated and not solved."""
-    solved: dict[str, float] = {}
+def tried_divisions(tried: Tried, batch: int) -> Iterator[tuple[TriedDivision, frozenset[Division]]]:
+    """What was solved, by name, what its program excluded, and what was estimated and not solved; each with the
+    divisions that its program covers."""
+    solved: dict[str, tuple[float, frozenset[Division]]] = {}
     for candidate in tried.candidates:
         name = candidate.figures()[0]
-        solved[name] = min(candidate.seconds, solved.get(name, math.inf))
-    yield from (TriedDivision(name, "solved", seconds) for name, seconds in solved.items())
-    covered = {division for candidate in tried.candidates for division in candidate.divisions}
+        seconds, covered = solved.get(name, (math.inf, frozenset()))
+        solved[name] = min(candidate.seconds, seconds), covered | candidate.divisions
+    yield from ((TriedDivision(name, "solved", seconds), covered) for name, (seconds, covered) in solved.items())
+    for excluded in tried.excluded:
+        if excluded.divisions and isinstance(excluded.error, TooSlowError):
+            yield TriedDivision(excluded.name, "at least", excluded.error.seconds), excluded.divisions
+    every = frozenset().union(*(covered for _, covered in solved.values()))
     for layout, seconds in tried.estimated.items():
-        if division_of(layout, batch) not in covered:
-            yield TriedDivision(str(layout), "estimated", seconds)
+        if division_of(layout, batch) not in every:
+            yield TriedDivision(str(layout), "estimated", seconds), frozenset()
 
 
 def _reason(errors: list[InfeasibleError], limit: int) -> str:

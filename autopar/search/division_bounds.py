@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -245,10 +245,10 @@ def searched(
     most_chunks: int,
     solved: Collection[Division],
     seconds: float,
-    tried: Iterable[TriedDivision] = (),
+    tried: Iterable[tuple[TriedDivision, Collection[Division]]] = (),
 ) -> Searched:
     """What a search covered that found a plan of ``seconds``. ``solved``: the divisions whose programs it solved;
-    ``tried``: what it knows of these, and of others."""
+    ``tried``: what it knows of these, by the programs that cover them, and of others."""
     every = list(all_divisions(bounds.devices, batch, bounds.pieces, most_chunks))
     possible = [division for division in every if divides(division, batch) or division in solved]
     least = {division: bounds.seconds(division) for division in possible}
@@ -263,8 +263,19 @@ def searched(
         bound=min(least.values(), default=0.0),
         first="" if first is None else str(first) or "one device",
         first_bound=0.0 if first is None else least[first],
-        tried=tuple(sorted(tried, key=lambda each: (each.seconds, each.described))),
+        tried=tuple(_counted(tried, possible)),
     )
+
+
+def _counted(
+    tried: Iterable[tuple[TriedDivision, Collection[Division]]], possible: Iterable[Division]
+) -> Iterator[TriedDivision]:
+    """What was ``tried``, the quickest first, with the number of ``possible`` divisions that it covers and none before
+    it."""
+    left = set(possible)
+    for each, covered in sorted(tried, key=lambda pair: (pair[0].seconds, pair[0].described)):
+        yield replace(each, divisions=len(left.intersection(covered)))
+        left.difference_update(covered)
 
 
 def covered(inside: PlanRequest, pipeline: int, count: int, chunks: Iterable[int]) -> frozenset[Division]:

@@ -170,11 +170,8 @@ def _of_layout(
     found, remaining = Staged(), list(counts)
     while remaining:
         attempt = pipeline(remaining.pop(0))
-        last, own = (
-            found.candidates[-1].seconds if found.candidates else math.inf,
-            (attempt.layout, attempt.microbatches),
-        )
-        least = min(quickest, found.least)
+        own, least = (attempt.layout, attempt.microbatches), min(quickest, found.least)
+        last = found.candidates[-1].seconds if found.candidates else math.inf
         try:
             solved = attempt.solved(timings, least)
         except InfeasibleError as error:
@@ -201,8 +198,8 @@ def _impossible_within(attempt: _Pipeline, error: InfeasibleError, seconds: floa
     if not isinstance(error, TooSlowError):
         return Staged(failure=failure, settled={own: math.inf})
     slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False))
-    is_shown = attempt.layout.stages > 1 and math.isfinite(seconds)
-    return Staged(losing={attempt.layout: (slow,)} if is_shown else {}, failure=failure, settled={own: seconds})
+    losing = {attempt.layout: (slow,)} if math.isfinite(seconds) else {}
+    return Staged(losing=losing, failure=failure, settled={own: seconds})
 
 
 def _raise_if_asked(attempt: _Pipeline, error: OptionsError) -> None:

@@ -46,8 +46,10 @@ class StageLayout:
 
     @property
     def described(self) -> str:
-        """``2 stages``, or ``stages of 1 + 3 devices``."""
-        return f"stages of {' + '.join(map(str, self.counts))} devices" if self.counts else f"{self.stages} stages"
+        """``2 stages``, ``stages of 1 + 3 devices``, or ``no stages`` of a step in microbatches."""
+        if self.counts:
+            return f"stages of {' + '.join(map(str, self.counts))} devices"
+        return f"{self.stages} stages" if self.stages > 1 else "no stages"
 
 
 def layout_for(mesh: tuple[int, ...], stages: int) -> StageLayout | None:

@@ -88,7 +88,10 @@ def test_dims_of_an_output_that_the_graph_has_otherwise_are_refused() -> None:
         options = autopar.Options(pins={name: text}, stages=1, microbatches=1)
         return autopar.plan(model, (2,), batch, options=options, cluster=CLUSTER)
 
-    said = r"the pin 'lm_head': 'S\(1\)' counts dims of what the module returns, but .* as %(\w+) f32\[128, 257\]"
+    said = (
+        r"the pin 'lm_head': 'S\(1\)' counts dims of what the module returns, \[\d+, \d+, 257\], but the plan has that "
+        r"as %(\w+) f32\[128, 257\], whose dim 0 is \d+ samples x \d+"
+    )
     with pytest.raises(autopar.OptionsError, match=said) as caught:
         pinned("lm_head", "S(1)")
     named = re.search(said, str(caught.value))
@@ -96,6 +99,27 @@ def test_dims_of_an_output_that_the_graph_has_otherwise_are_refused() -> None:
     plan = pinned(f"%{named[1]}", "S(1)")
     assert short(plan.strategies[named[1]].outputs[0]) == "(S(1))"
     assert pinned("lm_head", "S(0)") and pinned("transformer.h.0.mlp.c_fc", "S(2)")
+
+
+class Twins(nn.Module):
+    """Two views of a batch, one after the other along dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one, other = self.second(torch.relu(self.first(torch.cat([x, y])))).chunk(2)
+        return (one - other).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rows_that_are_several_times_the_samples_are_no_positions(microbatches: int) -> None:
+    """The module returns them so: its pin counts the dims that the graph has."""
+    options = autopar.Options(pins={"first": "S(1)"}, stages=1, microbatches=microbatches)
+    batch = torch.randn(8, 16), torch.randn(8, 16)
+    plan = autopar.plan(Twins(), (2,), batch, options=options, cluster=CLUSTER)
+    assert short(plan.outputs["first"]) == "(S(1))"
 
 
 def test_inputs_without_samples_do_not_say_what_the_samples_of_a_pinned_output_are() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import autopar
 from autopar.command_line import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
+from autopar.ir.placements import REPLICATE
 from autopar.ir.plan_record import PlanLine
 from autopar.plans.json import plan_to_dict
 from autopar.plans.plan import Plan
@@ -131,6 +132,55 @@ def test_a_mutated_plan_computes_what_one_process_does_or_is_refused(name: str) 
 def test_a_mesh_that_was_changed_alone_is_refused_by_a_line_that_disagrees(name: str, mesh: tuple[int, ...]) -> None:
     with pytest.raises(OptionsError, match=r"(lines|holdings)\[\d+\]"):
         replace(plan(name), mesh=mesh).validate()
+
+
+@cache
+def undivided() -> Plan:
+    """A plan under which every device has all of everything: nothing else in it follows from its mesh."""
+    pins = dict.fromkeys(("*", "*.weight", "*.bias"), "R,R")
+    options = autopar.Options(mesh_search=False, pins=pins)
+    made = autopar.plan(bench().model, (2, 2), bench().batch, cluster="dgx-a100-80gb", options=options)
+    assert {place for own in made.parameters.values() for place in own.optimizer} == {REPLICATE}
+    return made
+
+
+CHANGES: dict[str, Any] = {
+    "mesh": [4, 2],
+    "batch": 16,
+    "cluster": "dgx-h100",
+    "graph_hash": "0",
+    "precision": "bf16",
+    "optimizer": "sgd",
+    "memory_limit": 5,
+    "bound": 1.0,
+    "gap": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_plan_was_made_for_cannot_be_edited(name: str) -> None:
+    made, changed = undivided(), CHANGES[name]
+    data = json.loads(made.to_json()) | {name: changed}
+    said = re.escape(f"{name} is {json.dumps(changed)}, which is not what autopar wrote there")
+    with pytest.raises(OptionsError, match=said):
+        Plan.from_json(json.dumps(data))
+    rows = [row for row in made.to_text().split("\n") if not row.startswith(f"{name} = ")]
+    rows.insert(1, f"{name} = {json.dumps(changed)}")
+    with pytest.raises(OptionsError, match=said):
+        Plan.from_text("\n".join(rows))
+
+
+def test_files_that_other_programs_wrote_anew_are_read() -> None:
+    """Formatters write 1 for 1.0; earlier versions of autopar wrote no digests."""
+    made = undivided()
+    data = json.loads(made.to_json())
+    whole = json.loads(
+        json.dumps(data), parse_float=lambda text: int(float(text)) if float(text) % 1 == 0 else float(text)
+    )
+    assert Plan.from_json(json.dumps(whole, indent=1)) == made
+    assert data.pop("written") and Plan.from_json(json.dumps(data)) == made
+    with pytest.raises(OptionsError, match="written is 3, not a table"):
+        Plan.from_json(json.dumps(data | {"written": 3}))
 
 
 def test_what_rests_is_what_the_mesh_leaves_on_a_device() -> None:

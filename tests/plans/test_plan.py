@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.placements import Strategy, parse_placements, short
+from autopar.ir.placements import REPLICATE, Placements, Shard, Strategy, parse_placements, short
 from autopar.placement.alternatives import alternatives
 from autopar.placement.axis_names import default_names
 from autopar.plans.plan import Plan
@@ -292,6 +292,41 @@ def test_diff_of_other_meshes_and_models(plan: Plan) -> None:
     assert str(found)
 
 
+def test_diff_leaves_out_what_differs_in_the_number_of_axes_alone(plan: Plan) -> None:
+    def on_one_more(place: Placements) -> Placements:
+        return (*place, place[-1])
+
+    first = next(path for path, place in plan.parameters.items() if len(set(place.weight)) == 1)
+    resting = {
+        path: ParameterPlacement(*(on_one_more(each) for each in (place.weight, place.gradient, place.optimizer)))
+        for path, place in plan.parameters.items()
+    }
+    mesh = (*plan.mesh[:-1], plan.mesh[-1] // 2, 2)
+    alike = replace(
+        plan,
+        mesh=mesh,
+        axis_names=("x", "y", "z")[: len(mesh)],
+        parameters=resting,
+        outputs={path: on_one_more(place) for path, place in plan.outputs.items()},
+        strategies={
+            name: replace(own, inputs=tuple(map(on_one_more, own.inputs)), outputs=tuple(map(on_one_more, own.outputs)))
+            for name, own in plan.strategies.items()
+        },
+    )
+    found = plan.diff(alike)
+    assert [change.path for change in found.settings] == ["mesh"]
+    assert found.placements == () and found.operations == 0 and not found.same
+    assert found.other_axes == 3 * len(plan.parameters) + len(plan.outputs)
+    assert f"{found.other_axes} placements differ in the number of axes alone" in str(found)
+    other = (*[Shard(0)] * (len(mesh) - 1), REPLICATE)
+    changed = plan.diff(replace(alike, parameters={**resting, first: ParameterPlacement(other, other, other)}))
+    assert {(c.path, c.what, c.after) for c in changed.placements} == {
+        (first, what, short(other)) for what in ("weight", "gradient", "optimizer")
+    }
+    moved = plan.diff(replace(alike, parameters={**resting, first: replace(resting[first], offload="host")}))
+    assert [(c.path, c.what) for c in moved.placements] == [(first, "optimizer")]
+
+
 def test_diff_of_precision_and_of_state_on_the_host(plan: Plan) -> None:
     (found,) = plan.diff(replace(plan, precision="bf16")).settings
     assert (found.path, found.before, found.after) == ("precision", "fp32", "bf16")
@@ -322,6 +357,15 @@ def test_tables_sum_to_the_step(plan: Plan, by: str) -> None:
     assert len(str(table).splitlines()) == 1 + len(table.rows)
     seconds = [float(row[at]) for row in table.rows]
     assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("by", ["module", "kind", "op", "phase"])
+def test_shares_add_up_to_the_step(plan: Plan, by: str) -> None:
+    """That of what computing hides is negative: the other rows are more than the step takes."""
+    head, rows, _ = plan.table(by=by).texts()
+    assert head[-1] == "share" and plan.seconds_of("hidden") < 0
+    shares = [0 if row[-1] in ("<1%", ">-1%") else int(row[-1][:-1]) for row in rows]
+    assert sum(shares) == pytest.approx(100, abs=len(rows) / 2 + 1)
 
 
 def test_no_such_table(plan: Plan) -> None:

@@ -59,6 +59,14 @@ def test_print_says_how_the_pipeline_is_cut_and_run() -> None:
     assert "modules of all stages · a whole step of 4 microbatches" in "\n".join(lines)
 
 
+def test_of_a_pipeline_the_placements_alone_are_proven() -> None:
+    """What their program bounds is the work of all stages, which may be more than the step takes."""
+    plan = staged()
+    assert plan.bound > plan.predicted.step_seconds
+    assert "\nstatus placements OPTIMAL within " in str(plan)
+    assert "\nstatus OPTIMAL within " in str(planned((2,), stages=1, microbatches=1))
+
+
 @pytest.mark.parametrize("make", [staged, interleaved])
 def test_parts_of_the_busiest_stage_add_up_to_the_step(make: object) -> None:
     plan: Plan = make()  # type: ignore[operator]

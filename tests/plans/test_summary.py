@@ -16,7 +16,7 @@ from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ReshardStep, R
 from autopar.ir.searched import Searched
 from autopar.plans.plan import Plan
 from autopar.plans.views.module_tree import ModuleRow, module_rows, numbers
-from autopar.plans.views.quantities import amount, clip, duration, share, signed_duration, signed_size, size
+from autopar.plans.views.quantities import amount, clip, duration, longer, share, signed_duration, signed_size, size
 
 
 @dataclass
@@ -205,6 +205,16 @@ def test_every_part_of_the_foot_at_once() -> None:
     assert "no bound proven" in text and "inf" not in text.replace("infer", "")
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_gradients_that_are_not_alive_at_the_peak_are_said(trains: bool) -> None:
+    """Nothing is said of them where there are none at all, as in inference."""
+    plan = Sketch().plan()
+    values = {"embed.weight": "mm"} if trains else {}
+    text = str(replace(plan, predicted=replace(plan.predicted, gradient_bytes=0), gradient_values=values))
+    assert ("no gradients at the peak" in text) == trains and "gradients 0 B" not in text
+    assert "no gradients" not in str(replace(plan, gradient_values=values))
+
+
 def test_does_not_fit_and_not_possible() -> None:
     plan = layered(2, 1).plan(memory_limit=1 << 33)
     plan = replace(plan, baselines={"data parallel": plan.predicted, "FSDP": None})
@@ -301,6 +311,8 @@ def test_signs_shares_and_clips() -> None:
     assert (signed_duration(1e-3), signed_duration(-1e-3), signed_duration(0)) == ("+1 ms", "-1 ms", "±0")
     assert (signed_size(1024), signed_size(-1024), signed_size(0)) == ("+1 KiB", "-1 KiB", "±0")
     assert (share(0, 1), share(1e-9, 1), share(0.5, 1), share(1, 0)) == ("0%", "<1%", "50%", "0%")
+    assert (share(-1e-9, 1), share(-0.28, 1)) == (">-1%", "-28%")
+    assert (longer(3.0, 2.0), longer(1.0, 2.0), longer(1.0, 0.0)) == ("+50%", "-50%", "+0%")
     assert clip("model.layers.0.weight", 12) == "mod….0.weight"[:3] + "…" + "0.weight"
     assert clip("short", 5) == "short" and len(clip("x" * 50, 7)) == 7
 

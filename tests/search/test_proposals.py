@@ -11,10 +11,12 @@ import pytest
 
 import autopar
 from autopar.compiler.plan_cache import plan_key
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.ir.plan_record import Predicted
 from autopar.layout import Layout
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, Proposals
+from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.plans.page.page import render
 from autopar.plans.plan import Plan
@@ -23,7 +25,8 @@ from autopar.search import attempts
 from autopar.search import best_plan as search
 from autopar.search.attempts import proposes
 from autopar.search.best_plan import best_plan
-from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried
+from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, tried_divisions
+from autopar.search.division_bounds import Division, bounds_of, searched
 from autopar.search.proposed import Least, tried_proposals
 from tests.helpers.models import make
 from tests.helpers.planning import requested
@@ -84,13 +87,56 @@ def test_what_quick_prices_put_far_behind_is_not_solved() -> None:
     estimated = [each for each in far.searched.tried if each.how == "estimated"] if far.searched else []
     assert [(each.described, each.seconds) for each in estimated] == [("pipeline=4 microbatch=1", 1.2)]
     table = far.table(by="division")
-    known = {how for _, how, _ in table.rows}
-    assert known == {"solved", "estimated", "at least"} and "pipeline=4 microbatch=1" in str(table)
-    assert [row[2] for row in table.rows] == sorted(float(row[2]) for row in table.rows)
+    known, seconds = (table.columns.index(name) for name in ("known", "seconds"))
+    assert {row[known] for row in table.rows} == {"solved", "estimated", "at least"}
+    assert "pipeline=4 microbatch=1" in str(table)
+    assert [row[seconds] for row in table.rows] == sorted(float(row[seconds]) for row in table.rows)
     assert far.searched is not None and far.searched.first in " ".join(str(far).split())
     # Whether it fits is for its own program to say.
     unknown = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0}), Timings())
     assert why_not(unknown, "rule of thumb") != "about 1.2 s" and far.predicted == unknown.predicted
+
+
+def test_the_table_of_divisions_counts_what_print_counts() -> None:
+    """One program solves several divisions; an estimate proves nothing of its own, which counts among the bounds. Nor
+    are divisions shares of the plan: one that takes twice as long is no 200% of it."""
+    rule = Layout(pipeline=4, microbatch=1)
+    plan = best_plan(request(TWO_STAGES, rule=rule, quick={TWO_STAGES: 1.0, rule: 1.2}), Timings())
+    found, table = plan.searched, plan.table(by="division")
+    assert found is not None and found.solved > sum(each.how == "solved" for each in found.tried) > 0
+    counts = [(int(row[1]), row[2]) for row in table.rows]  # type: ignore[arg-type]
+    assert sum(count for count, _ in counts) == found.divisions
+    assert sum(count for count, known in counts if known == "solved") == found.solved
+    assert {count for count, known in counts if known == "at least"} == {found.left, found.excluded} - {0}
+    assert f"search {found.solved} of {found.divisions} divisions" in str(plan)
+    assert "share" not in str(table) and f"{1.2 / plan.predicted.step_seconds - 1:+.0%}" in str(table)
+    wrong = replace(plan, searched=replace(found, solved=found.solved + 1, excluded=found.excluded - 1))
+    with pytest.raises(OptionsError, match=r"searched.solved is \d+, but searched.tried adds up to"):
+        wrong.validate()
+
+
+def test_divisions_that_a_program_excludes_are_counted() -> None:
+    def of(*pipelines: int) -> frozenset[Division]:
+        return frozenset(Division(pipeline, 4 // pipeline, 1, 1, 1) for pipeline in pipelines)
+
+    found = Candidate(1.0, None, _never, lambda: ("two", step_of(1.0)), divisions=of(2, 4))
+    again = replace(found, seconds=3.0, figures=lambda: ("four", step_of(3.0)), divisions=of(4))
+    slow = Excluded(NO_STAGES, TooSlowError("all", 2.0), divisions=of(1))
+    known = tried_divisions(Tried((again, found), (slow, Excluded(NO_STAGES, InfeasibleError("too full")))), 4)
+    counted = searched(bounds_of(request(), pipelined_step_of(request())), 4, 1, of(1, 2, 4), 1.0, known).tried
+    assert [(each.described, each.how, each.divisions) for each in counted] == [
+        ("two", "solved", 2),
+        ("no stages", "at least", 1),
+        ("four", "solved", 0),
+    ]
+
+
+def step_of(seconds: float) -> Predicted:
+    return Predicted(seconds, seconds, 0.0, 0.0, *[0] * 7, mfu=0.0)
+
+
+def _never() -> Plan:
+    raise AssertionError("not asked for")
 
 
 def order_of(

@@ -23,7 +23,7 @@ from autopar.planner.timings import Timings
 from autopar.search import best_plan as best_plan_module
 from autopar.search.attempts import attempts
 from autopar.search.best_plan import AHEAD
-from autopar.search.candidate import NO_STAGES, Candidate
+from autopar.search.candidate import NO_STAGES, Candidate, why_excluded
 from autopar.search.pipelines import _Pipeline, with_stages
 from autopar.search.unstaged.without_stages import seconds_if_too_large
 from tests.helpers.planning import CLUSTER, requested
@@ -181,6 +181,18 @@ def test_placements_that_save_memory_are_given_up_once_they_take_too_long(worth:
     with pytest.raises(TooSlowError) as caught:
         solve_mesh(limited, step_of(limited), Timings())
     assert not caught.value.is_proven and caught.value.seconds > worth * quickest.solution.objective
+
+
+def test_a_step_in_microbatches_that_is_given_up_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
+        if own.layout.stages == 1:
+            raise TooSlowError(own.name, 2.0, is_proven=False)
+        return Candidate(1.0, own.layout, _never, _never)
+
+    monkeypatch.setattr(_Pipeline, "solved", solved)
+    request = requested("stack", (2,), mesh_search=True, stages=None, microbatches=None)
+    found = with_stages(request, {}, Timings(), 1.5, lacks_memory=True).tried
+    assert why_excluded(found, LIMIT) == {"no stages x (2,), 2 microbatches": "about 2 s"}
 
 
 def _never() -> Any:

@@ -66,7 +66,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"duration": duration, "size": size, "signed": signed_duration, "part": _part}
-    made.filters["percent"] = lambda percent: f"-{share(-percent, 100)}" if percent < 0 else share(percent, 100)
+    made.filters["percent"] = lambda percent: share(percent, 100)
     made.globals["css"] = lambda index: _COLOURS[index % len(_COLOURS)]
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from autopar.ir.plan_record import PlanRecord, Predicted
 
 from .page_width import page_width
-from .quantities import clip, duration, size, trim
+from .quantities import clip, duration, longer, size, trim
 
 # Other plans that are listed. Chosen: the three of a plan without stages, that plan, and two with stages.
 MOST_BASELINES = 6
@@ -46,7 +46,6 @@ def _compared(plan: PlanRecord, other: Predicted | None) -> str:
     """Compares a baseline with the plan: its step, how much longer that is, its memory peak, and whether it fits."""
     if other is None:
         return f"{'not possible':>21}   no such placements found"
-    longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
     fits = other.peak_bytes <= plan.least_limit
     note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")
-    return f"{duration(other.step_seconds):>9} {longer:>+7.0%}   {note}"
+    return f"{duration(other.step_seconds):>9} {longer(other.step_seconds, plan.predicted.step_seconds):>7}   {note}"

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.module_paths import fold_path
-from autopar.ir.placements import short
+from autopar.ir.placements import Placements, short
 from autopar.ir.plan_record import PlanRecord, Predicted
 
 from .columns import columns
 from .module_tree import optimizer_text
+from .other_axes import is_alike, runs_alike
 from .quantities import duration, signed_duration, signed_size, size
 from .stages import mesh_text
 
@@ -63,7 +64,9 @@ class Difference:
     (``after``); ``str`` is a table.
 
     ``operations`` counts the nodes that run by another strategy. ``figures`` are those that differ. ``baselines``
-    compares the step seconds of the baselines that either plan lists (None: not listed, or not possible).
+    compares the step seconds of the baselines that either plan lists (None: not listed, or not possible). Where the
+    meshes have different numbers of axes, ``other_axes`` counts the placements that differ in that alone, such as (R)
+    and (R,R): they are not among ``placements``, nor do such operations count.
     """
 
     settings: tuple[Change, ...]
@@ -71,6 +74,7 @@ class Difference:
     operations: int
     figures: tuple[FigureChange, ...]
     baselines: Mapping[str, tuple[float | None, float | None]]
+    other_axes: int = 0
 
     @property
     def same(self) -> bool:
@@ -86,6 +90,8 @@ class Difference:
         if self.settings:
             yield from columns(("setting", "before", "after"), [(c.path, c.before, c.after) for c in self.settings])
         yield from self._placement_lines()
+        if self.other_axes:
+            yield f"{self.other_axes} placements differ in the number of axes alone, such as (R) and (R,R)"
         if self.operations:
             yield f"{self.operations} operation{'s run' if self.operations > 1 else ' runs'} otherwise"
         if self.figures:
@@ -121,16 +127,34 @@ def _seconds(value: float | None) -> str:
     return ABSENT if value is None else duration(value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A change of placement; ``old`` and ``new`` are the placements, if both plans have it and nothing else of it
+    changed."""
+
+    change: Change
+    old: Placements | None = None
+    new: Placements | None = None
+
+    def is_alike(self, before: PlanRecord, after: PlanRecord) -> bool:
+        """Whether it differs in the number of axes alone."""
+        return self.old is not None and self.new is not None and is_alike(self.old, self.new, before.mesh, after.mesh)
+
+
 def difference(before: PlanRecord, after: PlanRecord) -> Difference:
     """``before.diff(after)``."""
     shared = before.strategies.keys() | after.strategies.keys()
     names = (*before.baselines, *(name for name in after.baselines if name not in before.baselines))
+    placed = [*_placements(before, after), *_wires(before, after)]
+    changed = tuple(each.change for each in placed if not each.is_alike(before, after))
+    runs = ((before.strategies.get(name), after.strategies.get(name)) for name in shared)
     return Difference(
         settings=tuple(_settings(before, after)),
-        placements=(*_placements(before, after), *_wires(before, after)),
-        operations=sum(before.strategies.get(name) != after.strategies.get(name) for name in shared),
+        placements=changed,
+        operations=sum(not runs_alike(*pair, before.mesh, after.mesh) for pair in runs),
         figures=tuple(_figures(before.predicted, after.predicted)),
         baselines={name: (_step(before, name), _step(after, name)) for name in names},
+        other_axes=len(placed) - len(changed),
     )
 
 
@@ -210,35 +234,39 @@ def _setting(name: str, value: object) -> str:
     return size(value) if name == "memory_limit" and isinstance(value, int) else str(value) or ABSENT
 
 
-def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
+def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[_Placed]:
     for path in dict.fromkeys([*before.parameters, *after.parameters]):
         first, second = before.parameters.get(path), after.parameters.get(path)
-        for (what, was), (_, now) in zip(_placed(first), _placed(second), strict=True):
+        for (what, was, old), (_, now, new) in zip(_parts(first), _parts(second), strict=True):
+            is_moved = what == "optimizer" and first and second and first.offload != second.offload
             if was != now:
-                yield Change(path, what, was, now)
+                yield _Placed(Change(path, what, was, now), *((None, None) if is_moved else (old, new)))
     for path in dict.fromkeys([*before.outputs, *after.outputs]):
-        was = short(before.outputs[path]) if path in before.outputs else ABSENT
-        now = short(after.outputs[path]) if path in after.outputs else ABSENT
-        if was != now:
-            yield Change(path, "output", was, now)
+        yield from _if_changed(path, "output", before.outputs.get(path), after.outputs.get(path))
 
 
-def _placed(place: ParameterPlacement | None) -> Iterator[tuple[str, str]]:
-    """How a parameter's parts are placed; what of a plan without it."""
-    yield "weight", ABSENT if place is None else short(place.weight)
-    yield "gradient", ABSENT if place is None else short(place.gradient)
-    yield "optimizer", ABSENT if place is None else optimizer_text(place)
+def _parts(place: ParameterPlacement | None) -> Iterator[tuple[str, str, Placements | None]]:
+    """How a parameter's parts are placed, in words and as placements; what of a plan without it."""
+    if place is None:
+        yield from ((what, ABSENT, None) for what in ("weight", "gradient", "optimizer"))
+    else:
+        yield "weight", short(place.weight), place.weight
+        yield "gradient", short(place.gradient), place.gradient
+        yield "optimizer", optimizer_text(place), place.optimizer
 
 
-def _wires(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
+def _if_changed(path: str, what: str, old: Placements | None, new: Placements | None) -> Iterator[_Placed]:
+    was, now = (ABSENT if place is None else short(place) for place in (old, new))
+    if was != now:
+        yield _Placed(Change(path, what, was, now), old, new)
+
+
+def _wires(before: PlanRecord, after: PlanRecord) -> Iterator[_Placed]:
     """Values that are sent between different chunks, or in a different placement."""
     first, second = (plan.pipeline.wires if plan.pipeline is not None else {} for plan in (before, after))
     for edge in sorted(first.keys() | second.keys()):
-        was = short(first[edge]) if edge in first else ABSENT
-        now = short(second[edge]) if edge in second else ABSENT
-        if was != now:
-            sent = _described(before if edge in first else after, edge.name)
-            yield Change(sent, f"sent {edge.source} to {edge.target}", was, now)
+        sent = _described(before if edge in first else after, edge.name)
+        yield from _if_changed(sent, f"sent {edge.source} to {edge.target}", first.get(edge), second.get(edge))
 
 
 def _figures(before: Predicted, after: Predicted) -> Iterator[FigureChange]:

@@ -48,10 +48,17 @@ def signed_size(count: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """``79%``; ``<1%`` for a positive share that rounds to 0."""
-    if part <= 0 or whole <= 0:
+    """``79%``; ``-28%`` for what is saved; ``<1%`` or ``>-1%`` for what rounds to 0."""
+    if part == 0 or whole <= 0:
         return "0%"
-    return "<1%" if part / whole < 0.005 else f"{part / whole:.0%}"
+    if abs(part) / whole < 0.005:
+        return "<1%" if part > 0 else ">-1%"
+    return f"{part / whole:.0%}"
+
+
+def longer(seconds: float, than: float) -> str:
+    """By how much longer something takes ``than`` something else: ``+51%``, ``-3%``."""
+    return f"{seconds / than - 1.0 if than > 0 else 0.0:+.0%}"
 
 
 def clip(text: str, width: int) -> str:

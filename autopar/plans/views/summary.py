@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.node import RECOMPUTED
 from autopar.ir.placements import shard_before
-from autopar.ir.plan_record import PlanRecord, Predicted
+from autopar.ir.plan_record import PlanRecord
 from autopar.ir.planned_sync import PlannedSync
 
 from .also_priced import also_priced
@@ -51,7 +51,7 @@ def plan_text(plan: PlanRecord) -> str:
 
 
 def _head(plan: PlanRecord) -> Iterator[str]:
-    names, p = mesh_text(plan), plan.predicted
+    names = mesh_text(plan)
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
     yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
@@ -70,13 +70,9 @@ def _head(plan: PlanRecord) -> Iterator[str]:
         yield clip(f"rows   {rows_text(plan)}, since devices differ in {differ}", page_width())
     if plan.device_limits:
         yield clip(f"memory {device_memory_text(plan)}", page_width())
-    status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
-    step = f"predicted step {duration(p.step_seconds)}"
-    peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
-    figures = f"status {status}   {step}   {peak}"
-    yield from [figures] if len(figures) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
+    yield from _status(plan)
     if plan.searched is not None:
-        yield from _sentence(coverage(plan.searched, p.step_seconds))
+        yield from _sentence(coverage(plan.searched, plan.predicted.step_seconds))
     yield from _sentence(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "))
     if plan.layout:
         yield from _sentence(f"layout {plan.layout} (given; the rest is searched)")
@@ -85,6 +81,18 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     if plan.pipeline is not None and plan.pipeline.own_statistics:
         yield "batch statistics are those of each microbatch, as in a loop that accumulates gradients"
     yield ""
+
+
+def _status(plan: PlanRecord) -> Iterator[str]:
+    """How good the plan is proven to be, its step and its peak. Of several stages the placements are proven alone:
+    their program sums the work of all stages, and knows neither cuts nor schedule."""
+    p = plan.predicted
+    status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
+    status = f"placements {status}" if plan.stages > 1 else status
+    step = f"predicted step {duration(p.step_seconds)}"
+    peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
+    figures = f"status {status}   {step}   {peak}"
+    yield from [figures] if len(figures) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
 
 
 def _sentence(text: str) -> list[str]:
@@ -350,11 +358,9 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
         "hidden by computing": plan.seconds_of("hidden"),
         "quicker on cores that waiting ranks leave free": -plan.predicted.freed_seconds,
     }
-    p, total = plan.predicted, plan.predicted.step_seconds
-    yield from _wrapped(
-        label, [f"{name} {duration(s)}" + (f" ({share(s, total)})" if s > 0 else "") for name, s in parts.items() if s]
-    )
-    yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in _held(p).items() if count])
+    total = plan.predicted.step_seconds
+    yield from _wrapped(label, [f"{name} {duration(s)} ({share(s, total)})" for name, s in parts.items() if s])
+    yield from _wrapped(filled, memory_parts(plan))
 
 
 def _recomputing(plan: PlanRecord) -> float:
@@ -363,14 +369,15 @@ def _recomputing(plan: PlanRecord) -> float:
     return math.fsum(line.seconds for line in plan.lines if line.kind == "compute" and line.name in again)
 
 
-def _held(p: Predicted) -> dict[str, int]:
-    """Bytes by part, under the names in the text of a plan."""
-    parts = p.peak_parts
-    if p.host_bytes:
-        parts["in host memory, besides"] = p.host_bytes
-    if p.nvme_bytes:
-        parts["on a local disk, besides"] = p.nvme_bytes
-    return parts
+def memory_parts(plan: PlanRecord) -> list[str]:
+    """What the fullest device holds at its peak, part by part, and what its host and a disk hold besides. A step that
+    has gradients may hold none at its peak, which is said."""
+    p = plan.predicted
+    held = {**p.peak_parts, "in host memory, besides": p.host_bytes, "on a local disk, besides": p.nvme_bytes}
+    texts = {name: f"{name} {size(count)}" for name, count in held.items() if count}
+    if plan.gradient_values and not p.gradient_bytes:
+        texts["gradients"] = "no gradients at the peak"
+    return [texts[name] for name in held if name in texts]
 
 
 def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:

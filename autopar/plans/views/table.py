@@ -11,7 +11,7 @@ from autopar.ir.module_paths import fold_path
 from autopar.ir.plan_record import PlanLine, PlanRecord
 
 from .columns import columns
-from .quantities import duration, share, size
+from .quantities import duration, longer, share, size
 from .stages import folded_modules, stage_rows
 
 Cell = str | int | float
@@ -21,7 +21,10 @@ Cell = str | int | float
 class PlanTable:
     """The result of :meth:`autopar.plans.plan.Plan.table`: ``rows`` of ``columns``, the most expensive first; ``str``
     prints it with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes. ``step_seconds`` is the total
-    to which shares refer: the step, multiplied by the number of stages if the rows sum over them.
+    to which shares refer: the step, multiplied by the number of stages if the rows sum over them. What computing hides
+    has a negative share, so that all add up to the step (without its bubble); hidden and not, a kind of communication
+    may take longer than it. A stage whose ranks compute quicker while others wait, on cores that they share, may be
+    busy for longer, too, and idles for less than nothing. Divisions are compared with the plan.
     """
 
     by: str
@@ -36,10 +39,11 @@ class PlanTable:
         places = [i for i, name in enumerate(self.columns) if name in ("count", *_TIMES, *_SIZES)]
         rows = [[_text(name, cell) for name, cell in zip(self.columns, row, strict=True)] for row in self.rows]
         if "seconds" in self.columns:
-            at = self.columns.index("seconds")
-            header.append("share")
+            at, beside = self.columns.index("seconds"), self.by == "division"
+            header.append("than the plan" if beside else "share")
             for row, raw in zip(rows, self.rows, strict=True):
-                row.append(share(float(raw[at]), self.step_seconds))
+                seconds = float(raw[at])
+                row.append(longer(seconds, self.step_seconds) if beside else share(seconds, self.step_seconds))
             places.append(len(header) - 1)
         return header, rows, places
 
@@ -59,7 +63,7 @@ def _text(name: str, cell: Cell) -> str:
         return duration(cell) if cell else ""
     if name in _SIZES:
         return size(cell) if cell else ""
-    return f"{cell:g}"
+    return f"{cell:g}" if cell else ""
 
 
 def plan_table(plan: PlanRecord, by: str) -> PlanTable:
@@ -176,21 +180,21 @@ def _by_stage(plan: PlanRecord) -> _Rows:
 
 def _by_division(plan: PlanRecord) -> _Rows:
     """The divisions of the devices, with the seconds of a step: of what was solved or only estimated, and the bounds of
-    the rest, below which no step of it is. Where everything was solved that could win, the plan and what is listed
-    beside it."""
+    the rest, below which no step of it is. ``count`` adds up to ``plan.searched.divisions``: one program solves several
+    divisions, and what is only estimated counts in the rows of bounds. Where everything was solved that could win, the
+    plan and what is listed beside it."""
     found, step = plan.searched, plan.predicted.step_seconds
-    rows: list[tuple[Cell, ...]] = []
     if found is None:
         others = {name: each.step_seconds for name, each in plan.baselines.items() if each is not None}
-        rows = [(name, "solved", seconds) for name, seconds in {"the plan": step, **others}.items()]
-    else:
-        rows = [(each.described, each.how, each.seconds) for each in found.tried]
-        if found.first:
-            more = f" and {found.left - 1} others" if found.left > 1 else ""
-            rows.append((f"{found.first}{more}", "at least", found.first_bound))
-        if found.excluded:
-            rows.append((f"{found.excluded} others, excluded by their bounds", "at least", step))
-    return ("division", "known", "seconds"), rows
+        named = {"the plan": step, **others}
+        return ("division", "known", "seconds"), [(name, "solved", seconds) for name, seconds in named.items()]
+    rows: list[tuple[Cell, ...]] = [(each.described, each.divisions, each.how, each.seconds) for each in found.tried]
+    if found.first:
+        more = f" and {found.left - 1} others" if found.left > 1 else ""
+        rows.append((f"{found.first}{more}", found.left, "at least", found.first_bound))
+    if found.excluded:
+        rows.append((f"{found.excluded} others, excluded by their bounds", found.excluded, "at least", step))
+    return ("division", "count", "known", "seconds"), rows
 
 
 _TABLES: dict[str, Callable[[PlanRecord], _Rows]] = {

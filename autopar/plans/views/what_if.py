@@ -170,7 +170,8 @@ def _shape(plan: PlanRecord) -> str:
 
 def _remark(plan: PlanRecord) -> str:
     """How good the plan is, and what it does to fit."""
-    words = [plan.status if plan.status != "feasible" else f"gap {plan.gap:.1%}"]
+    proven = plan.status if plan.status != "feasible" else f"gap {plan.gap:.1%}"
+    words = [f"placements {proven}" if plan.stages > 1 else proven]
     if plan.microbatches > 1:
         words.append(f"{plan.microbatches} microbatches")
     if plan.recomputed:
