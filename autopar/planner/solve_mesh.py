@@ -12,6 +12,7 @@ from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import Predicted
 from autopar.offload import allowed, required
 from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.compositions import Compositions
 from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
@@ -151,7 +152,8 @@ def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Gr
     once, mesh, cluster, shares = request.shared.once, request.mesh, request.cluster, request.shares
     with timings.phase("annotate"):
         folded = folded_graph(request, graph)
-        annotated = once("annotated graph", (folded,), mesh, shares, make=lambda: annotate(folded, mesh, shares))
+        known = once("compositions", (), make=Compositions)
+        annotated = once("annotated graph", (folded,), mesh, shares, make=lambda: annotate(folded, mesh, shares, known))
         fused = kernels_of(request, graph)
         of, limits = (annotated, cluster, fused), request.rank_limits if any(shares) else ()
         prices = once("prices", of, mesh, limits, make=lambda: Prices.of(cluster, mesh, annotated, fused, limits))
