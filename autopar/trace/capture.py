@@ -28,7 +28,6 @@ from autopar.torch_internals.fake_tensors import (
 from autopar.torch_internals.joint_graphs import export_joint, notes_of, preserve_node_meta
 from autopar.torch_internals.modules import buffers_of, parameters_of
 from autopar.torch_internals.replacements import exporting
-from autopar.torch_internals.size_arithmetic import remembered_arithmetic
 from autopar.torch_internals.tensors import as_parameter
 from autopar.trace.decompositions.general import decomposition_table
 from autopar.trace.guards.random_numbers import notes_on_draws
@@ -255,7 +254,6 @@ def capture(
             collecting_rarely(),
             exporting(),  # Models, transformers' above all, then take paths free of data-dependent checks.
             without_error_log(),
-            remembered_arithmetic(),
             patched(request.device.type),
             experts_as_operations(request.model, request.autocast),
             preserve_node_meta(),
