@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from torch.distributed.tensor import Partial, Replicate
@@ -72,6 +73,7 @@ class Hop:
         return f"{self.kind}{list(self.axes)} {short(self.source)} -> {short(self.target)}"
 
 
+@lru_cache(maxsize=1 << 14)
 def _kind(source: Placement, target: Placement) -> str | None:
     if isinstance(source, Replicate):
         return "slice" if is_shard(target) else "partial" if target == PARTIAL_SUM else None
@@ -180,18 +182,20 @@ def neighbours(
                     yield hop
 
 
+@lru_cache(maxsize=256)  # Chosen: a Llama has 70 types on a mesh of two axes, each with some 100 KiB of hops.
 def hops_among(
-    tensor: TensorType,
-    states: Mapping[Placements, int],
-    options: tuple[tuple[Placement, ...], ...],
-    mesh: tuple[int, ...],
-) -> dict[tuple[int, int], Hop]:
-    """Every hop of :func:`neighbours` between valid placements, by their numbers."""
-    return {
+    tensor: TensorType, options: tuple[tuple[Placement, ...], ...], mesh: tuple[int, ...]
+) -> tuple[tuple[Placements, ...], Mapping[tuple[int, int], Hop]]:
+    """The valid placements drawn from ``options[axis]``, and every hop of :func:`neighbours` between them, by their
+    numbers. They are the same at any price, and so for most tensors of the graphs that one search prices."""
+    shape: Shape = tuple(int(s) for s in tensor.shape)
+    states = {p: i for i, p in enumerate(p for p in itertools.product(*options) if is_valid(p, shape, mesh))}
+    hops = {
         (start, states[hop.target]): hop
         for state, start in states.items()
         for hop in neighbours(tensor, state, options, mesh, states)
     }
+    return tuple(states), hops
 
 
 def _are_valid(source: Placements, target: Placements, shape: Shape, mesh: tuple[int, ...]) -> bool:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from autopar.ir.placements import (
     Strategy,
     coordinate_of,
     fullest_coordinate,
-    is_valid,
     largest_local_shape,
     local_shape,
     shard_dim,
@@ -354,13 +352,9 @@ class Prices:
         return self.ways.path(kind, source, target, sent) or self.table(kind, sent=sent).path(source, target)
 
     def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], sent: Sent) -> ReshardTable:
-        shape = tuple(map(int, kind.shape))
-        states = tuple(p for p in product(*options) if is_valid(p, shape, self.mesh))
-        index = {state: i for i, state in enumerate(states)}
+        states, hops = hops_among(kind, options, self.mesh)
         seconds = np.full((len(states), len(states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        others = (self._tables.get((kind, other)) for other in get_args(Sent))
-        hops = next((other.hops for other in others if other), None) or hops_among(kind, index, options, self.mesh)
         for (i, j), hop in hops.items():
             seconds[i, j] = self.hop(kind, hop, sent=sent)
         best, next_state = shortest_paths(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,7 @@ class ReshardTable:
 
     states: tuple[Placements, ...]
     seconds: NDArray[np.float64]
-    hops: dict[tuple[int, int], Hop]
+    hops: Mapping[tuple[int, int], Hop]
     next_state: NDArray[np.int64]
 
     @cached_property

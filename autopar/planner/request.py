@@ -18,6 +18,8 @@ from autopar.ir.node import Dim, symbol
 from autopar.ir.placements import Shares
 from autopar.layout import Layout
 from autopar.options import Options
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.compositions import Compositions
 from autopar.passes.annotate.fold import fold_layers
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.roles.axis_roles import AxisRole
@@ -180,6 +182,13 @@ def kernels_of(request: PlanRequest, graph: Graph) -> FusedKernels | None:
 def folded_graph(request: PlanRequest, graph: Graph) -> Graph:
     """``graph`` with the classes of equal nodes (:func:`.fold_layers`)."""
     return request.shared.once("folded graph", (graph,), make=lambda: fold_layers(graph))
+
+
+def annotated_graph(request: PlanRequest, folded: Graph) -> Graph:
+    """A folded graph with its strategies (:func:`.annotate`), which share what they can with those of other graphs."""
+    once, mesh, shares = request.shared.once, request.mesh, request.shares
+    known = once("compositions", (), make=Compositions)
+    return once("annotated graph", (folded,), mesh, shares, make=lambda: annotate(folded, mesh, shares, known))
 
 
 def memory_limit_of(request: PlanRequest) -> int:

@@ -11,7 +11,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE
 from autopar.ir.plan_record import Predicted
 from autopar.offload import allowed, required
-from autopar.passes.annotate.annotate import annotate
 from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.formulation import Instance
 from autopar.placement.predicted import predicted
@@ -43,7 +42,7 @@ from .mesh_solution import COUNTED_AT_MOST, MeshSolution, peak_bytes
 from .mixed_layers import mix_layers
 from .peaks import LEAST_NODES, Peaks
 from .proven_bound import with_bound
-from .request import PlanRequest, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
+from .request import PlanRequest, annotated_graph, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .timings import Timings, solve_in_time
 from .within_memory import MetSolutions, WithinMemory, take_cheapest
 
@@ -151,12 +150,12 @@ def is_short_of_memory(request: PlanRequest, solved: MeshSolution) -> bool:
 def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
     """Returns the annotated graph and its placement program, with layers folded, without a limit of the device's
     memory."""
-    once, mesh, cluster, shares = request.shared.once, request.mesh, request.cluster, request.shares
+    once, mesh, cluster = request.shared.once, request.mesh, request.cluster
     with timings.phase("annotate"):
         folded = folded_graph(request, graph)
-        annotated = once("annotated graph", (folded,), mesh, shares, make=lambda: annotate(folded, mesh, shares))
+        annotated = annotated_graph(request, folded)
         fused = kernels_of(request, graph)
-        of, limits = (annotated, cluster, fused), request.rank_limits if any(shares) else ()
+        of, limits = (annotated, cluster, fused), request.rank_limits if any(request.shares) else ()
         prices = once("prices", of, mesh, limits, make=lambda: Prices.of(cluster, mesh, annotated, fused, limits))
     options = request.options
     layout = "" if options.layout is None else options.layout.restriction

@@ -22,7 +22,7 @@ def distinct(labels: Ints, count: int) -> tuple[Ints, Ints]:
     """:func:`used`, and for each of ``labels`` its position there."""
     flags = np.zeros(count, dtype=bool)
     flags[labels] = True
-    return flags.nonzero()[0], (np.cumsum(flags) - 1)[labels]
+    return flags.nonzero()[0], (flags.cumsum() - 1)[labels]
 
 
 def equal_rows(table: Floats) -> tuple[Ints, Ints]:
@@ -32,6 +32,8 @@ def equal_rows(table: Floats) -> tuple[Ints, Ints]:
     contiguous = np.ascontiguousarray(table + 0.0)
     seen: dict[bytes, int] = {}
     rows = contiguous.view(f"V{contiguous.itemsize * contiguous.shape[1]}")[:, 0].tolist()
-    labels = np.array([seen.setdefault(row, len(seen)) for row in rows], dtype=np.int64)
-    _, first = np.unique(labels, return_index=True)
-    return first, labels
+    labels = [seen.setdefault(row, len(seen)) for row in rows]
+    if len(seen) == len(rows):
+        return (every := np.arange(len(rows))), every
+    first = dict(zip(reversed(labels), range(len(rows) - 1, -1, -1), strict=True))
+    return np.array([first[label] for label in range(len(seen))]), np.array(labels, dtype=np.int64)

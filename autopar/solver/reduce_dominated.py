@@ -45,16 +45,20 @@ def undominated(problem: Problem, memo: ReductionMemo) -> tuple[list[Mask], list
 def _worst(group: Group, index: int, incident: list[Transfer], masks: list[Mask]) -> Floats:
     """[k, j]: a bound on how much the whole cost rises when group ``index`` takes j instead of k."""
     worst = _own(group)
-    for transfer in incident:
-        worst = _plus(worst, _worst_change(transfer, index, masks))
+    with np.errstate(invalid="ignore"):
+        for transfer in incident:
+            worst = _plus(worst, _worst_change(transfer, index, masks))
     return worst
 
 
 def _plus(left: Floats, right: Floats) -> Floats:
-    """The sum. A forbidden change (infinite) stays forbidden, whatever it gains elsewhere."""
-    with np.errstate(invalid="ignore"):
-        total = left + right
-    return np.where(np.isnan(total), np.inf, total)
+    """The sum. A forbidden change (infinite) stays forbidden, whatever it gains elsewhere. Of infinities of both signs
+    numpy would warn."""
+    total = left + right
+    undefined = np.isnan(total)
+    if np.logical_or.reduce(undefined, axis=None):
+        total[undefined] = np.inf
+    return total
 
 
 def _own(group: Group) -> Floats:
@@ -90,7 +94,7 @@ def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
         return _by_label(
             transfer.source,
             len(transfer.cost),
-            lambda rows: _row_change(transfer.cost[np.ix_(rows, columns)], len(transfer.consumers)),
+            lambda rows: _row_change(transfer.cost[rows[:, None], columns], len(transfer.consumers)),
         )
     count = transfer.cost.shape[1]
     cost = transfer.cost[used(transfer.source[masks[transfer.producer]], len(transfer.cost))]
@@ -136,10 +140,13 @@ def _greatest(new: Floats, old: Floats, most: int = 1) -> Floats:
     greatest = np.empty((len(old), len(new)))
     step = max(1, _PIECE // max(new.size, 1))
     for start in range(0, len(old), step):
-        differences = _difference(new[None], old[start : start + step, None])
         if most == 1:
-            greatest[start : start + step] = differences.max(axis=2)
+            # With the entries first, since numpy is slow at many short rows.
+            some = np.ascontiguousarray(old[start : start + step].T)
+            differences = _difference(np.ascontiguousarray(new.T)[:, None, :], some[:, :, None])
+            np.maximum.reduce(differences, axis=0, out=greatest[start : start + step])
             continue
+        differences = _difference(new[None], old[start : start + step, None])
         differences = -np.partition(-differences, most - 1, axis=2)[:, :, :most]
         differences.sort(axis=2)
         greatest[start : start + step] = differences[:, :, -1] + np.maximum(differences[:, :, :-1], 0.0).sum(axis=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -134,9 +135,10 @@ def _finish(work: _Work, transfer: Transfer) -> None:
 def _merge_rows(transfer: Transfer) -> Transfer:
     rows, source = distinct(transfer.source, len(transfer.cost))
     columns, target = distinct(np.concatenate(transfer.targets), transfer.cost.shape[1])
-    cost = transfer.cost[np.ix_(rows, columns)]
+    cost = transfer.cost[rows[:, None], columns]
     first, merged = equal_rows(cost)
-    targets = tuple(np.split(target, np.cumsum([len(labels) for labels in transfer.targets])[:-1]))
+    ends = accumulate(map(len, transfer.targets), initial=0)
+    targets = tuple(target[start:end] for start, end in pairwise(ends))
     return replace(transfer, source=merged[source], targets=targets, cost=cost[first])
 
 

@@ -24,6 +24,8 @@
 - ``len(tensor)`` must be a plain number, which would fix the batch size; here it is the size of dim 0, symbolic or not;
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise depending on values; a graph cannot raise.
+
+Besides, equal operations on symbolic sizes are computed once (:mod:`autopar.torch_internals.size_arithmetic`).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from autopar.torch_internals import replacements
 from autopar.torch_internals.hugging_face import masks_as_in_eager
 from autopar.torch_internals.modules import BatchNorm, buffers_of, check_batch_norm_input, parameters_of
 from autopar.torch_internals.operators import safe_softmax
+from autopar.torch_internals.size_arithmetic import remembered_arithmetic
 from autopar.trace.decompositions.corrected import corrected
 
 from .covariance import CORRELATIONS, COVARIANCES, correlation, covariance
@@ -60,6 +63,7 @@ _batch_norm_forward = BatchNorm.forward
 def patched(device: str = "cpu") -> Iterator[None]:
     """Makes the parts of torch named above traceable, for a model that is written for this type of device."""
     with ExitStack() as stack:
+        stack.enter_context(remembered_arithmetic())
         stack.enter_context(replacements.checkpoint_replaced(_call, _around_a_call))
         stack.enter_context(replacements.module_conversion_replaced(_convert))
         stack.enter_context(patch.object(BatchNorm, "forward", _batch_norm))

@@ -15,7 +15,6 @@ from itertools import product
 
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.errors import OperatorError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import (
@@ -38,10 +37,10 @@ from autopar.passes.rule_language.dimension_strings import strided_variants
 from autopar.passes.rule_language.registry import OpCall
 from autopar.passes.rules import RULES
 
-from .equivalent_nodes import without_positions
+from .compositions import Compositions, alike
 from .few_layers import FewLayers
 from .fold import fold_layers
-from .prune import Live, is_live, live_placements
+from .prune import Live, live_placements, live_strategies
 from .unequal_shares import fitting_shares, unequal_strategies
 
 Factors = Mapping[int, frozenset[int]]
@@ -126,13 +125,15 @@ def reshape_factors(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) ->
 FACTORING = (RESHAPE, "aten.split.Tensor", "aten.split_with_sizes.default", "aten.cat.default")
 
 
-def annotate(graph: Graph, mesh: tuple[int, ...], shares: Shares = ()) -> Graph:
+def annotate(
+    graph: Graph, mesh: tuple[int, ...], shares: Shares = (), compositions: Compositions | None = None
+) -> Graph:
     """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`).
     ``shares``: those in which rows may be divided, besides equal ones; if these rows do not divide so, the nearest that
-    they do."""
+    they do. ``compositions``: those of other graphs, which this shares."""
     folded = graph if graph.classes else fold_layers(graph)
     few, stacks = FewLayers().shortened(folded)
-    known = _strategies_of_all(few, mesh, shares)
+    known = _strategies_of_all(few, mesh, shares, compositions or Compositions())
     return graph.annotated(strategies=_of_all_layers(folded, known) if stacks else known)
 
 
@@ -146,24 +147,38 @@ def _of_all_layers(folded: Graph, known: Mapping[str, tuple[Strategy, ...]]) -> 
     return strategies
 
 
-def _strategies_of_all(graph: Graph, mesh: tuple[int, ...], shares: Shares) -> Mapping[str, tuple[Strategy, ...]]:
+def _strategies_of_all(
+    graph: Graph, mesh: tuple[int, ...], shares: Shares, compositions: Compositions
+) -> Mapping[str, tuple[Strategy, ...]]:
     """The strategies of every node of a graph with classes."""
     shares = fitting_shares(graph, shares) or ((),) * len(mesh)
     factors, calls = reshape_factors(graph, mesh, shares), _distinct_calls(graph)
     sizes = sorted({each for each in zip(mesh, shares, strict=True) if each[0] > 1})
-    offer = partial(axis_strategies, factors=factors)
+    offer, offered = partial(axis_strategies, factors=factors), frozenset(factors.items())
     single = [
-        _strategies(graph, calls, (size,), (unequal,), partial(_composed, (size,), offer, (unequal,)))
+        _strategies(
+            graph,
+            calls,
+            (size,),
+            (unequal,),
+            partial(compositions.of, mesh=(size,), shares=(unequal,), offer=offer, offered=offered),
+        )
         for size, unequal in sizes
     ]
     joined = _joined(graph, single)
     live = live_placements(graph, joined, graph.classes)
     wanted = _wanted(graph, calls, live)
     axes = [axis for axis, devices in enumerate(mesh) if devices > 1]
+    find: Callable[[OpCall, Node], tuple[Strategy, ...]]
     if len(axes) == 1:
         find = partial(_on_one_axis, single[0], wanted, axes[0], len(mesh))
     else:
-        find = partial(_composed, mesh, partial(_live_offers, factors=factors, wanted=wanted), shares)
+        live_offers = partial(_live_offers, factors=factors, wanted=wanted)
+
+        def find(call: OpCall, node: Node) -> tuple[Strategy, ...]:
+            # Sharding leaves the key as it is, so that nothing else is looked up in ``wanted``.
+            return compositions.of(call, node, mesh, shares, live_offers, (offered, wanted[_key(call)]))
+
     composed = _strategies(graph, calls, mesh, shares, find)
     return _pruned(graph, composed, live)
 
@@ -189,7 +204,8 @@ def _pruned(graph: Graph, composed: Mapping[str, tuple[Strategy, ...]], live: Li
         # Equal calls share one list, so its identity suffices, and hundreds of strategies need not be hashed.
         key = (node.op, id(composed[node.name]), tuple(live.get(value) for value in values), node.types)
         if key not in cache:
-            cache[key] = tuple(s for s in composed[node.name] if node.is_placeholder or is_live(node, s, live))
+            offered = composed[node.name]
+            cache[key] = offered if node.is_placeholder else live_strategies(node, offered, live)
         pruned[node.name] = cache[key]
     return pruned
 
@@ -228,21 +244,16 @@ def _distinct_calls(graph: Graph) -> dict[str, OpCall]:
         key = node.form, tuple(map(graph.type_of, node.operands)), node.types
         if key not in known:
             call = op_call(graph, node)
-            known[key] = first.setdefault(_without_positions(call), call)
+            known[key] = first.setdefault(alike(call), call)
         calls[node.name] = known[key]
     return calls
-
-
-def _without_positions(call: OpCall) -> OpCall:
-    """The call without the positions that it indexes."""
-    return replace(call, args=without_positions(call.op, call.args))
 
 
 def _key(call: OpCall) -> OpCall:
     """The call without the positions that it indexes, and without its sizes, which sharding changes."""
     inputs = tuple(TensorType((0,) * t.rank, t.dtype) for t in call.inputs)
     outputs = tuple(t and TensorType((0,) * t.rank, t.dtype) for t in call.outputs)
-    return replace(_without_positions(call), inputs=inputs, outputs=outputs, size=1, shares=())
+    return replace(alike(call), inputs=inputs, outputs=outputs, size=1, shares=())
 
 
 def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
@@ -307,20 +318,6 @@ def _strategies(
         if node.op == SAVED_ACTIVATION:
             strategies[node.name] = _saved_strategies(graph, node, strategies, seen)
     return strategies
-
-
-def _composed(
-    mesh: tuple[int, ...],
-    offer: Callable[[OpCall], tuple[AxisStrategy, ...]],
-    shares: Shares,
-    call: OpCall,
-    node: Node,
-) -> tuple[Strategy, ...]:
-    try:
-        return compose(call, mesh, offer, shares)
-    except OperatorError as error:
-        where = f"in module {node.module!r}" if node.module else "in the model"
-        raise OperatorError(f"{error} ({where}{f', {node.source}' if node.source else ''})") from error
 
 
 def placeholder_strategies(node: Node, mesh: tuple[int, ...], shares: Shares = ()) -> tuple[Strategy, ...]:

@@ -145,16 +145,19 @@ def _sharded_places(strategy: Strategy, values: tuple[Value, ...]) -> tuple[Plac
     return tuple((v, p[0]) for v, p in zip(values, strategy.places, strict=True) if p[0] != REPLICATE)
 
 
-def is_live(node: Node, strategy: Strategy, live: Live) -> bool:
-    """Whether a strategy (of any mesh) has only live placements, and no Partial operand of a product."""
-    results = (Value(node.name, index) for index in range(len(node.types)))
-    values = (*node.operands, *results)
-    everything = zip(values, strategy.places, strict=True)
-    if any(p != REPLICATE and p not in live.get(v, ()) for v, places in everything for p in places):
-        return False
-    return not (node.op in BILINEAR and _takes_partial(node, strategy))
+def live_strategies(node: Node, strategies: Iterable[Strategy], live: Live) -> tuple[Strategy, ...]:
+    """Those of some strategies (of any mesh) that have only live placements, and no Partial operand of a product."""
+    values = (*node.operands, *_results(node.name, node))
+    allowed = [live.get(value, frozenset()) | {REPLICATE} for value in values]
+    found = (s for s in strategies if all(of.issuperset(p) for of, p in zip(allowed, s.places, strict=True)))
+    if node.op in BILINEAR and _is_large_product(node):
+        return tuple(strategy for strategy in found if not _takes_partial(strategy))
+    return tuple(found)
 
 
-def _takes_partial(node: Node, strategy: Strategy) -> bool:
-    large = any(kind is not None and torch.Size(map(int, kind.shape)).numel() > 1 for kind in node.types)
-    return large and any(isinstance(p, Partial) for places in strategy.inputs for p in places)
+def _is_large_product(node: Node) -> bool:
+    return any(kind is not None and torch.Size(map(int, kind.shape)).numel() > 1 for kind in node.types)
+
+
+def _takes_partial(strategy: Strategy) -> bool:
+    return any(isinstance(p, Partial) for places in strategy.inputs for p in places)

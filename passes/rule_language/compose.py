@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 from autopar.ir.graph import Graph
 from autopar.ir.node import Arg, Node, TensorType, Value
@@ -123,6 +124,7 @@ def replicated(call: OpCall) -> AxisStrategy:
 
 
 Offer = Callable[[OpCall], tuple[AxisStrategy, ...]]
+Inner = Callable[[OpCall, int], tuple[AxisStrategy, ...]]
 
 
 def _merge_local(outer: str, inner: str) -> str | None:
@@ -140,25 +142,30 @@ def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer, shares:
     return tuple(strategy for strategy in offered if _fits(call, strategy, mesh[axis]))
 
 
-def _walk(
-    calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer, shares: Shares
-) -> Iterator[Strategy]:
+def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, inner: Inner) -> Iterator[Strategy]:
     if axis == len(mesh):
         yield outer
         return
-    offers = [_inner(call, mesh, axis, offer, shares) for call in calls]
-    common = [strategy for strategy in offers[0] if all(strategy in other for other in offers[1:])]
-    for strategy in common:
+    first, *others = (inner(call, axis) for call in calls)
+    for strategy in first:
+        if not all(strategy in other for other in others):
+            continue
         local = _merge_local(outer.local, strategy.local)
         if local is None or not all(map(_counts_alike, outer.places, strategy.places)):
             continue
         grown = Strategy(
-            tuple(_extend(o, p, mesh) for o, p in zip(outer.inputs, strategy.inputs, strict=True)),
-            tuple(_extend(o, p, mesh) for o, p in zip(outer.outputs, strategy.outputs, strict=True)),
+            tuple([_extend(o, p, mesh) for o, p in zip(outer.inputs, strategy.inputs, strict=True)]),
+            tuple([_extend(o, p, mesh) for o, p in zip(outer.outputs, strategy.outputs, strict=True)]),
             local,
         )
-        left = list(dict.fromkeys(c for call in calls for c in local_calls(call, strategy, mesh[axis])))
-        yield from _walk(left, grown, mesh, axis + 1, offer, shares)
+        # Nothing is asked of what the innermost axis leaves.
+        left = [] if axis + 1 == len(mesh) else _left(calls, strategy, mesh[axis])
+        yield from _walk(left, grown, mesh, axis + 1, inner)
+
+
+def _left(calls: list[OpCall], strategy: AxisStrategy, devices: int) -> list[OpCall]:
+    """The distinct local calls that an axis leaves of ``calls``."""
+    return list(dict.fromkeys(local for call in calls for local in local_calls(call, strategy, devices)))
 
 
 def _is_valid(call: OpCall, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
@@ -170,7 +177,9 @@ def compose(call: OpCall, mesh: tuple[int, ...], offer: Offer, shares: Shares = 
     """All strategies of ``call`` on ``mesh``, the fully replicated one first; ``offer(call)`` lists those of one axis
     of ``call.size`` devices, with ``call.shares``."""
     start = Strategy(((),) * len(call.inputs), ((),) * len(call.outputs))
-    strategies = dict.fromkeys(_walk([call], start, mesh, 0, offer, shares))
+    # Many strategies of the axes outside leave the same call.
+    inner = cache(lambda left, axis: _inner(left, mesh, axis, offer, shares))
+    strategies = dict.fromkeys(_walk([call], start, mesh, 0, inner))
     return tuple(strategy for strategy in strategies if _is_valid(call, strategy, mesh))
 
 

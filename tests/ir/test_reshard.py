@@ -18,7 +18,7 @@ from autopar.ir.placements import (
     is_valid,
     take_local,
 )
-from autopar.ir.reshard import Hop, make_hop, neighbours
+from autopar.ir.reshard import Hop, hops_among, make_hop, neighbours
 from autopar.passes.lower.emit import hop_arguments
 from tests.helpers.simulate import _one
 
@@ -113,3 +113,15 @@ def test_an_outer_axis_cannot_move_while_an_inner_one_chunks_the_same_dim() -> N
     assert make_hop(kind, (Shard(0), Shard(0)), (REPLICATE, REPLICATE), (2, 2)) is not None
     uneven = TensorType((7, 4), torch.float32)
     assert make_hop(uneven, (Shard(0), Shard(0)), (REPLICATE, REPLICATE), (2, 2)) is None
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_hops_among_valid_placements_are_those_of_each_and_found_once(mesh: tuple[int, ...]) -> None:
+    kind, options = TensorType((8, 6), torch.float32), (OPTIONS,) * len(mesh)
+    states, hops = hops_among(kind, options, mesh)
+    assert set(states) == {p for p in itertools.product(*options) if is_valid(p, (8, 6), mesh)}
+    numbers = {state: number for number, state in enumerate(states)}
+    for state, start in numbers.items():
+        expected = [(start, numbers[hop.target], hop) for hop in neighbours(kind, state, options, mesh)]
+        assert [(*ends, hop) for ends, hop in hops.items() if ends[0] == start] == expected
+    assert hops_among(TensorType((8, 6), torch.float32), options, mesh)[1] is hops

@@ -23,6 +23,7 @@ from autopar import api
 from autopar.command_line import main
 from autopar.compiler import plan_cache
 from autopar.errors import ArgumentError, OptionsError
+from autopar.planner import request as of_request
 from autopar.planner import solve_mesh
 from autopar.plans.page.frontier_picture import HEIGHT, frontier_picture, frontier_sections
 from autopar.plans.page.page import render
@@ -184,7 +185,7 @@ def test_what_stays_the_same_is_computed_once(monkeypatch: pytest.MonkeyPatch) -
     plan = ask()
     peak = plan.predicted.peak_bytes
     counting(api, "_prepared")
-    counting(solve_mesh, "annotate")
+    counting(of_request, "annotate")
     counting(solve_mesh, "_solve_baseline")
     answers = plan.whatif(memory_limit=[2 * peak, peak, int(0.9 * peak)], devices=[4, 8]).answers
     assert all(answer.plan is not None for answer in answers)
