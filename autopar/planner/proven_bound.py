@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance, copies_of
 from autopar.placement.memory_floor import Moment, held_at_least
 from autopar.planner.steps.exact_memory import is_rehearsed
@@ -34,13 +35,15 @@ ABOVE_ROUNDING = 1.0 + 1e-9
 
 def with_bound(request: PlanRequest, best: MeshSolution, free: Unlimited, timings: Timings) -> MeshSolution:
     """A solution under a limit with a bound of all that fits. The program with a limit proves nothing of what it counts
-    as too large and would fit, which there may be where steps are rehearsed. Then the bound is that without a limit or,
-    if its gap is too wide, that with a limit for what any step holds at least. The latter is one of all steps, also of
-    those whose equal layers differ: what fits may be quicker that has some layers in shards and others whole."""
-    solution, unlimited = best.solution, free.seconds
-    is_counted = not is_rehearsed(best.step.placed) or not math.isfinite(unlimited)
+    as too large and would fit, which there may be where steps, or those of stages, are rehearsed. Then the bound is
+    that without a limit or, if its gap is too wide, that with a limit for what any step without stages holds at least.
+    The latter is one of all steps, also of those whose equal layers differ: what fits may be quicker that has some
+    layers in shards and others whole."""
+    solution, unlimited, rehearsed = best.solution, free.seconds, is_rehearsed(best.instance)
+    is_counted = not (rehearsed or request.repeats != ONCE) or not math.isfinite(unlimited)
     bound = min(max(solution.bound, unlimited) if is_counted else unlimited, solution.objective)
-    if not is_counted and not best.prices.rooms and replace(solution, bound=bound).gap > request.options.gap:
+    is_wide = replace(solution, bound=bound).gap > request.options.gap
+    if rehearsed and not is_counted and is_wide and not best.prices.rooms:
         with timings.phase("solve"):
             bound = min(max(bound, _bound_of_what_fits(request, best, free, timings)), solution.objective)
     proven = replace(solution, bound=bound)

@@ -19,6 +19,7 @@ from .stage_meshes import StageLayout
 
 # Chunks of a stage that are tried. Chosen: each more multiplies messages.
 MOST_CHUNKS = 4
+Solve = Callable[[Graph, Repeats, float, float, float], tuple[MeshSolution, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class PipelineRequest:
     common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
     stage, within limits of the bytes of all devices together and of their hosts; the last argument: seconds of the
     program from which on it is of no use. ``cluster``: of all devices.
-    ``best``: seconds of the quickest plan so far. ``too_large``: for the arguments of ``solve``, the quickest solutions
-    if they do not fit."""
+    ``quickest`` is ``solve`` that raises :class:`~autopar.planner.memory_limit.ShortOfMemoryError` if only placements
+    that save memory fit. ``best``: seconds of the quickest plan so far. ``too_large``: for the arguments of ``solve``,
+    the quickest solutions if they do not fit. ``gap``: the share of its seconds by which a plan may be slower than the
+    best."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -40,12 +43,14 @@ class PipelineRequest:
     schedule: str | None
     pins: dict[str, str]
     limits: tuple[float, ...]
-    solve: Callable[[Graph, Repeats, float, float, float], tuple[MeshSolution, ...]]
+    solve: Solve
+    quickest: Solve
     cluster: Cluster
     host_limit: float = math.inf
     chunks: int | None = None
     alone: Callable[[], Graph] | None = None
     best: float = math.inf
+    gap: float = 0.0
     too_large: Callable[[Graph, Repeats, float, float], tuple[MeshSolution, ...] | None] = lambda *_: None
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
 

@@ -190,6 +190,8 @@ class _Pipeline:
             pins=dict(self.pinned),
             limits=_limits(request, layout),
             solve=programs.solve,
+            quickest=programs.quickest,
+            gap=request.options.gap,
             too_large=programs.too_large,
             cluster=request.cluster,
             host_limit=usable_host_bytes(request.cluster),

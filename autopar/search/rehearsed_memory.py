@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -18,11 +19,15 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import memory_figures
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.placement.rooms import Room
+from autopar.planner.memory_limit import MORE_ROUNDS, SPARE, Needed, TooSlowError, next_limit
 from autopar.planner.mesh_solution import InRoom, counted_peak
+from autopar.planner.peaks import NEAR
 from autopar.planner.steps.exact_memory import ExactMemory, of_step, reason_of
+from autopar.planner.within_memory import BUYS_LITTLE
 from autopar.runtime.rehearse.rehearsal import rehearse
 
 from .fitting_schedules import PipelineSolution
+from .infeasible import FULLER
 from .pipeline import search
 from .pipeline_predicted import rank_holdings, rank_steps
 from .pipeline_request import PipelineRequest
@@ -31,9 +36,11 @@ from .shared_parameters import shared_parameters
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
 # Chosen: what a search may wait for; not measured.
 EFFORT = 40_000
-# How often a pipeline is searched again with less memory, and the share of the limit above which it is rehearsed.
-# Chosen: a rehearsal takes longer than a price, and a price is not wrong by half.
-ROUNDS, NEAR = 4, 0.5
+# How often a pipeline is searched again with less memory. Chosen: each round costs a solve.
+ROUNDS = 4
+# How many times the limits a pipeline may count that is tried though nothing that counts less fits.
+# Chosen: of small transformers in microbatches, what just fits counts 1.2 times the limit.
+PLAUSIBLE = 1.5
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ def exact_stages(solution: PipelineSolution) -> ExactStages:
 
 
 def _rehearsed(solution: PipelineSolution) -> ExactStages:
-    schedule = solution.breakdown.schedule
+    schedule, step = solution.breakdown.schedule, solution.uncut.step
+    if solution.is_one_step:  # Of which the plan without stages says why it could not be rehearsed.
+        return ExactStages(None if step.memory.memory is None else (step.memory,), (step.rooms,))
     if sum(len(chunk.graph) for chunk in solution.breakdown.chunks) * schedule.microbatches > EFFORT:
         return ExactStages(None, _in_rooms(solution, rehearses=False))
     try:
@@ -99,20 +108,130 @@ def _in_room(solution: PipelineSolution, rank: int, prices: Prices, room: Room, 
 
 
 def search_within(request: PipelineRequest) -> PipelineSolution:
-    """The quickest pipeline whose rehearsed steps are within the limits. Cost breakdowns may be too low where a few
-    large operations hold most memory. Raises what :func:`~.pipeline.search` raises."""
-    limits, less = request.limits, 0.0
-    for _ in range(ROUNDS):
-        solution = search(replace(request, limits=tuple(limit - less for limit in limits)))
-        over = held_beyond(solution, limits)
+    """The quickest pipeline found whose rehearsed steps are within the limits. Raises what :func:`~.pipeline.search`
+    raises.
+
+    What is counted is mostly more than steps hold, and where a few large operations hold most memory it is less. So
+    after what counts as much as the limits, what counts less is sought until it fits, then what counts more while that
+    may be quicker, as for a step of one pass (:mod:`autopar.planner.within_memory`). A whole step in few microbatches
+    is measured within its search."""
+    return _Within(request).best()
+
+
+@dataclass
+class _Within:
+    """The search for ``request``. ``extra``: the bytes by which what is counted may exceed the limits. ``beyond``: what
+    was found last that does not fit, as bytes that are counted and held above the limits; ``within``: as much of what
+    fits, but that no less is counted than was allowed. ``free``: seconds of the quickest pipeline, if known."""
+
+    request: PipelineRequest
+    extra: float = 0.0
+    beyond: Needed | None = None
+    within: Needed | None = None
+    free: float | None = None
+    is_raised: bool = False
+
+    def best(self) -> PipelineSolution:
+        found: PipelineSolution | None = None
+        for _ in range(ROUNDS):
+            try:
+                found = self._searched(self.extra)
+            except InfeasibleError as error:
+                found = self._quickest()
+                if found is None and not self._may_fit_above(error):
+                    raise
+            else:
+                self.extra = self._next()
+            if found is not None:
+                return self._with_more(found)
+        most = ", ".join(f"{limit:.0f}" for limit in dict.fromkeys(self.request.limits))
+        raise InfeasibleError(f"no pipeline was found whose steps hold at most {most} bytes")
+
+    @property
+    def _allowed(self) -> float:
+        return min(self.request.limits)
+
+    def _quickest(self) -> PipelineSolution | None:
+        """The quickest pipeline, if it fits. Otherwise, and if it counts much too much, None."""
+        limits = tuple(PLAUSIBLE * limit for limit in self.request.limits)
+        with suppress(InfeasibleError):
+            solution = search(replace(self.request, limits=limits, solve=self.request.quickest))
+            self.free = solution.seconds
+            if self._fits(solution, 0.0):
+                return solution
+        return None
+
+    def _searched(self, extra: float) -> PipelineSolution | None:
+        """The quickest pipeline that counts so many bytes more than the limits, if it fits."""
+        limits = tuple(limit + extra for limit in self.request.limits)
+        solution = search(replace(self.request, limits=limits))
+        return solution if self._fits(solution, extra) else None
+
+    def _fits(self, solution: PipelineSolution, extra: float) -> bool:
+        """Whether a pipeline fits that was found with so many ``extra`` bytes; what it needs is noted."""
+        over = held_beyond(solution, self.request.limits)
+        counted = max(peak - limit for peak, limit in zip(solution.peaks, self.request.limits, strict=True))
         if over <= 0:
-            return solution
-        # The new limits exclude this pipeline, even if its cost breakdown is far below the old ones.
-        # 2% more than what is too much: chosen, so that few rounds are needed.
-        spare = min(limit - held for limit, held in zip(limits, solution.breakdown.peaks, strict=True))
-        less = max(less + 1.02 * over, spare + 1.0)
-    most = ", ".join(f"{limit:.0f}" for limit in dict.fromkeys(limits))
-    raise InfeasibleError(f"no pipeline was found whose steps hold at most {most} bytes")
+            self.within = Needed(max(counted, extra), over)
+        else:
+            self.beyond = Needed(counted, over)
+        return over <= 0
+
+    def _next(self) -> float:
+        """The extra bytes to search with next: as of :func:`.next_limit`."""
+        own = (
+            None if needed is None else Needed(self._allowed + needed.counted, self._allowed + needed.peak)
+            for needed in (self.beyond, self.within)
+        )
+        return next_limit(self._allowed, *own) - self._allowed
+
+    def _may_fit_above(self, error: InfeasibleError) -> bool:
+        """Whether a pipeline may fit though none counts so few bytes. Then it is sought, once, among those that count
+        about the fewest."""
+        needed = error.needed_bytes
+        if needed is None or self.is_raised or self.request.layout.stages == 1 or isinstance(error, TooSlowError):
+            return False
+        more = min(FULLER * needed, PLAUSIBLE * self._allowed) - self._allowed
+        self.is_raised = needed <= PLAUSIBLE * self._allowed and more > self.extra
+        self.extra = max(more, self.extra)
+        return self.is_raised
+
+    def _with_more(self, best: PipelineSolution) -> PipelineSolution:
+        """The quickest of ``best``, which fits, of the quickest pipeline, if that does, and of what is found with more
+        extra bytes and fits, while the limits cost time and memory is left."""
+        if best.is_one_step or not self._costs(best):
+            return best
+        if self.free is None:
+            within, free = self.within, self._quickest()
+            if free is not None:
+                return min(best, free, key=lambda own: own.seconds)
+            self.within = within
+        for _ in range(MORE_ROUNDS):
+            extra = self._next()
+            if self.within is None or not self._is_worth(best, extra - self.within.counted):
+                break
+            try:
+                found = self._searched(extra)
+            except InfeasibleError:
+                break
+            best = best if found is None else min(best, found, key=lambda own: own.seconds)
+        return best
+
+    def _costs(self, best: PipelineSolution) -> bool:
+        """Whether the limits may cost time: what ``best`` holds is near them, and pipelines could be quicker."""
+        own, ranks = best.uncut.solution, zip(best.peaks, self.request.limits, strict=True)
+        if best.layout.stages == 1 and own.objective - best.uncut.unlimited <= self.request.gap * own.objective:
+            return False  # There are no other schedules.
+        return any(peak >= NEAR * limit for peak, limit in ranks)
+
+    def _is_worth(self, best: PipelineSolution, more: float) -> bool:
+        """Whether so many more bytes may make ``best`` quicker by enough."""
+        own, gap = best.uncut, self.request.gap
+        seconds, free = (own.solution.objective, own.unlimited) if self.free is None else (best.seconds, self.free)
+        if more < SPARE * self._allowed or seconds - free <= gap * seconds or free > self.request.best:
+            return False
+        gained = own.solution.memory_price * more
+        return not 0.0 < gained < BUYS_LITTLE * gap * own.solution.objective
 
 
 def held_beyond(solution: PipelineSolution, limits: Sequence[float]) -> float:

@@ -67,6 +67,14 @@ class StagePrograms:
         self._least = self._share([solution for each in found.values() for solution in each])
         return self._quickest_of(found)
 
+    def quickest(
+        self, graph: Graph, repeats: Repeats, limit: float, host: float, slowest: float = math.inf
+    ) -> tuple[MeshSolution, ...]:
+        """The quickest solution for each stage, as for :meth:`solve`. Raises :class:`ShortOfMemoryError` if it does not
+        fit."""
+        asked = replace(self.request, only_quickest=True, worth=min(self._worth, slowest))
+        return self._quickest_of(self._of_kinds(asked, graph, repeats, limit, host))
+
     def too_large(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> tuple[MeshSolution, ...] | None:
         """The quickest solution for each stage with as much memory as it takes; None if it fits within ``limit`` and
         ``host``, as for :meth:`solve`, if there is none, or if devices differ."""
