@@ -207,7 +207,7 @@ def _never(*_: object) -> Any:
 
 
 def test_a_kind_that_does_not_fit_says_by_how_much() -> None:
-    plan = best_plan(request(TWO_STAGES, rule=Layout(data=4), memory_limit=SCARCE), Timings())
+    plan = best_plan(request(TWO_STAGES, rule=Layout(pipeline=4, microbatch=8), memory_limit=SCARCE), Timings())
     needs = re.fullmatch(r"does not fit: ([\d.]+) KiB of 62.5 KiB", plan.excluded["no stages"])
     assert needs is not None and float(needs[1]) > 62.5
     assert why_not(plan, "rule of thumb").startswith("does not fit")
