@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.ir.microbatching import ONCE
 from autopar.placement.formulation import Instance
 from autopar.placement.memory_floor import without_waiting
 from autopar.planner.steps.exact_memory import is_rehearsed
@@ -40,7 +39,7 @@ def minimize_memory_within(request: PlanRequest, instance: Instance, least: Mesh
     """The solution of least memory: ``least``, if it is known. Raises :class:`InfeasibleError`, not yet explained, if
     it needs more than the request allows."""
     limit = float(memory_limit_of(request))
-    if request.repeats != ONCE and (counted := _least_counted(request, instance)) > FAR_ABOVE * limit:
+    if not is_rehearsed(instance) and (counted := _least_counted(request, instance)) > FAR_ABOVE * limit:
         raise does_not_fit(request, instance, limit, _enough(request, instance, counted))
     least = least_of(request, instance) if least is None else least
     peak = None if least is None else peak_bytes(least)
@@ -81,7 +80,7 @@ def may_fit_at_least(request: PlanRequest, instance: Instance) -> bool:
     if choices is None or len(instance.graph) >= LEAST_NODES or host_binds(instance.problem):
         return True
     counted = memory_of(instance.problem, choices)
-    if request.repeats != ONCE and counted > FAR_ABOVE * limit:
+    if not is_rehearsed(instance) and counted > FAR_ABOVE * limit:
         return False
     if peak_bytes(_counting(instance, counted, choices)) <= NEAR * limit:
         return True  # What needs the fewest bytes needs no more than what counts the fewest.
@@ -107,7 +106,7 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
         return None
     found = [*_cheapest(instance, instance.problem, choices, (1.0,))]
     # Where the step is not rehearsed, the fewest bytes are those that the program counts.
-    if is_rehearsed(found[0].step.placed) and len(instance.graph) < LEAST_NODES:
+    if is_rehearsed(instance) and len(instance.graph) < LEAST_NODES:
         other = without_waiting(instance)
         fewest = smallest_choices(other)
         found += [] if fewest is None else _cheapest(instance, other, fewest, (1.0, *MORE_MEMORY))

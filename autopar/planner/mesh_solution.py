@@ -76,9 +76,7 @@ class SolvedStep:
     @cached_property
     def memory(self) -> ExactMemory:
         """The memory of the fullest device, rehearsed where possible; of several rooms, of the one that is tightest."""
-        if self.tightest is not None:
-            return self.tightest.exact
-        return exact_memory(self.placed, tuple(holdings(self.placed)))
+        return self._exact(self.placed) if self.tightest is None else self.tightest.exact
 
     @cached_property
     def rooms(self) -> tuple[InRoom, ...]:
@@ -86,13 +84,17 @@ class SolvedStep:
         found = []
         for room in self.placed.prices.rooms:
             step = replace(self.placed, prices=self.placed.prices.in_room(room))
-            exact = exact_memory(step, tuple(holdings(step)))
+            exact = self._exact(step)
             found.append(InRoom(room, exact.memory or memory(step), exact))
         return tuple(found)
 
     @cached_property
     def tightest(self) -> InRoom | None:
         return max(self.rooms, key=lambda held: held.peak / held.room.limit, default=None)
+
+    def _exact(self, step: PlacedStep) -> ExactMemory:
+        listed = tuple(holdings(step))
+        return exact_memory(step, listed) if is_rehearsed(self.instance) else ExactMemory(None, listed)
 
 
 @dataclass(frozen=True)
@@ -145,5 +147,5 @@ def peak_bytes(solved: MeshSolution) -> int:
     they count in the smallest."""
     step = solved.step
     if not step.rooms:
-        return ((step.memory.memory if is_rehearsed(step.placed) else None) or step.counted).peak
+        return ((step.memory.memory if is_rehearsed(step.instance) else None) or step.counted).peak
     return counted_peak(step.rooms, 0)

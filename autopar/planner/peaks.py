@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Graph
+from autopar.ir.microbatching import ONCE
 from autopar.placement.placed_step import PlacedStep
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
@@ -15,6 +16,10 @@ from .memory_limit import SPARE, Needed
 from .mesh_solution import MeshSolution, may_fit, peak_bytes
 from .request import PlanRequest, memory_limit_of
 
+# The share of the limit above which a step in microbatches is rehearsed at all.
+# Chosen: a rehearsal takes longer than a price, and a price is not wrong by half. (Of a step of one pass it is needed
+# anyway, if it is chosen.)
+NEAR = 0.5
 # The nodes of a graph whose step is estimated. Chosen: steps of fewer are rehearsed within a second.
 LEAST_NODES = 4000
 Key = tuple[int, bytes]
@@ -57,6 +62,8 @@ class Peaks:
 
     def fits(self, solved: MeshSolution) -> bool:
         """Whether the step fits: measured, unless estimates or what the program counts rule it out."""
+        if solved.instance.repeats != ONCE and solved.step.counted.peak < NEAR * self.allowed:
+            return True
         if not may_fit(solved, self.allowed):
             return False
         # A step of which the program counts no more will probably fit: no need to estimate it first.
@@ -94,7 +101,8 @@ class Peaks:
     def _short(self, solved: MeshSolution) -> ShortGraphs | None:
         """The short graphs of a step; None if it has none, or is that of devices in several rooms."""
         graph = solved.instance.graph
-        if len(graph) < LEAST_NODES or solved.prices.rooms or not is_rehearsed(solved.instance):
+        is_short = len(graph) < LEAST_NODES or solved.instance.repeats != ONCE
+        if is_short or solved.prices.rooms or not is_rehearsed(solved.instance):
             return None
         return self.request.shared.once("short graphs", (graph,), make=lambda: short_graphs(graph))
 

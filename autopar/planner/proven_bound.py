@@ -38,7 +38,7 @@ def with_bound(request: PlanRequest, best: MeshSolution, free: Unlimited, timing
     if its gap is too wide, that with a limit for what any step holds at least. The latter is one of all steps, also of
     those whose equal layers differ: what fits may be quicker that has some layers in shards and others whole."""
     solution, unlimited = best.solution, free.seconds
-    is_counted = not is_rehearsed(best.step.placed) or not math.isfinite(unlimited)
+    is_counted = not is_rehearsed(best.instance) or not math.isfinite(unlimited)
     bound = min(max(solution.bound, unlimited) if is_counted else unlimited, solution.objective)
     if not is_counted and not best.prices.rooms and replace(solution, bound=bound).gap > request.options.gap:
         with timings.phase("solve"):

@@ -16,7 +16,9 @@ from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.passes.pipeline.microbatch import Microbatched
 from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.prices import Prices
-from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.mesh_solution import MeshSolution, peak_bytes
+from autopar.planner.peaks import NEAR
+from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule
@@ -71,11 +73,25 @@ class PipelineSolution:
     def optimizer(self) -> str:
         return self.uncut.instance.optimizer
 
+    @property
+    def is_one_step(self) -> bool:
+        """Whether its program is that of a whole step, one microbatch after the other, which is rehearsed."""
+        is_whole = self.layout.stages == 1 and self.breakdown.schedule.name == "1f1b"
+        return is_whole and is_rehearsed(self.uncut.instance)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of each pipeline rank's devices: those of the program of a whole step, otherwise priced ones."""
+        return (peak_bytes(self.uncut),) if self.is_one_step else self.breakdown.peaks
+
 
 def fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
-    """Whether every rank is within the memory of its devices and of its host, as they are priced."""
-    within = all(peak <= limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
-    return within and solution.breakdown.host_bytes <= request.host_limit
+    """Whether every rank is within the memory of its devices and of its host, as they are priced, or as that of a whole
+    step is measured."""
+    if solution.breakdown.host_bytes > request.host_limit:
+        return False
+    is_far = all(peak < NEAR * limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
+    return is_far or all(peak <= limit for peak, limit in zip(solution.peaks, request.limits, strict=True))
 
 
 def kinds_within(request: PipelineRequest, segments: int) -> list[tuple[str, int]]:

@@ -27,6 +27,7 @@ from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.infeasible import check_host
 from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.solver.problem import memory_of
 
 from .fitting_schedules import PipelineSolution, fits, kinds_within, schedules_of
@@ -83,7 +84,9 @@ def search(request: PipelineRequest) -> PipelineSolution:
                 raise
             return best
         # How much is too much matters in the last rounds alone.
-        tried = schedules_of(request, pieces, candidates, segment_of, solved, nearest=repeats == fullest)
+        # What a whole step holds is measured: what is counted rules out nothing.
+        asked = _without_limits(request) if stages == 1 and is_rehearsed(solved[0].instance) else request
+        tried = schedules_of(asked, pieces, candidates, segment_of, solved, nearest=repeats == fullest)
         solutions, fitting = list[PipelineSolution](), list[PipelineSolution]()
         for solution in tried.solutions():
             solutions.append(solution)
@@ -127,7 +130,7 @@ def _slowest(
     """Seconds of a program within the limits with which a pipeline would not win: it is expected to take longer than
     that of the ``quickest`` placements, which do not fit, as its program does. Raises :class:`TooSlowError` if not even
     that would win."""
-    free = replace(request, limits=(math.inf,) * request.layout.stages, host_limit=math.inf)
+    free = _without_limits(request)
 
     def make() -> float:
         return schedules_of(free, pieces, candidates, segment_of, quickest, nearest=False).least_seconds
@@ -141,6 +144,10 @@ def _slowest(
     return CAN_WIN_WITHIN * request.best / seconds * max(own.solution.objective for own in quickest)
 
 
+def _without_limits(request: PipelineRequest) -> PipelineRequest:
+    return replace(request, limits=(math.inf,) * request.layout.stages, host_limit=math.inf)
+
+
 @dataclass(frozen=True, order=True)
 class _Overfull:
     """The rank that exceeds its limit most: ``bytes`` for each of its devices are ``share`` of the ``limit``."""
@@ -151,7 +158,7 @@ class _Overfull:
 
     @staticmethod
     def of(request: PipelineRequest, solution: PipelineSolution) -> _Overfull:
-        ranks = zip(solution.breakdown.peaks, request.limits, strict=True)
+        ranks = zip(solution.peaks, request.limits, strict=True)
         return max(_Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
 
 

@@ -19,6 +19,7 @@ from autopar.placement.predicted import memory_figures
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.placement.rooms import Room
 from autopar.planner.mesh_solution import InRoom, counted_peak
+from autopar.planner.peaks import NEAR
 from autopar.planner.steps.exact_memory import ExactMemory, of_step, reason_of
 from autopar.runtime.rehearse.rehearsal import rehearse
 
@@ -31,9 +32,8 @@ from .shared_parameters import shared_parameters
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
 # Chosen: what a search may wait for; not measured.
 EFFORT = 40_000
-# How often a pipeline is searched again with less memory, and the share of the limit above which it is rehearsed.
-# Chosen: a rehearsal takes longer than a price, and a price is not wrong by half.
-ROUNDS, NEAR = 4, 0.5
+# How often a pipeline is searched again with less memory. Chosen: each round costs a solve.
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ def exact_stages(solution: PipelineSolution) -> ExactStages:
 
 
 def _rehearsed(solution: PipelineSolution) -> ExactStages:
-    schedule = solution.breakdown.schedule
+    schedule, step = solution.breakdown.schedule, solution.uncut.step
+    if solution.is_one_step:  # Of which the plan without stages says why it could not be rehearsed.
+        return ExactStages(None if step.memory.memory is None else (step.memory,), (step.rooms,))
     if sum(len(chunk.graph) for chunk in solution.breakdown.chunks) * schedule.microbatches > EFFORT:
         return ExactStages(None, _in_rooms(solution, rehearses=False))
     try:
@@ -100,7 +102,8 @@ def _in_room(solution: PipelineSolution, rank: int, prices: Prices, room: Room, 
 
 def search_within(request: PipelineRequest) -> PipelineSolution:
     """The quickest pipeline whose rehearsed steps are within the limits. Cost breakdowns may be too low where a few
-    large operations hold most memory. Raises what :func:`~.pipeline.search` raises."""
+    large operations hold most memory. A whole step in few microbatches is measured within its search. Raises what
+    :func:`~.pipeline.search` raises."""
     limits, less = request.limits, 0.0
     for _ in range(ROUNDS):
         solution = search(replace(request, limits=tuple(limit - less for limit in limits)))
@@ -109,7 +112,7 @@ def search_within(request: PipelineRequest) -> PipelineSolution:
             return solution
         # The new limits exclude this pipeline, even if its cost breakdown is far below the old ones.
         # 2% more than what is too much: chosen, so that few rounds are needed.
-        spare = min(limit - held for limit, held in zip(limits, solution.breakdown.peaks, strict=True))
+        spare = min(limit - held for limit, held in zip(limits, solution.peaks, strict=True))
         less = max(less + 1.02 * over, spare + 1.0)
     most = ", ".join(f"{limit:.0f}" for limit in dict.fromkeys(limits))
     raise InfeasibleError(f"no pipeline was found whose steps hold at most {most} bytes")

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.placement import memory_bound
 from autopar.planner.request import PlanRequest
+from autopar.planner.steps import exact_memory
 from autopar.planner.timings import Timings
 from autopar.search import rehearsed_memory
 from autopar.search.best_plan import best_plan
@@ -35,7 +36,7 @@ def test_a_plan_says_that_its_stages_could_not_be_rehearsed(monkeypatch: pytest.
 def test_the_estimate_holds_for_steps_whose_weights_travel_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a few narrow layers: as many bytes of them as of everything else are gathered at once."""
     exact = best_plan(narrow_layers(), Timings())
-    monkeypatch.setattr(rehearsed_memory, "rehearse", _refuse)
+    monkeypatch.setattr(exact_memory, "rehearse", _refuse)
     estimate = best_plan(narrow_layers(), Timings())
     assert any(len(lines) > 1 for lines in exact.sent_together)
     assert exact.parameters == estimate.parameters
