@@ -23,7 +23,7 @@ def remembered_arithmetic() -> Iterator[None]:
     """Computes sums, differences, products and comparisons of sizes once each, but for those that are recorded in a
     graph. Torch computes the storage of every fake tensor from its sizes and strides: of a Llama of 32 layers that were
     28,000 operations, of which 300 differ, in a fifth of the seconds of its trace. Relies on the methods ``_add`` and
-    the like of ``SymNode``, and on its fields (2.13)."""
+    the like of ``SymNode``, and on its fields (2.11 to 2.15)."""
     known: dict[Hashable, SymNode] = {}
     with ExitStack() as stack:
         for name in _OPERATIONS:
@@ -48,10 +48,8 @@ def _remembered(name: str, compute: _Operation, known: dict[Hashable, SymNode]) 
 
 
 def _described(node: SymNode) -> tuple[Hashable, ...]:
-    """What a result depends on. ``_replacements_version_counter``: what a symbol was found to equal so far."""
-    environment = node.shape_env
-    learned = None if environment is None else environment._replacements_version_counter
-    return node._expr, node._hint, node.pytype, node._optimized_summation, environment, learned
+    """What a result depends on. In ``expr``, symbols are replaced by what they were found to equal so far."""
+    return node.expr, node._hint, node.pytype, node._optimized_summation, node.shape_env
 
 
 def _copied(node: SymNode) -> SymNode:
