@@ -114,7 +114,7 @@ def _answer(question: Question, sweep: Sweep, value: Any, work: Any) -> Answer[A
         with shown(f"what if {sweep}={named}"):
             return answer(_solved(question, sweep, value, work))
     except AutoparError as error:
-        return answer(None, str(error))
+        return answer(None, str(error), needed_bytes=getattr(error, "needed_bytes", None))
 
 
 def _solved(question: Question, sweep: Sweep, value: Any, work: Any) -> Any:

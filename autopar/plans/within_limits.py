@@ -12,11 +12,13 @@ Nothing of this holds for other changes: a plan is of so many devices, of sample
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from autopar.ir.plan_record import PlanRecord
+from autopar.plans.views.quantities import size
 from autopar.plans.views.what_if import Answer, samples, step_seconds
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
@@ -38,8 +40,20 @@ def quickest_within(
         if best is not None and (own is None or _seconds_of_sample(best) < _seconds_of_sample(own)):
             found.append(replace(answer, plan=_taken(best, own, limit, plans, gap), error=""))
         else:
-            found.append(answer)
+            found.append(answer if own is not None else _with_fewest(answer, plans))
     return found
+
+
+def _with_fewest(answer: Answer[AnyPlan], plans: Iterable[PlanRecord]) -> Answer[AnyPlan]:
+    """An answer without a plan, which says of ``plans`` what the smallest holds if that is less than what was found to
+    be enough when this was asked alone."""
+    least = min((plan.predicted.peak_bytes for plan in plans if _fits(plan, plan.least_limit)), default=math.inf)
+    if answer.needed_bytes is None or least >= answer.needed_bytes:
+        return answer
+    known = (
+        f"{answer.error.rstrip('.')}. A plan for another limit of this table holds less: {least} bytes ({size(least)})"
+    )
+    return replace(answer, error=known, needed_bytes=int(least))
 
 
 def _limit(answer: Answer[PlanRecord], plans: Iterable[PlanRecord]) -> int:

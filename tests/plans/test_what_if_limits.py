@@ -169,3 +169,12 @@ def test_what_the_smallest_device_cannot_hold_replaces_no_plan_of_devices_that_d
     assert quickest_within([slow], much, 0.01, alone_first=False) == [slow]
     (taken,) = quickest_within([slow], little, 0.01, alone_first=False)
     assert taken.plan is not None and (taken.plan.memory_limit, taken.plan.predicted.peak_bytes) == (20, 10)
+
+
+def test_what_is_said_to_be_enough_is_no_more_than_a_plan_of_the_table_holds() -> None:
+    (small,) = _answers((10, 5.0, 4.0))
+    nothing = Answer[Plan]("memory_limit", 5, 5, None, "nothing fits; 12 bytes would be enough", needed_bytes=12)
+    found = quickest_within([nothing, small], _asked(), 0.01, alone_first=False)
+    assert found[0].needed_bytes == 10 and found[0].error.endswith("holds less: 10 bytes (10 B)")
+    nothing = replace(nothing, needed_bytes=9)
+    assert quickest_within([nothing, small], _asked(), 0.01, alone_first=False)[0] is nothing

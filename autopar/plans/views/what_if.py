@@ -40,7 +40,8 @@ class Answer(Generic[AnyPlan]):
     """The plan for one changed question. ``sweep`` is what was changed and ``value`` to what: bytes per device, a
     number of devices or the shape of a mesh, samples of the global batch, a precision, or a cluster's name.
     ``amount``: the value as a number (bytes, devices, samples; 0 for precisions and clusters). ``plan`` is None where
-    there is no plan; then ``error`` says why, in full. ``written``: the value as text if it was asked as such."""
+    there is no plan; then ``error`` says why, in full, and ``needed_bytes`` what was found to be enough memory, if that
+    was. ``written``: the value as text if it was asked as such."""
 
     sweep: Sweep
     value: Any
@@ -48,6 +49,7 @@ class Answer(Generic[AnyPlan]):
     plan: AnyPlan | None
     error: str = ""
     written: str = ""
+    needed_bytes: int | None = None
 
     @property
     def label(self) -> str:
