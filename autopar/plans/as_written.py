@@ -24,11 +24,14 @@ FIELDS = (
 )
 # Characters of a digest. Chosen: edits are mistakes, not attacks.
 _LENGTH = 8
+# Options that change prices; what they are in plans that do not name them.
+DEFAULTS: Mapping[str, Any] = {"optimizer": "adamw", "compile": "auto", "imbalance": None}
 
 
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
     """By field, the digest of what ``data``, the plan's, has there."""
-    return {name: _digest(name, _at(data, name)) for name in FIELDS}
+    complete = {**DEFAULTS, **data}
+    return {name: _digest(name, _at(complete, name)) for name in FIELDS}
 
 
 def check_as_written(data: Mapping[str, Any]) -> None:

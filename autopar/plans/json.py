@@ -26,7 +26,7 @@ from autopar.ir.planned_sync import PlannedSync
 from autopar.ir.searched import Searched
 from autopar.offload import tier_of
 
-from .as_written import DIGESTS, check_as_written, digests
+from .as_written import DEFAULTS, DIGESTS, check_as_written, digests
 from .folded_tables import folded, unfolded
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
@@ -45,10 +45,8 @@ _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
 _DEVICES = ("device_peaks", "device_limits")
 _OPTIONAL = ("layout", "tied", "offloaded", "excluded", *_DEVICES)
-# Options that change prices; those of a plan that does not have them are the defaults.
-_PRICED = {"optimizer": "adamw", "compile": "auto", "imbalance": None}
 _RECORDS = ("holdings", "lines", "pipeline", "sync", "searched")
-_KNOWN = ("version", *_PLAIN, *_TABLES, *_RECORDS, *_OPTIONAL, *_PRICED, DIGESTS)
+_KNOWN = ("version", *_PLAIN, *_TABLES, *_RECORDS, *_OPTIONAL, *DEFAULTS, DIGESTS)
 
 
 def plan_to_json(plan: PlanRecord) -> str:
@@ -129,9 +127,9 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     data["holdings"] = [[h.kind, h.name, h.module, h.bytes] for h in plan.holdings]
     data["lines"] = [_line_data(line) for line in plan.lines]
     data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
-    # Only where there is something: earlier versions of autopar, which do not know these, read all other plans.
+    # Only where there is something, as most plans have none of these.
     data |= {name: value for name in _OPTIONAL if (value := getattr(plan, name))}
-    data |= {name: value for name, usual in _PRICED.items() if (value := getattr(plan, name)) != usual}
+    data |= {name: value for name, usual in DEFAULTS.items() if (value := getattr(plan, name)) != usual}
     records = {"sync": plan.sync, "searched": plan.searched}
     return data | {name: asdict(record) for name, record in records.items() if record is not None}
 
@@ -214,7 +212,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["searched"] = Searched.of(data["searched"]) if "searched" in data else None
     fields["offloaded"] = tuple(map(_string, data.get("offloaded", ())))
     fields |= {name: tuple(map(_count, data.get(name, ()))) for name in _DEVICES}
-    fields |= {name: data.get(name, usual) for name, usual in _PRICED.items()}
+    fields |= {name: data.get(name, usual) for name, usual in DEFAULTS.items()}
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")

@@ -88,6 +88,11 @@ class Staged:
         losing = (each for layout, each in self.losing.items() if layout not in winning)
         return Tried(self.candidates, (*self.excluded, *chain(*losing)))
 
+    def without_quicker_losers(self, seconds: float) -> Staged:
+        """Without what was expected to take less than ``seconds``, but lost to seconds that no plan has in the end."""
+        kept = {layout: tuple(own for own in each if _least(own) >= seconds) for layout, each in self.losing.items()}
+        return replace(self, losing=kept) if math.isfinite(seconds) else self
+
     @property
     def least(self) -> float:
         """Seconds of the quickest candidate."""
@@ -122,16 +127,26 @@ def with_stages(
     for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead):
         if lacks_memory and layout.stages > 1 and begun and layout.stages not in begun:
             timings.reserve(request.options, FOR_STAGES)  # For each number of stages: others may have taken all.
-        begun.add(layout.stages)
         quickest = min(best, found.least)
-        if _is_over(request, timings, quickest, has_failed=found.failure is not None):
+        # What failed ahead shows nothing of the whole step in microbatches, which comes now.
+        if _is_over(request, timings, quickest, has_failed=bool(begun) and found.failure is not None):
             break
+        begun.add(layout.stages)
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
         remaining = [n for n in counts if found.settled.get((layout, n), 0.0) < quickest]
         excluded = {n: slow for n in remaining if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
         found += Staged(excluded=tuple(excluded.values()))
         found += _of_layout(pipeline, [n for n in remaining if n not in excluded], timings, best, quickest)
-    return replace(found, failure=found.failure or _nothing(request))
+    if not is_ahead:
+        found = replace(
+            found.without_quicker_losers(min(best, found.least)), failure=found.failure or _nothing(request)
+        )
+    return found
+
+
+def _least(excluded: Excluded) -> float:
+    """Seconds that what is ``excluded`` as too slow is expected to take; infinite if it does not fit."""
+    return excluded.error.seconds if isinstance(excluded.error, TooSlowError) else math.inf
 
 
 def _nothing(request: PlanRequest) -> Failure:

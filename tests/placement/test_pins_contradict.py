@@ -122,6 +122,14 @@ def test_rows_that_are_several_times_the_samples_are_no_positions(microbatches: 
     assert short(plan.outputs["first"]) == "(S(1))"
 
 
+def test_dims_behind_a_single_sample_are_counted_with_it() -> None:
+    """The graph has positions in dim 0, so that what follows would be another dim."""
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(1, 12, 8)
+    options = autopar.Options(pins={"0": "S(1)"}, stages=1, microbatches=1)
+    with pytest.raises(OptionsError, match=r"counts dims of what the module returns, \[1, 12, 16\]"):
+        autopar.plan(model, (2,), batch, options=options, cluster=CLUSTER, loss_fn=lambda y: y.sum())
+
+
 def test_inputs_without_samples_do_not_say_what_the_samples_of_a_pinned_output_are() -> None:
     """Two of three inputs have one row; the module returns the samples as they are."""
 

@@ -27,9 +27,10 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.rehearse.rehearsal import _Record, rehearse
 from autopar.runtime.rehearse.storage_meter import StorageMeter
-from autopar.search import best_plan, stage_problems
+from autopar.search import stage_problems
 from autopar.search.reprice import reprice
 from autopar.search.stage_meshes import StageLayout
+from autopar.search.unstaged import without_stages
 from tests.helpers.planning import requested
 from tests.helpers.unequal_devices import ROWS, Wide, batch_of, bench, bytes_of, hardware, planned, with_memory
 from tests.planner.test_row_shares import _all_divisions, _line
@@ -252,10 +253,10 @@ def test_rows_are_divided_by_memory_only_where_memory_is_short(monkeypatch: pyte
         return ()
 
     asked = requested("plain", (2,), hardware("S", "F"))
-    for module, solve in ((best_plan, "solve_mesh"), (stage_problems, "solve_only")):
+    for module, solve in ((without_stages, "solve_mesh"), (stage_problems, "solve_only")):
         monkeypatch.setattr(module, "divisions_by_memory", by_memory)
         monkeypatch.setattr(module, solve, Mock(side_effect=error))
-    assert not best_plan._without_stages(asked, Timings()).candidates
+    assert not without_stages.plans_without_stages(asked, Timings()).candidates
     programs = stage_problems.StagePrograms(asked, StageLayout(1, (2,), (0,)), math.inf, Timings())
     with pytest.raises(InfeasibleError):
         programs.solve(asked.graph, ONCE, 1.0, 1.0)
@@ -263,9 +264,9 @@ def test_rows_are_divided_by_memory_only_where_memory_is_short(monkeypatch: pyte
     step, division = step_graph(asked.graph, asked.loss, asked.batch), ((2,), ())
     if too_slow:
         with pytest.raises(TooSlowError):
-            best_plan._in_division(asked, step, Timings(), division)
+            without_stages._in_division(asked, step, Timings(), division)
         with pytest.raises(TooSlowError):
             programs._in_division(asked, step, division)
     else:
-        assert best_plan._in_division(asked, step, Timings(), division) is None
+        assert without_stages._in_division(asked, step, Timings(), division) is None
         assert programs._in_division(asked, step, division) is None

@@ -10,6 +10,7 @@ from autopar.ir.plan_record import Predicted
 from autopar.planner.timings import Timings
 from autopar.search import best_plan as search
 from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, also_priced, why_excluded
+from autopar.search.unstaged import without_stages
 from tests.helpers.planning import requested
 
 
@@ -40,7 +41,7 @@ def test_only_the_error_that_would_be_shown_keeps_what_explains_it(monkeypatch: 
         raised[-1].explain = Mock()
         raise raised[-1]
 
-    monkeypatch.setattr(search, "solve_mesh", solve)
+    monkeypatch.setattr(without_stages, "solve_mesh", solve)
     arranged = [request, replace(request, mesh=(2, 2)), replace(request, mesh=(4, 1))]
     asked = [replace(own, options=replace(own.options, stages=1, microbatches=1)) for own in arranged]
     assert not search._of_arrangements(asked, {}, Timings()).candidates

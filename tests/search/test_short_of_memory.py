@@ -21,6 +21,7 @@ from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import pipelined_step_of, step_of
 from autopar.planner.timings import Timings
 from autopar.search import best_plan as best_plan_module
+from autopar.search import pipelines as pipelines_module
 from autopar.search.attempts import attempts
 from autopar.search.best_plan import AHEAD
 from autopar.search.candidate import NO_STAGES, Candidate, why_excluded
@@ -143,6 +144,28 @@ def test_where_memory_is_short_more_microbatches_follow_what_does_not_fit() -> N
     assert all(list(counts) == sorted(counts) for _, counts in short)
     sizes = [max(layout.sizes) for layout, _ in short]
     assert sizes == sorted(sizes), "the easiest programs come first"
+
+
+def test_where_time_is_up_the_whole_step_is_still_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead, nothing of it is: that pipelines failed shows nothing of it."""
+    tried = _counting_attempts(monkeypatch, InfeasibleError)
+    request = _open()
+    request = replace(request, options=replace(request.options, time_limit=1.0))
+    ahead = with_stages(request, {}, Timings(), math.inf, lacks_memory=True, is_ahead=True)
+    assert tried and ahead.failure is not None
+    tried.clear()
+    with_stages(request, {}, Timings(solving=1.0), math.inf, lacks_memory=True, before=ahead)
+    assert tried == [(1, 2)]
+
+
+def test_what_lost_to_seconds_that_no_plan_has_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _counting_attempts(monkeypatch, TooSlowError)  # Each takes twice the seconds asked for.
+    ahead = with_stages(_open(), {}, Timings(), 10.0, lacks_memory=True, is_ahead=True)
+    assert any(ahead.losing.values())
+    monkeypatch.setattr(pipelines_module, "attempts", lambda *_: iter(()))
+    for best, is_listed in ((19.0, True), (21.0, False)):
+        found = with_stages(_open(), {}, Timings(), best, lacks_memory=True, before=ahead)
+        assert bool(found.tried.excluded) == is_listed
 
 
 def _quickest_and_limited(part: float) -> tuple[MeshSolution, PlanRequest]:
