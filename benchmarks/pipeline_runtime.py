@@ -44,8 +44,8 @@ from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.runtime import Compiled, ParallelModule, Request, run_local
-from autopar.search.chunks import WirePrice, place_chunks
 from autopar.search.fitting_schedules import scheduled
+from autopar.search.schedules.chunks import WirePrice, place_chunks
 from autopar.trace.tracer import trace
 
 from .report import describe_machine, emit, make_table

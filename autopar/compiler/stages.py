@@ -37,8 +37,8 @@ from autopar.plans.plan import Plan
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
-from autopar.search.chunks import place_chunks
 from autopar.search.pipeline_breakdown import price_stages, wire_prices
+from autopar.search.schedules.chunks import place_chunks
 
 from .pipeline import PlacedChunk, pipeline_program
 

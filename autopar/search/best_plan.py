@@ -28,7 +28,6 @@ from autopar.search.restricted.arrangements import arrangements
 from autopar.search.restricted.divides import check_stages_divide
 from autopar.search.restricted.nearest import arranged_or_explained
 from autopar.search.restricted.never_fits import never_fits
-from autopar.search.unstaged.without_stages import least_without_stages, plans_without_stages, seconds_if_too_large
 
 from .attempts import asks_for_chunks, keeps_axes, proposes
 from .best_batch import best_batch
@@ -47,6 +46,7 @@ from .pipeline_request import MOST_CHUNKS
 from .pipelines import Staged, with_stages
 from .proposed import tried_proposals
 from .segments import stage_pins
+from .without_stages import least_without_stages, plans_without_stages, seconds_if_too_large
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to the plan of one
 # stage (benchmarks/results/two_hosts.json, pipeline_plans.json).

@@ -14,8 +14,7 @@ from autopar.passes.pipeline.cut import split_backward
 from autopar.placement.breakdown import CostBreakdown, CostLine
 from autopar.placement.overlap_windows import HALVES, HiddenShares, Priced, SectionSeconds, seconds_of_sections
 from autopar.placement.prices import BUCKET_BYTES, Prices
-
-from .chunks import Chunk
+from autopar.search.schedules.chunks import Chunk
 
 SECTIONS = ("forward", *HALVES)
 SectionOf = Callable[[Priced], str]

@@ -22,11 +22,11 @@ from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule
+from autopar.search.schedules.chunks import place_chunks
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of, cuts_with
 from autopar.solver.problem import Ints
 
-from .chunks import place_chunks
 from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, slowest_wire, wire_prices
 from .pipeline_record import planned_pipeline
 from .pipeline_request import PipelineRequest

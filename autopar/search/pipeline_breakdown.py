@@ -28,9 +28,9 @@ from autopar.placement.overlap_windows import gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
 from autopar.schedule.schedule import Schedule
+from autopar.search.schedules.chunks import Chunk, WirePrice, WirePrices, edge_bytes, meshes_of
 
 from .chunk_price import chunk_price, sections_of
-from .chunks import Chunk, WirePrice, WirePrices, edge_bytes, meshes_of
 from .shared_parameters import shared_parameters
 
 

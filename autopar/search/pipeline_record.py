@@ -12,8 +12,8 @@ from autopar.ir.planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeli
 from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Edge
 from autopar.placement.prices import Prices
+from autopar.search.schedules.chunks import edge_bytes
 
-from .chunks import edge_bytes
 from .pipeline_breakdown import PipelineBreakdown
 
 

@@ -24,10 +24,9 @@ from autopar.placement.memory_bound import held_bytes, recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
+from autopar.search.schedules.chunks import WirePrice, original
 from autopar.search.schedules.cuts import Segments
 from autopar.solver.problem import Floats, Ints
-
-from .chunks import WirePrice, original
 
 
 class PinnedTogetherError(OptionsError):

@@ -8,8 +8,7 @@ from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import rate_between
 from autopar.ir.wire_pieces import Layout, busiest_elements
 from autopar.placement.placed_step import SharedParameter, SharedParameters, trained
-
-from .chunks import Chunk, meshes_of
+from autopar.search.schedules.chunks import Chunk, meshes_of
 
 
 def shared_parameters(

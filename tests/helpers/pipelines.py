@@ -33,8 +33,8 @@ from autopar.runtime import Compiled, Request
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
-from autopar.search.chunks import Chunk, WirePrice, place_chunks
 from autopar.search.fitting_schedules import scheduled
+from autopar.search.schedules.chunks import Chunk, WirePrice, place_chunks
 from autopar.trace.tracer import Traced, trace
 from tests.helpers.lowering import plain
 from tests.zoo.check import prices_for, random_assignment

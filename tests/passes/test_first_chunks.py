@@ -16,7 +16,7 @@ from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cut_candidates
 from autopar.passes.pipeline.first_chunks import first_chunks
 from autopar.planner.step_graphs import pipelined_graph
-from autopar.search.chunks import original
+from autopar.search.schedules.chunks import original
 from tests.helpers import models
 from tests.helpers.planning import requested
 

@@ -28,8 +28,8 @@ from autopar.placement.prices import Prices
 from autopar.schedule.check import check as prove
 from autopar.schedule.named import make_schedule
 from autopar.search.chunk_price import first_buckets_seconds
-from autopar.search.chunks import WirePrice
 from autopar.search.pipeline_breakdown import price_stages
+from autopar.search.schedules.chunks import WirePrice
 from tests.helpers.pass_text import check
 from tests.helpers.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.helpers.simulate_pipeline import Pipeline

@@ -22,8 +22,8 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
+from autopar.search import without_stages as search
 from autopar.search.best_plan import best_plan
-from autopar.search.unstaged import without_stages as search
 from autopar.solver.problem import evaluate, memory_of
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import make

@@ -27,10 +27,9 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.rehearse.rehearsal import _Record, rehearse
 from autopar.runtime.rehearse.storage_meter import StorageMeter
-from autopar.search import stage_problems
+from autopar.search import stage_problems, without_stages
 from autopar.search.reprice import reprice
 from autopar.search.stage_meshes import StageLayout
-from autopar.search.unstaged import without_stages
 from tests.helpers.planning import requested
 from tests.helpers.unequal_devices import ROWS, Wide, batch_of, bench, bytes_of, hardware, planned, with_memory
 from tests.planner.test_row_shares import _all_divisions, _line

@@ -9,8 +9,8 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan_record import Predicted
 from autopar.planner.timings import Timings
 from autopar.search import best_plan as search
+from autopar.search import without_stages
 from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, also_priced, why_excluded
-from autopar.search.unstaged import without_stages
 from tests.helpers.planning import requested
 
 

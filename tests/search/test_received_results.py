@@ -10,7 +10,8 @@ from torch.distributed.tensor import Partial
 from autopar.ir.graph import Graph
 from autopar.ir.placements import Placements
 from autopar.passes.pipeline.cut_candidates import CutCandidate, crossing_bytes
-from autopar.search import chunks, pipeline
+from autopar.search import pipeline
+from autopar.search.schedules import chunks
 from tests.helpers.planning import planned
 
 

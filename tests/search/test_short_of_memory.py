@@ -26,7 +26,7 @@ from autopar.search.attempts import attempts
 from autopar.search.best_plan import AHEAD
 from autopar.search.candidate import NO_STAGES, Candidate, why_excluded
 from autopar.search.pipelines import _Pipeline, with_stages
-from autopar.search.unstaged.without_stages import seconds_if_too_large
+from autopar.search.without_stages import seconds_if_too_large
 from tests.helpers.planning import CLUSTER, requested
 
 LIMIT = 150_000

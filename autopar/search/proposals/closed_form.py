@@ -13,9 +13,9 @@ import numpy as np
 from autopar.cost import bubble_fraction
 from autopar.errors import ScheduleError
 from autopar.schedule.named import SCHEDULES
-from autopar.search.chunks import WirePrice
 from autopar.search.fitting_schedules import JUST_OVER
 from autopar.search.pipeline_request import schedule_choices
+from autopar.search.schedules.chunks import WirePrice
 from autopar.search.schedules.cuts import Segments, best_cuts
 from autopar.search.schedules.schedule_estimates import chunk_starts
 

@@ -22,9 +22,10 @@ from autopar.planner.solve_mesh import is_short_of_memory, least_seconds, priced
 from autopar.planner.step_graphs import step_of
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
-from autopar.search.candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, named_axes
-from autopar.search.division_bounds import Division, covered
-from autopar.search.proposed import Least
+
+from .candidate import NO_STAGES, Candidate, Excluded, Failure, Tried, named_axes
+from .division_bounds import Division, covered
+from .proposed import Least
 
 
 def least_without_stages(request: PlanRequest, timings: Timings) -> Least:

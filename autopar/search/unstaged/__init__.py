@@ -1,1 +1,0 @@
-"""Plans without stages, of the whole batch at once."""
