@@ -201,7 +201,7 @@ def _reductions(request: PlanRequest) -> SharedReductions:
 def _check_worth(request: PlanRequest, solution: Solution, worth: float, is_proven: bool = True) -> None:
     """Raises :class:`TooSlowError` if a solution shows that nothing takes less than ``worth`` seconds, or proves it."""
     if worth <= solution.bound < math.inf:
-        raise TooSlowError(f"plans on mesh {asked_mesh(request)}", solution.bound, is_proven)
+        raise TooSlowError(f"plans on mesh {asked_mesh(request)}", solution.bound, is_proven, is_least=True)
 
 
 def _solve_baselines(

@@ -58,7 +58,7 @@ class StagePrograms:
         earlier solution shows that no pipeline can beat ``best``; :class:`ShortOfMemoryError` if stages that hold the
         average would have to save memory, and the graph is too large to ask how."""
         if self._least > SAFETY_FACTOR * self.best:
-            raise TooSlowError(self.layout.described, self._least, is_proven=False)  # Not searched with less memory.
+            raise TooSlowError(self.layout.described, self._least, is_proven=False, is_least=True)
         worth, self._is_first = min(self._worth, slowest), False
         asked = replace(self.request, only_quickest=self._asks_only_quickest(graph, repeats), worth=worth)
         found = self._of_kinds(asked, graph, repeats, limit, host)

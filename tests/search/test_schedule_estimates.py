@@ -280,6 +280,11 @@ class Priced:
         at = int(self.cuts[0][1:])
         return SimpleNamespace(peaks=(int(1000 * self.more * 3 * at), 1000 * 3 * (16 - at)), host_bytes=0)
 
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        held: tuple[int, ...] = self.breakdown.peaks
+        return held
+
 
 def tried_with(
     monkeypatch: pytest.MonkeyPatch, more: float, *cuts: tuple[str, ...], limits: tuple[float, float] = (24e3, 24e3)
