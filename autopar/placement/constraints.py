@@ -226,8 +226,8 @@ def _pinned(instance: Instance, pattern: str, text: str, returned: Mapping[str, 
         raise unmatched(instance.graph, pattern)
     if not pattern.startswith("%") and any(shard_dim(place) and shard_before(place) == 1 for place in pinned):
         own = {path: shape for path, shape in returned.items() if fnmatch.fnmatchcase(path, pattern)}
-        last = max(shard_dim(place) or 0 for place in pinned)
-        _check_dims(instance.graph, f"the pin {pattern!r}: {text!r}", names, own, last)
+        dims = {shard_dim(place) or 0 for place in pinned}
+        _check_dims(instance.graph, f"the pin {pattern!r}: {text!r}", names, own, dims)
     groups = {instance.graph.classes.get(name, name) for name in names}
     here = on_axes(pinned, mesh)
     if excluded and here != pinned:
@@ -246,13 +246,15 @@ def samples_of(graph: Graph) -> int:
     return max(sizes, key=sizes.__getitem__, default=1)
 
 
-def _check_dims(graph: Graph, pin: str, names: Collection[str], returned: Mapping[str, Shape], last: int) -> None:
-    """Raises :class:`OptionsError` where a ``pin`` counts the dims of what a module returned, up to ``last``, and the
-    graph has that with other dims: as products compute it, with samples and positions in one dim. Dims of one behind
-    the last are no difference, as of a single position: nothing divides them, so no pin means them."""
+def _check_dims(
+    graph: Graph, pin: str, names: Collection[str], returned: Mapping[str, Shape], dims: Collection[int]
+) -> None:
+    """Raises :class:`OptionsError` where a ``pin`` counts ``dims`` of what a module returned, and the graph has that
+    with other dims: as products compute it, with samples and positions in one dim. Dims of one are no difference, as of
+    a single position: nothing divides them, so no pin means them. But they count for a dim behind them."""
     for path, name in module_outputs(graph).items():
         shape = returned.get(path) if name in names else None
-        if shape is None or _counts_alike(shape, graph[name].type.shape, last):
+        if shape is None or _count_alike(shape, graph[name].type.shape, dims):
             continue
         kind = graph[name].type
         where = f"pin '%{name}' by these dims"
@@ -268,10 +270,11 @@ def _check_dims(graph: Graph, pin: str, names: Collection[str], returned: Mappin
         )
 
 
-def _counts_alike(shape: Sequence[object], computed: Sequence[object], last: int) -> bool:
-    """Whether dims count alike in two shapes, up to the ``last``."""
+def _count_alike(shape: Sequence[object], computed: Sequence[object], dims: Collection[int]) -> bool:
+    """Whether ``dims`` are the same in two shapes. One of one in the first says nothing."""
     one, other = ([n for n in own if n != 1] for own in (shape, computed))
-    return one == other and tuple(shape[: last + 1]) == tuple(computed[: last + 1])
+    meant = [dim for dim in dims if dim < len(shape) and shape[dim] != 1]
+    return one == other and all(tuple(shape[: dim + 1]) == tuple(computed[: dim + 1]) for dim in meant)
 
 
 def _parsed(pattern: str, text: str) -> Placements:
