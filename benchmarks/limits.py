@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from torch.nn import functional
 
 import autopar
 
+from .fresh_process import measured_apart
 from .planning import cpu_seconds
 from .report import describe_machine, emit, make_table
 from .whatif import build_gpt2, build_llama, build_mixture, build_pictures, tokens
@@ -173,13 +172,10 @@ def regret(default: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> d
 
 
 def measure_apart(name: str, parts: Sequence[float]) -> dict[str, Any]:
-    """The figures of a fresh process. Raises RuntimeError if it fails."""
-    command = [sys.executable, "-m", "benchmarks.limits", "--measure", name, "--parts", *map(str, parts)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "AUTOPAR_CACHE": "off"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed with status {done.returncode}; its traceback stands above")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """The figures of a fresh process. Raises RuntimeError if it fails or is stopped."""
+    figures = measured_apart("benchmarks.limits", "--measure", name, "--parts", *map(str, parts))
+    if figures is None:
+        raise RuntimeError(f"{name} was stopped by a limit of processor seconds")
     return figures
 
 

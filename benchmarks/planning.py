@@ -16,10 +16,7 @@ import argparse
 import importlib
 import json
 import math
-import os
 import resource
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +31,7 @@ import autopar
 from autopar.layout import Layout
 from autopar.precision import Precision
 
+from .fresh_process import measured_apart
 from .largest_models import CASES as PUBLISHED
 from .published_models import build
 from .report import describe_machine, emit, make_table
@@ -246,19 +244,11 @@ def file_figures(plan: autopar.Plan) -> dict[str, float]:
 
 def measure_apart(name: str, stop: float) -> dict[str, Any]:
     """The figures of one case from a fresh process, or of how it was stopped after ``stop`` seconds of the processor.
-
-    Raises:
-        RuntimeError: with that process's own message, if it fails.
-    """
-    command = [sys.executable, "-m", "benchmarks.planning", "--measure", name, "--stop", str(stop)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "AUTOPAR_CACHE": "off"}  # A plan that was kept takes no time.
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == -signal.SIGXCPU:
+    Raises RuntimeError if that process fails."""
+    figures = measured_apart("benchmarks.planning", "--measure", name, "--stop", str(stop))
+    if figures is None:
         case = CASES[name]
         return {"model": case.description, "stopped_after_seconds": stop, "limit_cpu_seconds": case.limit_seconds}
-    if done.returncode:
-        raise RuntimeError(f"planning {name} failed with status {done.returncode}; its traceback stands above")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
 

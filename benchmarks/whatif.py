@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from torch import nn
 import autopar
 from autopar.precision import Precision
 
+from .fresh_process import measured_apart
 from .planning import build_llama3_8b, cpu_seconds, peak_gib
 from .report import describe_machine, emit, make_table
 
@@ -150,15 +148,8 @@ def measure(name: str) -> dict[str, Any]:
 def measure_apart(name: str, stop: float) -> dict[str, Any]:
     """The figures of a fresh process, or of how it was stopped after ``stop`` seconds of the processor. Raises
     RuntimeError if it fails."""
-    command = [sys.executable, "-m", "benchmarks.whatif", "--measure", name, "--stop", str(stop)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "AUTOPAR_CACHE": "off"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == -signal.SIGXCPU:
-        return {"model": CASES[name].description, "stopped_after_seconds": stop}
-    if done.returncode:
-        raise RuntimeError(f"{name} failed with status {done.returncode}; its traceback stands above")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    figures = measured_apart("benchmarks.whatif", "--measure", name, "--stop", str(stop))
+    return {"model": CASES[name].description, "stopped_after_seconds": stop} if figures is None else figures
 
 
 def row_of(figures: Mapping[str, Any]) -> tuple[str, ...]:

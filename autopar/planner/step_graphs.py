@@ -9,6 +9,7 @@ from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
 from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.planner.steps.step_program import without_input_gradients
 
 from .request import PlanRequest
 
@@ -23,9 +24,7 @@ def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
 
 def pipelined_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """:func:`bare_step_graph` without gradients of inputs: a step in microbatches does not return them."""
-    bare = bare_step_graph(graph, loss, batch)
-    outputs = tuple(output for output in bare.outputs if output.kind != "input_gradient")
-    return replace(bare, outputs=outputs).without_dead()
+    return without_input_gradients(bare_step_graph(graph, loss, batch)).without_dead()
 
 
 def graph_alone(graph: Graph, loss: str | None, batch: int, count: int) -> Graph:

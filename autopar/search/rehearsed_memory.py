@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
 from autopar.ir.plan_record import Predicted
 from autopar.ir.stage_meshes import StageMeshes
@@ -21,6 +20,7 @@ from autopar.placement.rooms import Room
 from autopar.planner.mesh_solution import InRoom, counted_peak
 from autopar.planner.peaks import NEAR
 from autopar.planner.steps.exact_memory import ExactMemory, of_step, reason_of
+from autopar.planner.steps.step_program import without_input_gradients
 from autopar.runtime.rehearse.rehearsal import rehearse
 
 from .fitting_schedules import PipelineSolution
@@ -164,7 +164,7 @@ def _program(solution: PipelineSolution, rank: int, prices: Prices) -> PipelineP
     held = breakdown.schedule.held[rank]
     jobs = {
         c: Lowering(
-            _without_input_gradients(breakdown.chunks[c].graph),
+            without_input_gradients(breakdown.chunks[c].graph),
             breakdown.chunks[c].assignment,
             inside,
             prices.path,
@@ -186,10 +186,6 @@ def _program(solution: PipelineSolution, rank: int, prices: Prices) -> PipelineP
         results=(),
         inputs={},
     )
-
-
-def _without_input_gradients(graph: Graph) -> Graph:
-    return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
 
 
 def _owners(solution: PipelineSolution) -> dict[str, int]:

@@ -24,11 +24,16 @@ def step_program(graph: Graph, assignment: Assignment, prices: Prices, coordinat
     return overlap(lower(job, graph.outputs))
 
 
+def without_input_gradients(graph: Graph) -> Graph:
+    """The graph of a step that does not return the gradients of its inputs."""
+    return replace(graph, outputs=tuple(output for output in graph.outputs if output.kind != "input_gradient"))
+
+
 def program_in_microbatches(step: PlacedStep) -> PipelineProgram:
     """The program of the fullest device for a placed step that runs its microbatches one after the other, without
     results and inputs."""
     prices = step.prices
-    graph = replace(step.graph, outputs=tuple(o for o in step.graph.outputs if o.kind != "input_gradient"))
+    graph = without_input_gradients(step.graph)
     job = Lowering(graph, step.assignment, prices.fullest, prices.path, BUCKET_BYTES, prices.messages)
     schedule, meshes = make_schedule("1f1b", 1, step.repeats.microbatches, 1), StageMeshes((prices.mesh,))
     chunk = lower_chunk(ChunkLowering(job, 0, {}, schedule, meshes))
