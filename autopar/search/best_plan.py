@@ -168,8 +168,9 @@ def _tried(request: PlanRequest, pinned: Mapping[str, str], timings: Timings) ->
 
 
 def _worth(request: PlanRequest, tried: Tried) -> float:
-    """Seconds of a plan without stages that would not be chosen instead of what was tried."""
-    return min(candidate.seconds * _safety_factor(request, candidate) for candidate in tried.candidates)
+    """Seconds of a plan without stages that would not be chosen instead of what was tried; infinite if nothing was."""
+    seconds = (candidate.seconds * _safety_factor(request, candidate) for candidate in tried.candidates)
+    return min(seconds, default=math.inf)
 
 
 def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str], timings: Timings) -> Tried:
@@ -219,7 +220,7 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
     tried, ahead = Tried(), Staged()
     if _may_lack_stages(request, pinned):
         ahead = _ahead(request, pinned, timings, best)
-        worth = min(request.worth, _worth(request, ahead.tried)) if ahead.candidates else request.worth
+        worth = min(request.worth, _worth(request, ahead.tried))
         tried = plans_without_stages(replace(request, worth=worth), timings)
     if tried.failures and never_fits(request):
         return tried

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 from autopar.cost import usable_host_bytes
 from autopar.errors import InfeasibleError, OptionsError
@@ -61,14 +60,14 @@ _NO_LOSS = (
 @dataclass(frozen=True)
 class Staged:
     """What a search for pipelines (and gradient accumulation) found: its ``candidates``; those that quick prices
-    ``exclude``; of each layout those that were ``losing``, expected to be too slow; and why others were impossible: of
-    those that do not fit, that which needs fewest bytes. That ``failure`` is an error for the user only if nothing else
-    was found. ``settled``: layouts with numbers of microbatches that need not be tried again to find what takes at most
-    so many seconds."""
+    ``exclude``; of each layout the first that was ``losing``, expected to be too slow; and why others were impossible:
+    of those that do not fit, that which needs fewest bytes. That ``failure`` is an error for the user only if nothing
+    else was found. ``settled``: layouts with numbers of microbatches that need not be tried again to find what takes at
+    most so many seconds."""
 
     candidates: tuple[Candidate, ...] = ()
     excluded: tuple[Excluded, ...] = ()
-    losing: Mapping[StageLayout, tuple[Excluded, ...]] = field(default_factory=dict)
+    losing: Mapping[StageLayout, Excluded] = field(default_factory=dict)
     failure: Failure | None = None
     settled: Mapping[tuple[StageLayout, int], float] = field(default_factory=dict)
 
@@ -86,17 +85,17 @@ class Staged:
     def tried(self) -> Tried:
         winning = {candidate.layout for candidate in self.candidates}
         losing = (each for layout, each in self.losing.items() if layout not in winning)
-        return Tried(self.candidates, (*self.excluded, *chain(*losing)))
+        return Tried(self.candidates, (*self.excluded, *losing))
 
     def without_quicker_losers(self, seconds: float) -> Staged:
         """Without what was expected to take less than ``seconds``, but lost to seconds that no plan has in the end."""
-        kept = {layout: tuple(own for own in each if _least(own) >= seconds) for layout, each in self.losing.items()}
+        kept = {layout: each for layout, each in self.losing.items() if _least(each) >= seconds}
         return replace(self, losing=kept) if math.isfinite(seconds) else self
 
     @property
     def least(self) -> float:
         """Seconds of the quickest candidate."""
-        return min((candidate.seconds for candidate in self.candidates), default=math.inf)
+        return self.tried.least
 
 
 def with_stages(
@@ -135,7 +134,7 @@ def with_stages(
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
         remaining = [n for n in counts if found.settled.get((layout, n), 0.0) < quickest]
         excluded = {n: slow for n in remaining if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
-        found += Staged(excluded=tuple(excluded.values()))
+        found += Staged(excluded=tuple(excluded.values()), settled={(layout, n): quickest for n in excluded})
         found += _of_layout(pipeline, [n for n in remaining if n not in excluded], timings, best, quickest)
     if not is_ahead:
         found = replace(
@@ -213,7 +212,7 @@ def _impossible_within(attempt: _Pipeline, error: InfeasibleError, seconds: floa
     if not isinstance(error, TooSlowError):
         return Staged(failure=failure, settled={own: math.inf})
     slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False))
-    losing = {attempt.layout: (slow,)} if math.isfinite(seconds) else {}
+    losing = {attempt.layout: slow} if math.isfinite(seconds) else {}
     return Staged(losing=losing, failure=failure, settled={own: seconds})
 
 
