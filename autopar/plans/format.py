@@ -7,6 +7,7 @@ number of its own.
 
 from __future__ import annotations
 
+# Of plans as they are, and with folded tables. Raised when every field had a digest.
 VERSION, FOLDED = 10, 11
 # Version 7 had another name for the operation that saves an activation; 7 to 9 may have no digests.
 READABLE = (7, 8, VERSION)

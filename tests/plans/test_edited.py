@@ -357,8 +357,7 @@ WORDS_OF_PYTHON = re.compile(
 )
 
 
-@pytest.mark.parametrize("is_folded", [True, False], ids=["folded", "unfolded"])
-@pytest.mark.parametrize("name", ["sharded", "staged"])
+@pytest.mark.parametrize(("name", "is_folded"), [("sharded", True), ("staged", False)])
 def test_an_entry_of_another_form_is_named(name: str, is_folded: bool) -> None:
     """One entry of each field and depth, made other things, with digests that fit."""
     made, draw = plan(name), random.Random(0)
@@ -368,7 +367,7 @@ def test_an_entry_of_another_form_is_named(name: str, is_folded: bool) -> None:
         groups.setdefault((path[0], len(path)), []).append(path)
     refused = 0
     for paths in groups.values():
-        for value in draw.sample([None, "x", -1, 99, 2**70, 1e308, [], {}, ["a"], [None] * 4], 3):
+        for value in draw.sample([None, "x", -1, 99, 2**70, 1e308, [], {}, ["a"], [None] * 4], 2):
             path, data = draw.choice(paths), json.loads(text)
             holder = data
             for key in path[:-1]:

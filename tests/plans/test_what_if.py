@@ -312,19 +312,11 @@ def test_without_a_question_memory_and_devices_are_asked(monkeypatch: pytest.Mon
     assert len(asked) == len(answers)
 
 
-def test_a_limit_may_be_a_float_as_in_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ask()
-    monkeypatch.setattr("autopar.plans.question.Question.again", lambda question, **changed: plan)
-    assert [answer.value for answer in plan.whatif(memory_limit=[1.5e9, 2e9 + 0.5]).answers] == [1500000000, 2000000000]
-    assert autopar.Options(memory_limit=1.5e9).memory_bytes == 1500000000
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"memory_limit": []}, "asks nothing"),
         ({"memory_limit": 0.5}, "memory_limit=0.5 is not a positive number of bytes per device; write .* or '40GiB'"),
-        ({"memory_limit": [1e9, float("inf")]}, "memory_limit=inf is not a positive number of bytes"),
         ({"batch": [0]}, "not a positive whole number of samples"),
         ({"devices": [(2, 0)]}, "neither a number of devices nor a shape"),
         ({"precision": ["bf16", "bf61"]}, "precision='bf61' is not known; one of fp32"),
