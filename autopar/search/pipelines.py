@@ -211,7 +211,7 @@ def _impossible_within(attempt: _Pipeline, error: InfeasibleError, seconds: floa
     own, failure = (attempt.layout, attempt.microbatches), Failure(error, partial(attempt.too_full, error, timings))
     if not isinstance(error, TooSlowError):
         return Staged(failure=failure, settled={own: math.inf})
-    slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False))
+    slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False, is_least=error.is_least))
     losing = {attempt.layout: slow} if math.isfinite(seconds) else {}
     return Staged(losing=losing, failure=failure, settled={own: seconds})
 
@@ -294,7 +294,7 @@ class _Pipeline:
             repeats = inner_repeats(self.microbatches, self.layout.stages)
             seconds = programs.quick_price(SaveActivations()(pieces.graph), self.graph, stacks, repeats)
             if seconds > SAFETY_FACTOR * best:
-                return Excluded(self.name, TooSlowError(self.name, seconds, is_proven=False))
+                return Excluded(self.name, TooSlowError(self.name, seconds, is_proven=False, is_least=True))
         return None
 
     @property
