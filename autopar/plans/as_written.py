@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ _CHOICES = ("strategy_table", "strategies")
 _DIVIDED = ("predicted", "pipeline")
 # Characters of a digest. Chosen: edits are mistakes, not attacks.
 _LENGTH = 8
+# The end of a whole number that is written as others are; and one that is written with an exponent as a float.
+_WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"\d{17,}(?=[,\]}])")
 
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +115,7 @@ _FIXED: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 def _digest(name: str, value: Any) -> str:
-    text = json.dumps([name, _plain(value)], sort_keys=True)
+    """Of the value as JSON, with all numbers of one kind: programs that format JSON may write 1 for 1.0."""
+    text = json.dumps([name, value], sort_keys=True)
+    text = _LARGE.sub(lambda number: repr(float(number[0])), _WHOLE.sub("", text))
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
-
-
-def _plain(value: Any) -> Any:
-    """The value, with all numbers of one kind: programs that format JSON may write 1 for 1.0."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return float(value) if type(value) is int and abs(value) < 1 << 62 else value
