@@ -120,7 +120,7 @@ def with_stages(
         return Staged(failure=_impossible(OptionsError(_NO_LOSS)))
     graph, found = pipelined_step_of(request), before or Staged()
     lacks_memory = (lacks_memory or math.isinf(best)) and not pinned
-    if lacks_memory and request.options.stages is None:
+    if lacks_memory and request.options.stages in (None, 1):
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     begun = set[int]()
     for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead):

@@ -9,10 +9,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from autopar.errors import InfeasibleError
 from autopar.ir.microbatching import Repeats
 from autopar.options import Options
 from autopar.planner import solve_mesh as planner
-from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import peak_bytes
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings, solve_in_time
@@ -46,6 +47,19 @@ def test_stages_that_hold_more_microbatches_are_solved_once(monkeypatch: pytest.
         solved(4, 4, worth=0.5 * few.solution.bound)
     assert counting.call_count == 1
     assert solved(8, 4).solution.objective > many.solution.objective and counting.call_count == 2
+
+
+def test_a_program_with_all_recomputed_is_solved_once_for_two_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That for what does not fit asks for the quickest alone, before the search for what does."""
+    request, counting = requested(small, (2,), recompute="full"), Mock(side_effect=planner.solve_in_time)
+    graph, least = step_graph(request.graph, request.loss, request.batch), replace(request, memory_limit=1000)
+    monkeypatch.setattr(planner, "solve_in_time", counting)
+    with pytest.raises(ShortOfMemoryError):
+        planner.solve_mesh(replace(least, only_quickest=True), graph, Timings())
+    with pytest.raises(InfeasibleError):
+        planner.solve_mesh(least, graph, Timings())
+    unlimited = [problem for (problem, *_), _ in counting.call_args_list if np.isinf(problem.memory_limit)]
+    assert len(unlimited) == 1
 
 
 def test_the_digest_is_of_seconds_and_of_a_host_that_binds() -> None:

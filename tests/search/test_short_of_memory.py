@@ -90,6 +90,22 @@ def test_a_step_in_microbatches_leaves_work_for_stages(monkeypatch: pytest.Monke
     assert tried[:3] == [1, 1, 1] and {2, 4} <= set(tried)
 
 
+@pytest.mark.parametrize("stages", [None, 1])
+def test_a_step_that_does_not_fit_whole_leaves_work_for_microbatches(
+    monkeypatch: pytest.MonkeyPatch, stages: int | None
+) -> None:
+    left = list[float]()
+
+    def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
+        left.append(timings.left(own.request.options) / own.request.options.solver_seconds)
+        return Candidate(1.0, own.layout, _never, _never)
+
+    monkeypatch.setattr(_Pipeline, "solved", solved)
+    request = requested("stack", (2, 2), mesh_search=True, stages=stages, microbatches=None)
+    with_stages(request, {}, Timings(solving=request.options.solver_seconds), math.inf, lacks_memory=True)
+    assert left[0] >= 0.5
+
+
 def _open() -> PlanRequest:
     return requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None)
 
