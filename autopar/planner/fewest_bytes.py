@@ -32,7 +32,7 @@ MORE_MEMORY = (1.1, 1.3)
 FAR_ABOVE = 1.1
 # How many times the limit the solution of least memory holds at least where no other is sought that would fit.
 # Chosen: of a small transformer on 2 devices, a solution that counts more holds 0.98 times as much.
-NEAR = 1.03
+NEAR = 1.05
 # How many times the limit the quickest step holds, where what holds least is looked for before anything else, and how
 # many times the limit that holds where nothing will fit; of large steps, of which it takes long to know.
 # Chosen: by MORE_MEMORY others may hold 0.8 times as much as that which counts least.
