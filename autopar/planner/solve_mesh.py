@@ -255,7 +255,7 @@ def _enforce_memory_limit(
     nothing fits, :class:`ShortOfMemoryError` if only the quickest was asked for and does not."""
     peaks = Peaks(request)
     with timings.phase("solve"):
-        quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
+        quickest = peaks.solution(free.instance, free.solution) if _is_feasible(free.solution) else None
         if quickest is not None and peaks.fits(quickest):
             return replace(take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
@@ -386,9 +386,9 @@ def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) ->
     it is said to fit only if a plan with its placements would."""
     if not _is_feasible(solution):
         return None
-    solved = MeshSolution.of(line.instance, solution)
-    bill = folded_bill(line.instance, solution.choices) or solved.breakdown
+    bill = folded_bill(line.instance, solution.choices) or MeshSolution.of(line.instance, solution).breakdown
     counted, limit = bill.memory.peak, memory_limit_of(request)
     in_doubt = limit < IN_DOUBT * counted + BUCKET_BYTES and counted <= COUNTED_AT_MOST * limit
-    exact = solved.step.memory.memory if in_doubt and len(line.instance.graph) < LEAST_NODES else None
+    is_exact = in_doubt and len(line.instance.graph) < LEAST_NODES
+    exact = Peaks(request).solution(line.instance, solution).step.memory.memory if is_exact else None
     return predicted(bill, line.instance, request.cluster, exact)

@@ -98,7 +98,7 @@ def take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) 
         # What a baseline does may be impossible in the program that was solved.
         if math.isfinite(evaluate(best.instance.problem, other.choices)):
             same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
-            cheaper = MeshSolution.of(best.instance, same)
+            cheaper = peaks.solution(best.instance, same)
             if peaks.fits(cheaper):
                 return cheaper
     return best

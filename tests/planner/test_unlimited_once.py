@@ -12,6 +12,7 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.ir.microbatching import Repeats
 from autopar.options import Options
+from autopar.planner import mesh_solution
 from autopar.planner import solve_mesh as planner
 from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import peak_bytes
@@ -74,6 +75,21 @@ def test_the_digest_is_of_seconds_and_of_a_host_that_binds() -> None:
     binding = [replace(held, host_limit=limit) for limit in (1.0, 2.0)]
     assert len({cost_digest(each) for each in (problem, dearer, dearer_move, *binding)}) == 5
     assert cost_digest(replace(held, host_limit=100.0)) == cost_digest(problem)
+
+
+def test_the_step_of_a_solution_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for stages asks what the quickest step holds before plans without stages are searched for."""
+    request, rehearsing = requested(small, (2,)), Mock(side_effect=mesh_solution.exact_memory)
+    monkeypatch.setattr(mesh_solution, "exact_memory", rehearsing)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    held = planner.solve_mesh(request, graph, Timings())[0].step.memory
+    assert held.memory is not None and rehearsing.call_count == 1
+    assert planner.solve_mesh(request, graph, Timings())[0].step.memory == held
+    assert rehearsing.call_count == 1
+    for part in (2, 3):  # Under such limits, what baselines hold is in doubt.
+        limited = replace(request, options=replace(request.options, memory_limit=part * held.memory.peak))
+        assert planner.solve_mesh(limited, graph, Timings())[0].step.memory == held
+    assert rehearsing.call_count <= 4
 
 
 @pytest.mark.parametrize("limited", [True, False])
