@@ -5,8 +5,8 @@ was made for, what it is predicted to take and what was proven of it is written 
 nothing else in a plan under which every device has all of everything, and the seconds of a line from nothing but
 prices. So a file has a digest of each field that is no choice, or of what in it is none.
 
-A file of version 10 or later that lacks a digest is refused. Files of versions 7 to 9 may have fewer or none, since
-digests came later: those that they have are compared.
+A file of version 10 or later that lacks a digest is refused. Files of versions 7 to 9 are read without: some have a few
+digests that were made in another way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DIVIDED = ("predicted", "pipeline")
 # Characters of a digest. Chosen: edits are mistakes, not attacks.
 _LENGTH = 8
 # The end of a whole number that is written as others are; and one that is written with an exponent as a float.
-_WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"\d{17,}(?=[,\]}])")
+_WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"(?<![\d.])\d{17,}(?=[,\]}])")
 
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,22 +44,30 @@ def signed(data: Mapping[str, Any]) -> dict[str, Any]:
 def check_as_written(data: Mapping[str, Any]) -> None:
     """Raises :class:`OptionsError` that names the first field of ``data``, other than tables, that is not as it was
     when its digest was made, or the digest that is missing."""
-    made, is_signed = data.get(DIGESTS, {}), data["version"] >= SIGNED
+    if not _is_signed(data):
+        return
+    if DIGESTS not in data:
+        raise OptionsError(f"{DIGESTS!r} is missing, the digests of what autopar wrote")
+    made, parts = data[DIGESTS], _parts(data)
     if not isinstance(made, Mapping):
         raise OptionsError(f"{DIGESTS} is {shown(made)}, not a table of digests")
-    if is_signed and DIGESTS not in data:
-        raise OptionsError(f"{DIGESTS!r} is missing, the digests of what autopar wrote")
-    parts = _parts(data)
     _compare({name: value for name, value in _written(made, parts).items() if not _is_table(value)}, made)
-    lacking = [name for name in parts if name not in made] if is_signed else []
+    lacking = [name for name in parts if name not in made]
     if lacking:
         raise OptionsError(f"{DIGESTS} has no digest of {lacking[0]!r}: {_RULE}")
 
 
 def check_tables_as_written(data: Mapping[str, Any]) -> None:
     """:func:`check_as_written` for tables: where an entry is wrong by itself, that is said before."""
-    made = data.get(DIGESTS, {})
-    _compare({name: value for name, value in _written(made, _parts(data)).items() if _is_table(value)}, made)
+    if _is_signed(data):
+        made = data[DIGESTS]
+        _compare({name: value for name, value in _written(made, _parts(data)).items() if _is_table(value)}, made)
+
+
+def _is_signed(data: Mapping[str, Any]) -> bool:
+    """Whether the file should have digests; a file that says to be older has none of its version."""
+    made = data.get(DIGESTS)
+    return data["version"] >= SIGNED or (isinstance(made, Mapping) and "version" in made)
 
 
 _RULE = (
@@ -91,6 +99,8 @@ def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
         if name in _FIXED:
             kind, fixed = _FIXED[name]
             parts[name] = fixed(value) if isinstance(value, kind) else value
+        elif name == "nodes" and isinstance(value, Mapping):
+            parts[name] = [[*row] for row in value.items()]  # Their order counts, too.
         elif name in _DIVIDED and isinstance(value, Mapping):
             parts |= {f"{name}.{part}": each for part, each in value.items()}
         elif name not in (*_CHOICES, DIGESTS):

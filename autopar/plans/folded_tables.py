@@ -45,8 +45,9 @@ def _tables(name: str, table: Any, parts: Sequence[str]) -> Mapping[str, Any]:
     """The tables that the field ``name`` is folded into."""
     if not isinstance(table, Mapping):
         raise OptionsError(f"{name} is {shown(table)}, not a table of {', '.join(parts)}")
-    for part in table.keys() ^ set(parts):
-        raise OptionsError(f"{name}.{part} is {'missing' if part in parts else 'not known'}")
+    for part in (*parts, *table):
+        if part not in table or part not in parts:
+            raise OptionsError(f"{name}.{part} is {'missing' if part in parts else 'not known'}")
     return table
 
 
@@ -92,7 +93,10 @@ def _unfolded_nodes(table: Mapping[str, Any]) -> Table:
         if not isinstance(each, int):
             return each
         if not 0 < each <= at:
-            raise OptionsError(f"it refers to a node {each} rows before it")
+            raise OptionsError(
+                f"it refers to a node {each} rows before it, where there is none: the order of rows counts, and "
+                "programs that sort names change it"
+            )
         return names[at - each]
 
     def node(row: Any) -> list[Any]:

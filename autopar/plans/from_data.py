@@ -135,13 +135,17 @@ def _figures(data: Mapping[str, Any]) -> _Fields:
     return {
         "timings": table("timings", data["timings"], "a number of seconds", number),
         "predicted": record("predicted", data["predicted"], Predicted),
-        "baselines": table("baselines", data["baselines"], "a table", lambda row: row and record("", row, Predicted)),
+        "baselines": table("baselines", data["baselines"], "a table", _baseline),
         "alternatives": table("alternatives", data["alternatives"], _ALTERNATIVES, _alternatives),
         "holdings": rows("holdings", data["holdings"], "[kind, name, module, bytes]", _holding),
         "lines": _lines(data["lines"]),
         "sync": record("sync", data["sync"], PlannedSync) if "sync" in data else None,
         "searched": _searched(data["searched"]) if "searched" in data else None,
     }
+
+
+def _baseline(row: Any) -> Predicted | None:
+    return None if row is None else record("", row, Predicted)
 
 
 def _searched(data: Any) -> Searched:

@@ -2,13 +2,13 @@
 
 ::
 
-    autopar plan 2
+    autopar plan 10
     # what print(plan) says
     model = "GPT2LMHeadModel, ..."
     [parameters]
-    "wte.weight" = ["(R,S(0))","(R,S(0))","(S(0),S(0))"]
+    "wte.weight" = ["(R,S(0))","(R,S(0))","(S(0),S(0))",false]
     [lines]
-    ["compute","mm","h.0.mlp","forward",1e-05,[]]
+    ["compute","mm","h.0.mlp","forward",1e-05,[],1,0]
     end
 
 Values are JSON, each entry of a table on one line, so that line-by-line tools such as diff show what differs between

@@ -161,13 +161,16 @@ _JSON: Mapping[str, tuple[type, bool, str]] = {
 def _check_json(data: Any) -> None:
     """Raises :class:`ScheduleError` that names the field of plain data that is missing, unknown or of another kind."""
     if not isinstance(data, Mapping):
-        raise ScheduleError(f"{data!r:.80} is not a table")
-    for name in data.keys() ^ _JSON.keys():
-        raise ScheduleError(f"{name!r} is {'missing' if name in _JSON else 'no field of a schedule'}")
+        raise ScheduleError(f"not a schedule: {data!r:.80} is not a table")
+    for name in (*_JSON, *data):
+        if name not in data or name not in _JSON:
+            raise ScheduleError(
+                f"not a schedule: {name!r} is {'missing' if name in _JSON else 'unknown'}"
+            )
     for name, (kind, is_list, called) in _JSON.items():
         items = data[name] if is_list else [data[name]]
         if not isinstance(items, (list, tuple)) or not all(type(item) is kind for item in items):
-            raise ScheduleError(f"{name} is {data[name]!r:.80}, not {called}")
+            raise ScheduleError(f"not a schedule: {name} is {data[name]!r:.80}, not {called}")
 
 
 def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int) -> None:

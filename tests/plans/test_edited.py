@@ -205,6 +205,23 @@ def test_a_digest_that_is_missing_is_refused_unless_the_file_is_older_than_diges
     with pytest.raises(OptionsError, match="'written' is missing"):
         Plan.from_json(json.dumps(data))
     assert Plan.from_json(json.dumps(data | {"version": 9})) == made
+    # Some of these had a few digests, made in another way.
+    assert Plan.from_json(json.dumps(data | {"version": 9, "written": {"mesh": "0" * 8}})) == made
+
+
+@pytest.mark.parametrize("number", [0.00028334847151513943, 0.012345678901234567])
+def test_a_decimal_point_that_moved_is_found(number: float) -> None:
+    data = json.loads(json.dumps(plan_to_dict(plan("sharded"))))
+    made = signed(data | {"bound": number})
+    with pytest.raises(OptionsError, match=r"bound is .* not what autopar wrote there"):
+        Plan.from_json(json.dumps(made | {"bound": 10 * number}))
+
+
+def test_the_order_of_operations_cannot_be_edited() -> None:
+    data = json.loads(json.dumps(plan_to_dict(plan("staged"))))
+    data["nodes"] = dict(reversed(data["nodes"].items()))
+    with pytest.raises(OptionsError, match=r"nodes is .*not what autopar wrote there"):
+        Plan.from_json(json.dumps(data))
 
 
 EDITED: dict[str, Callable[[Any], Any]] = {
