@@ -164,9 +164,7 @@ def _check_json(data: Any) -> None:
         raise ScheduleError(f"not a schedule: {data!r:.80} is not a table")
     for name in (*_JSON, *data):
         if name not in data or name not in _JSON:
-            raise ScheduleError(
-                f"not a schedule: {name!r} is {'missing' if name in _JSON else 'unknown'}"
-            )
+            raise ScheduleError(f"not a schedule: {name!r} is {'missing' if name in _JSON else 'unknown'}")
     for name, (kind, is_list, called) in _JSON.items():
         items = data[name] if is_list else [data[name]]
         if not isinstance(items, (list, tuple)) or not all(type(item) is kind for item in items):
