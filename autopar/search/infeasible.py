@@ -93,6 +93,8 @@ def smallest_limit(
         if not budget.allows(_SMALLER):
             return None
         # In larger and larger steps: each try takes long, and a limit that is enough is what a user needs first.
+        if limit > UNLIMITED:  # What binds is the memory of devices that differ.
+            return None
         below, share = limit, share * share
         limit = math.ceil(limit / share)
     while (lower := _next_below(limit, held, below)) is not None:

@@ -44,7 +44,9 @@ class MixtureRanking(Ranking):
         return self._solved[layout]
 
     def _together(self, layout: Layout) -> float:
-        is_left_out = layout not in self._solved and len(self._solved) >= MOST_PROGRAMS
+        # Those of the rule of thumb that cannot be placed took no time.
+        solved = sum(bool(found) for found in self._solved.values())
+        is_left_out = layout not in self._solved and solved >= MOST_PROGRAMS
         return math.inf if is_left_out else super()._together(layout)
 
     @cached_property
