@@ -28,6 +28,12 @@ DIGESTS = "written"
 DEFAULTS: Mapping[str, Any] = {"optimizer": "adamw", "compile": "auto", "imbalance": None}
 # How operations are placed.
 _CHOICES = ("strategy_table", "strategies")
+# The digest of all placements, which tells that they were edited.
+_PLACEMENTS = "placements"
+# What follows from placements, by which reading checks it.
+_FOLLOWING = tuple(
+    f"predicted.{part}_bytes" for part in ("peak", "weight", "gradient", "optimizer", "activation", "input")
+)
 # Fields whose parts have digests of their own, so that an error names the part.
 _DIVIDED = ("predicted", "pipeline")
 # Characters of a digest. Chosen: edits are mistakes, not attacks.
@@ -38,7 +44,13 @@ _WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"(?<![\d.])\d{
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The plan's data with digests."""
-    return {**data, DIGESTS: {name: _digest(name, value) for name, value in _parts(data).items()}}
+    return {**data, DIGESTS: {name: _digest(name, value) for name, value in (_parts(data) | _placed(data)).items()}}
+
+
+def is_edited(data: Mapping[str, Any]) -> bool:
+    """Whether somebody edited how operations, parameters or outputs are placed; False of files without digests."""
+    made = data.get(DIGESTS, {})
+    return any(name in made and made[name] != _digest(name, own) for name, own in _placed(data).items())
 
 
 def check_as_written(data: Mapping[str, Any]) -> None:
@@ -52,7 +64,7 @@ def check_as_written(data: Mapping[str, Any]) -> None:
     if not isinstance(made, Mapping):
         raise OptionsError(f"{DIGESTS} is {shown(made)}, not a table of digests")
     _compare({name: value for name, value in _written(made, parts).items() if not _is_table(value)}, made)
-    lacking = [name for name in parts if name not in made]
+    lacking = [name for name in (*parts, _PLACEMENTS) if name not in made]
     if lacking:
         raise OptionsError(f"{DIGESTS} has no digest of {lacking[0]!r}: {_RULE}")
 
@@ -77,7 +89,11 @@ _RULE = (
 
 def _written(made: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
     """What has a digest; None where it is not there any more."""
-    return {name: parts.get(name) for name in made}
+    return {name: parts.get(name) for name in made if name != _PLACEMENTS}
+
+
+def _placed(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {_PLACEMENTS: [data[name] for name in (*_CHOICES, "parameters", "outputs")]}
 
 
 def _compare(values: Mapping[str, Any], made: Mapping[str, Any]) -> None:
@@ -105,11 +121,15 @@ def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
             parts |= {f"{name}.{part}": each for part, each in value.items()}
         elif name not in (*_CHOICES, DIGESTS):
             parts[name] = value
-    return parts
+    return {name: value for name, value in parts.items() if name not in _FOLLOWING}
 
 
 def _without_steps(lines: Any) -> Any:
     return [[*row[:5], *row[6:]] if isinstance(row, (list, tuple)) else row for row in lines]
+
+
+def _without_bytes(holdings: Any) -> Any:
+    return [row[:3] if isinstance(row, (list, tuple)) else row for row in holdings]
 
 
 def _tiers(parameters: Any) -> Any:
@@ -119,6 +139,7 @@ def _tiers(parameters: Any) -> Any:
 # What in a field is no placement, nor follows from one.
 _FIXED: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
     "lines": ((list, tuple), _without_steps),
+    "holdings": ((list, tuple), _without_bytes),
     "parameters": (Mapping, _tiers),
     "outputs": (Mapping, sorted),
 }

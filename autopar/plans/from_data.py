@@ -24,7 +24,7 @@ from autopar.ir.planned_sync import PlannedSync
 from autopar.ir.searched import Searched, TriedDivision
 from autopar.offload import tier_of
 
-from .as_written import DEFAULTS, DIGESTS, check_as_written
+from .as_written import DEFAULTS, DIGESTS, check_as_written, is_edited
 from .entries import count, counts, number, one, record, rows, shown, table, text, texts, whole
 from .format import (
     COUNTS,
@@ -37,12 +37,12 @@ from .format import (
     RECORDS,
     REQUIRED,
     STRINGS,
-    UNFOLDED,
 )
 from .pipeline_json import pipeline_from_data
 
 _KNOWN = ("version", *REQUIRED, *OPTIONAL, *RECORDS, *DEFAULTS, DIGESTS)
 _STATUS = ("optimal", "feasible", "fallback")
+_EDITED = "its placements were edited: status, gap, seconds and what is said of alternatives are the solved plan's"
 _PLACES = "placements such as (R,S(0))"
 _Places = Callable[[str], Placements]
 _Fields = dict[str, Any]
@@ -58,7 +58,8 @@ def fields_from_dict(data: Any) -> _Fields:
         raise OptionsError("this is not a plan: it has no version, as what Plan.to_json() writes has")
     version = data["version"]
     if type(version) is not int or version not in READABLE:
-        versions = ", ".join(map(str, sorted({*READABLE, *UNFOLDED})))
+        # Folded tables, which have versions of their own, were unfolded before.
+        versions = ", ".join(map(str, READABLE))
         raise OptionsError(
             f"this plan has format version {shown(version)}, but this autopar reads versions {versions}; plan the "
             "model again"
@@ -103,6 +104,7 @@ def _settings(data: Mapping[str, Any]) -> _Fields:
     fields |= {name: one(name, data[name], "a count", count) for name in COUNTS}
     fields |= {name: table(name, data[name], "a text", text) for name in NAMES}
     fields |= {name: texts(name, data[name]) for name in LISTS}
+    fields["warnings"] += (_EDITED,) if is_edited(data) and _EDITED not in fields["warnings"] else ()
     fields |= {name: counts(name, data.get(name, ())) for name in DEVICES}
     fields |= {name: data.get(name, usual) for name, usual in DEFAULTS.items()}
     fields["layout"] = one("layout", data.get("layout", ""), "a text", text)

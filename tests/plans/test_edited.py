@@ -217,6 +217,22 @@ def test_a_decimal_point_that_moved_is_found(number: float) -> None:
         Plan.from_json(json.dumps(made | {"bound": 10 * number}))
 
 
+def test_placements_can_be_edited_with_the_bytes_that_follow() -> None:
+    made = plan("sharded")
+    data = json.loads(json.dumps(plan_to_dict(made)))
+    row = next(row for row in data["holdings"] if row[:2] == ["weight", "first_weight"])
+    data["parameters"]["first.weight"][0], more, row[3] = "(R,S(0))", row[3], 2 * row[3]
+    with pytest.raises(OptionsError, match="holdings and temporary bytes add up to"):
+        Plan.from_json(json.dumps(data))
+    for part in ("peak_bytes", "weight_bytes"):
+        data["predicted"][part] += more
+    edited = Plan.from_json(json.dumps(data))
+    assert edited.parameters["first.weight"].weight[0] == REPLICATE != made.parameters["first.weight"].weight[0]
+    assert made.warnings == () and "placements were edited" in edited.warnings[0] and edited.warnings[0] in str(edited)
+    assert Plan.from_text(edited.to_text()) == edited == Plan.from_json(edited.to_json())
+    assert _is_right(bench().run(edited))
+
+
 def test_the_order_of_operations_cannot_be_edited() -> None:
     data = json.loads(json.dumps(plan_to_dict(plan("staged"))))
     data["nodes"] = dict(reversed(data["nodes"].items()))
