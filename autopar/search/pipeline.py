@@ -14,8 +14,8 @@ in which stages lie on them is tried like a schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
@@ -25,13 +25,15 @@ from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.infeasible import check_host
-from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
+from autopar.planner.memory_limit import MORE_ROUNDS, SPARE, Needed, ShortOfMemoryError, TooSlowError, next_limit
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.solver.problem import memory_of
 
-from .fitting_schedules import PipelineSolution, fits, kinds_within, schedules_of
+from .fitting_schedules import FittingSchedules, kinds_within, schedules_of
 from .pipeline_request import PipelineRequest
+from .pipeline_solution import PipelineSolution
+from .rehearsed_memory import counted_beyond, fits, is_soon_rehearsed, peaks_of, peaks_within
 from .segments import PinnedTogetherError, pinned_ranks, segment_of_nodes
 from .stage_meshes import StageLayout
 
@@ -51,6 +53,8 @@ UNLIMITED_CAN_WIN_WITHIN = 1.05
 # A schedule that does not fit is worth another solve, with less memory, if it is estimated to take at most this share
 # of the seconds of the best that fits. Chosen: GPT-3 in 16 stages fitted under 1F1B alone, and took 0.84 under ZB-V so.
 MISSED = 0.9
+# The share of its seconds that a limit may cost a pipeline without being worth another solve. Chosen: as Options.gap.
+COSTS_LITTLE = 0.01
 
 
 def search(request: PipelineRequest) -> PipelineSolution:
@@ -65,83 +69,252 @@ def search(request: PipelineRequest) -> PipelineSolution:
     saving = request.shared.once("saving", (pieces,), make=lambda: SaveActivations()(pieces.graph))
     candidates, segment_of = _candidates(request, pieces.graph)
     kinds_within(request, len(candidates) + 1)
-    stages, worst = request.layout.stages, _Overfull()
-    sizes = request.layout.sizes
-    limit = sum(own * size for own, size in zip(request.limits, sizes, strict=True))
-    host = request.host_limit * sum(sizes)
-    average, fullest = (inner_repeats(request.microbatches, stages, fullest=of_one) for of_one in (False, True))
-    best: PipelineSolution | None = None
-    is_last = False
-    too_large = request.too_large(saving, average, limit, host) if stages > 1 and math.isfinite(request.best) else None
-    slowest = math.inf if too_large is None else _slowest(request, pieces, candidates, segment_of, too_large)
-    for repeats in (average, *[fullest] * (ROUNDS - 1)):
-        try:
-            solved = request.solve(saving, repeats, limit, host, slowest)
-        except ShortOfMemoryError:
-            continue  # As below.
-        except InfeasibleError:
-            if best is None:
-                raise
-            return best
-        # How much is too much matters in the last rounds alone.
+    return _Search(request, pieces, saving, candidates, segment_of).best()
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program to solve: how often the uncut graph ``repeats``, and its limits, in bytes on all devices together and
+    on their hosts. ``aims``: as of the request."""
+
+    repeats: Repeats
+    limit: float
+    host: float
+    aims: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What one ``program`` led to: how it was ``solved``, the schedules that were ``tried`` and ``priced``, and the
+    quickest that ``fits``, if any does."""
+
+    program: _Program
+    solved: tuple[MeshSolution, ...]
+    tried: FittingSchedules
+    priced: tuple[PipelineSolution, ...]
+    fits: PipelineSolution | None
+
+    @property
+    def host_bytes(self) -> int:
+        return min((solution.breakdown.host_bytes for solution in self.priced), default=0)
+
+
+@dataclass
+class _Search:
+    """The search for a ``request``, whose microbatch is ``pieces``, ``saving`` with nodes for saved activations.
+
+    Where pipelines are soon rehearsed, what they hold is compared with the limits, and what programs and cuts count may
+    exceed these by as much as it did in the round before. ``found``: the best so far; ``free``: seconds of the quickest
+    whether it fits or not; ``beyond`` and ``within``: what programs count, and pipelines hold on the fullest rank, that
+    do not fit and that do, by device; ``worst``: how far what does not fit is from it."""
+
+    request: PipelineRequest
+    pieces: Microbatched
+    saving: Graph
+    candidates: tuple[CutCandidate, ...]
+    segment_of: dict[str, int]
+    found: PipelineSolution | None = None
+    free: float = math.inf
+    beyond: Needed | None = None
+    within: Needed | None = None
+    worst: _Overfull = field(default_factory=lambda: _Overfull())
+    is_last: bool = False
+    turns: int = MORE_ROUNDS
+    failed: int = 0
+    has_retried: bool = False
+
+    def best(self) -> PipelineSolution:
+        request = self.request
+        program: _Program | None = self._first
+        quickest = self._too_large(self._first)
+        slowest = math.inf if quickest is None else self._slowest(quickest)
+        if self.is_rehearsed:
+            program = self._after_free(self._unlimited(quickest))
+        rounds, last = ROUNDS + (MORE_ROUNDS if self.is_rehearsed else 0), None
+        while program is not None and rounds > 0:
+            rounds -= 1
+            try:
+                last = self._round(
+                    program, request.solve(self.saving, program.repeats, program.limit, program.host, slowest)
+                )
+            except ShortOfMemoryError:
+                program = replace(program, repeats=self._in_flight(fullest=True))
+            except InfeasibleError as error:
+                program = self._after_infeasible(program, error)
+            else:
+                program = self._after(last)
+        if self.found is not None:
+            return self.found
+        if last is not None:
+            check_host(last.solved[0].prices.cluster, last.host_bytes, request.host_limit)
+        raise _too_full(request, self.worst)
+
+    @property
+    def is_rehearsed(self) -> bool:
+        return self.request.layout.stages > 1 and is_soon_rehearsed(self.saving, self.request.microbatches)
+
+    @property
+    def _first(self) -> _Program:
+        sizes = self.request.layout.sizes
+        return _Program(self._in_flight(), self._on_all(self.request.limits), self.request.host_limit * sum(sizes))
+
+    def _in_flight(self, fullest: bool = False) -> Repeats:
+        return inner_repeats(self.request.microbatches, self.request.layout.stages, fullest)
+
+    def _on_all(self, limits: Sequence[float]) -> float:
+        """The bytes of all devices together that have ``limits``, by rank."""
+        return sum(limit * size for limit, size in zip(limits, self.request.layout.sizes, strict=True))
+
+    def _too_large(self, program: _Program) -> tuple[MeshSolution, ...] | None:
+        if self.request.layout.stages == 1 or math.isinf(self.request.best):
+            return None
+        return self.request.too_large(self.saving, program.repeats, program.limit, program.host)
+
+    def _slowest(self, quickest: tuple[MeshSolution, ...]) -> float:
+        """Seconds of a program within the limits with which a pipeline would not win: it is expected to take longer
+        than that of the ``quickest`` placements, which do not fit, as its program does. Raises :class:`TooSlowError` if
+        not even that would win."""
+        request, free = self.request, _without_limits(self.request)
+
+        def make() -> float:
+            return self._schedules(free, quickest, nearest=False).least_seconds
+
+        of = self.pieces, request.cluster, *(own.instance.choices for own in quickest)
+        chosen = tuple(own.solution.choices.tobytes() for own in quickest)
+        settings = request.layout, request.schedule, request.chunks, tuple(request.pins.items()), chosen
+        seconds = request.shared.once("quickest pipeline", of, *settings, make=make)
+        if seconds > UNLIMITED_CAN_WIN_WITHIN * request.best:
+            raise TooSlowError(_where(request.layout), seconds, is_proven=False)
+        return CAN_WIN_WITHIN * request.best / seconds * max(own.solution.objective for own in quickest)
+
+    def _schedules(self, request: PipelineRequest, solved: tuple[MeshSolution, ...], nearest: bool) -> FittingSchedules:
+        return schedules_of(request, self.pieces, self.candidates, self.segment_of, solved, nearest)
+
+    def _round(self, program: _Program, solved: tuple[MeshSolution, ...]) -> _Round:
+        """Prices the schedules of a program as it was ``solved``, and keeps the quickest that fits."""
         # What a whole step holds is measured: what is counted rules out nothing.
-        asked = _without_limits(request) if stages == 1 and is_rehearsed(solved[0].instance) else request
-        tried = schedules_of(asked, pieces, candidates, segment_of, solved, nearest=repeats == fullest)
-        solutions, fitting = list[PipelineSolution](), list[PipelineSolution]()
+        is_whole = self.request.layout.stages == 1 and is_rehearsed(solved[0].instance)
+        request = _without_limits(self.request) if is_whole else replace(self.request, aims=program.aims)
+        # How much is too much matters in the last rounds alone.
+        nearest = self.is_rehearsed or program.repeats == self._in_flight(fullest=True)
+        tried = self._schedules(request, solved, nearest)
+        priced, fitting = list[PipelineSolution](), list[PipelineSolution]()
         for solution in tried.solutions():
-            solutions.append(solution)
-            fitting += [solution] if fits(request, solution) else []
-            if len(fitting) == PRICED or (fitting and fitting[0].seconds > CAN_WIN_WITHIN * request.best):
+            priced.append(solution)
+            fitting += [solution] if fits(solution, self.request.limits, self.request.host_limit) else []
+            if len(fitting) == PRICED or (fitting and fitting[0].seconds > CAN_WIN_WITHIN * self.request.best):
                 break
-        if best is not None or fitting:
-            best = min([*filter(None, [best]), *fitting], key=lambda solution: solution.seconds)
-            # Schedules that would be quicker do not fit, and may with placements that take less memory.
-            share = None if is_last else tried.fullness_of_quicker(MISSED * best.seconds)
-            if share is not None:
-                limit, is_last = 0.95 * min(limit, _held(request, solved)) / share, True
-                continue
-            if repeats == average != fullest and tried.is_any_quicker(MISSED * best.seconds):
-                continue  # What is quicker has more in flight than the average.
-            return best
-        host_bytes = min((solution.breakdown.host_bytes for solution in solutions), default=0)
-        if host_bytes > request.host_limit:
+        quickest = min(fitting, key=lambda solution: solution.seconds, default=None)
+        self.found = min(filter(None, [self.found, quickest]), key=lambda solution: solution.seconds, default=None)
+        return _Round(program, solved, tried, tuple(priced), quickest)
+
+    def _unlimited(self, quickest: tuple[MeshSolution, ...] | None) -> _Round:
+        """The round without limits of memory. ``quickest``: the solutions of its program, if they are known."""
+        program = replace(self._first, limit=math.inf, aims=(math.inf,) * self.request.layout.stages)
+        solve = self.request.solve
+        return self._round(program, quickest or solve(self.saving, program.repeats, math.inf, program.host, math.inf))
+
+    def _after_free(self, own: _Round) -> _Program | None:
+        """The program after that without limits, whose solution costs nothing but time; None if what was found is
+        about as quick as can be."""
+        self.free = min((solution.seconds for solution in own.priced), default=math.inf)
+        if self.found is not None and self.free >= MISSED * self.found.seconds:
+            return None
+        if not own.priced:
+            return self._first
+        self.beyond = self._needed(own)
+        program = self._aimed(own)
+        return program and replace(program, aims=program.aims)
+
+    def _after(self, own: _Round) -> _Program | None:
+        """The program to solve after a round; None if there is none that promises more."""
+        if self.is_rehearsed:
+            return self._after_rehearsed(own)
+        program = replace(own.program, repeats=self._in_flight(fullest=True))
+        if self.found is not None:
+            return self._quicker(own, program)
+        if own.host_bytes > self.request.host_limit:
             # 5% less than what would just fit: chosen, so that few rounds are needed.
-            host *= 0.95 * request.host_limit / host_bytes
-            continue
-        worst = min([worst, *(_Overfull.of(request, solution) for solution in solutions)])
-        if repeats != fullest:
-            continue  # Memory binds: the first stage, which has most in flight, decides.
+            return replace(program, host=0.95 * program.host * self.request.host_limit / own.host_bytes)
+        self.worst = min([self.worst, *(_Overfull.of(self.request, solution) for solution in own.priced)])
+        if own.program.repeats != program.repeats:
+            return program  # Memory binds: the first stage, which has most in flight, decides.
         # As above, and less than this solution has, lest it be found again; a fifth less where nothing could be cut.
-        limit = min(limit, _held(request, solved))
-        limit *= 0.95 * min(1.0, 1.0 / worst.share) if math.isfinite(worst.share) else 0.8
-    if best is not None:
-        return best
-    check_host(solved[0].prices.cluster, host_bytes, request.host_limit)
-    raise _too_full(request, worst)
+        limit = min(program.limit, _held(self.request, own.solved))
+        return replace(
+            program, limit=limit * (0.95 * min(1.0, 1.0 / self.worst.share) if math.isfinite(self.worst.share) else 0.8)
+        )
 
+    def _quicker(self, own: _Round, program: _Program) -> _Program | None:
+        """The program that may let schedules fit which would be quicker than what was found; ``program``: with more in
+        flight, as these may have."""
+        assert self.found is not None
+        seconds = MISSED * self.found.seconds
+        share = None if self.is_last else own.tried.fullness_of_quicker(seconds)
+        if share is not None:
+            self.is_last = True
+            return replace(program, limit=0.95 * min(own.program.limit, _held(self.request, own.solved)) / share)
+        has_more = own.program.repeats == self._in_flight() != program.repeats
+        return program if has_more and own.tried.is_any_quicker(seconds) else None
 
-def _slowest(
-    request: PipelineRequest,
-    pieces: Microbatched,
-    candidates: tuple[CutCandidate, ...],
-    segment_of: dict[str, int],
-    quickest: tuple[MeshSolution, ...],
-) -> float:
-    """Seconds of a program within the limits with which a pipeline would not win: it is expected to take longer than
-    that of the ``quickest`` placements, which do not fit, as its program does. Raises :class:`TooSlowError` if not even
-    that would win."""
-    free = _without_limits(request)
+    def _after_rehearsed(self, own: _Round) -> _Program | None:
+        request = self.request
+        if own.fits is None and own.host_bytes > request.host_limit:
+            return replace(own.program, host=0.95 * own.program.host * request.host_limit / own.host_bytes)
+        if not own.priced:
+            return replace(own.program, limit=0.8 * min(own.program.limit, _held(request, own.solved)))
+        needed = self._needed(own)
+        if own.fits is None:
+            self.beyond = needed
+        else:
+            self.within, self.turns = needed, self.turns - 1
+            may_be_quicker = self.found is not None and self.free < MISSED * self.found.seconds
+            quicker = self._quicker(own, own.program) if may_be_quicker else None
+            if quicker is not None:
+                return quicker
+        return self._aimed(own)
 
-    def make() -> float:
-        return schedules_of(free, pieces, candidates, segment_of, quickest, nearest=False).least_seconds
+    def _aimed(self, own: _Round) -> _Program | None:
+        """The program whose pipelines hold about as much as they may, as ``own`` shows; None if nothing is left that
+        would make them quicker."""
+        request, allowed, devices = self.request, min(self.request.limits), sum(self.request.layout.sizes)
+        limit = next_limit(allowed, self.beyond, self.within)
+        if self.within is None and self.beyond is not None:
+            # What is saved may be saved by other ranks than the fullest: then more and more is.
+            limit = self.beyond.counted - 2**self.failed * (self.beyond.counted - limit)
+            self.failed += 1
+        if self.within is not None:
+            costs = self.found is not None and self.found.seconds > (1.0 + COSTS_LITTLE) * self.free
+            if not costs or self.turns < 0 or limit - self.within.counted < SPARE * allowed:
+                return None
+        more = counted_beyond(self._nearest(own))
+        aims = tuple(limit + own for limit, own in zip(request.limits, more, strict=True))
+        return replace(own.program, limit=limit * devices, aims=aims)
 
-    of = pieces, request.cluster, *(own.instance.choices for own in quickest)
-    chosen = tuple(own.solution.choices.tobytes() for own in quickest)
-    settings = request.layout, request.schedule, request.chunks, tuple(request.pins.items()), chosen
-    seconds = request.shared.once("quickest pipeline", of, *settings, make=make)
-    if seconds > UNLIMITED_CAN_WIN_WITHIN * request.best:
-        raise TooSlowError(_where(request.layout), seconds, is_proven=False)
-    return CAN_WIN_WITHIN * request.best / seconds * max(own.solution.objective for own in quickest)
+    def _nearest(self, own: _Round) -> PipelineSolution:
+        """The quickest pipeline of a round that fits or, if none does, that which is nearest to it."""
+        return own.fits or min(own.priced, key=lambda solution: _Overfull.of(self.request, solution))
+
+    def _needed(self, own: _Round) -> Needed:
+        """What the program of a round counts, and how much the fullest rank of its pipeline holds."""
+        request, devices = self.request, sum(self.request.layout.sizes)
+        limits, counted = request.limits, _held(request, own.solved)
+        if own.fits is not None and math.isfinite(own.program.limit):
+            counted = own.program.limit  # Nothing that the program counts within that is quicker.
+        nearest = self._nearest(own)
+        over = max(held - limit for held, limit in zip(peaks_of(nearest), limits, strict=True))
+        if own.fits is None:
+            self.worst = min(self.worst, _Overfull.of(request, nearest))
+        return Needed(min(counted, own.program.limit) / devices, min(limits) + over)
+
+    def _after_infeasible(self, program: _Program, error: InfeasibleError) -> _Program | None:
+        """The program after one that has no solution: where less cannot be counted, as much may still be held."""
+        if self.found is not None:
+            return None
+        if self.beyond is None or self.has_retried or isinstance(error, TooSlowError):
+            raise error
+        self.has_retried = True
+        return replace(program, limit=(program.limit + self.beyond.counted * sum(self.request.layout.sizes)) / 2)
 
 
 def _without_limits(request: PipelineRequest) -> PipelineRequest:
@@ -158,7 +331,7 @@ class _Overfull:
 
     @staticmethod
     def of(request: PipelineRequest, solution: PipelineSolution) -> _Overfull:
-        ranks = zip(solution.peaks, request.limits, strict=True)
+        ranks = zip(peaks_within(solution, request.limits), request.limits, strict=True)
         return max(_Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
 
 

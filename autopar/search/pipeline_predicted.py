@@ -18,8 +18,8 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import dtype_of
 from autopar.placement.prices import Prices
 
-from .fitting_schedules import PipelineSolution
 from .pipeline_breakdown import PipelineBreakdown, in_flight_at_peak
+from .pipeline_solution import PipelineSolution
 from .shared_parameters import shared_parameters
 
 
