@@ -3,6 +3,7 @@ search."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Graph
@@ -41,7 +42,9 @@ class Peaks:
         return float(memory_limit_of(self.request))
 
     def exact(self, solved: MeshSolution) -> int:
-        """Peak bytes as measured (:func:`.peak_bytes`)."""
+        """Peak bytes as measured (:func:`.peak_bytes`), or those that the program counts if only these matter."""
+        if self.request.only_counted:
+            return math.floor(memory_of(solved.instance.problem, solved.solution.choices))
         key = self._key(solved)
         if key not in self._exact:
             known, choices = self._known(solved), solved.solution.choices.tobytes()

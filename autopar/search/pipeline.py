@@ -121,6 +121,7 @@ class _Search:
     is_last: bool = False
     turns: int = MORE_ROUNDS
     failed: int = 0
+    chosen: tuple[bytes, ...] = ()
     has_retried: bool = False
 
     def best(self) -> PipelineSolution:
@@ -267,6 +268,9 @@ class _Search:
         if own.fits is None:
             self.beyond = needed
         else:
+            again, self.chosen = self.chosen, tuple(each.solution.choices.tobytes() for each in own.solved)
+            if again == self.chosen:
+                return None  # A still higher limit mostly has the same solution.
             self.within, self.turns = needed, self.turns - 1
             may_be_quicker = self.found is not None and self.free < MISSED * self.found.seconds
             quicker = self._quicker(own, own.program) if may_be_quicker else None

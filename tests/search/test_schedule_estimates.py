@@ -237,6 +237,7 @@ def test_where_a_quicker_schedule_does_not_fit_less_memory_is_tried_once(
         return solve(self, graph, repeats, limit, host, *rest)
 
     options = {"stages": stages, "microbatches": 4}
+    monkeypatch.setattr(pipeline, "is_soon_rehearsed", lambda *_: False)
     alone = best_plan(requested("stack", (stages,), **options), Timings())
     monkeypatch.setattr(StagePrograms, "solve", recorded)
     monkeypatch.setattr(FittingSchedules, "fullness_of_quicker", lambda *_: shares.pop() if shares else None)
