@@ -22,7 +22,7 @@ from autopar.placement.memory_bound import held_bytes, saved_bytes
 from autopar.planner.timings import Timings
 from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
-from autopar.search import fitting_schedules, pipeline
+from autopar.search import fitting_schedules, pipeline, rehearsed_memory
 from autopar.search.best_plan import best_plan
 from autopar.search.fitting_schedules import FittingSchedules, cut_and_price
 from autopar.search.pipeline_breakdown import _counts_at_peak
@@ -291,8 +291,9 @@ def tried_with(
     monkeypatch: pytest.MonkeyPatch, more: float, *cuts: tuple[str, ...], limits: tuple[float, float] = (24e3, 24e3)
 ) -> list[tuple[str, ...]]:
     """The cuts that are priced, one after the other, of gpipe on two ranks with two microbatches."""
+    monkeypatch.setattr(rehearsed_memory, "peaks_of", lambda own: own.peaks)
     monkeypatch.setattr(fitting_schedules, "cut_and_price", lambda _, __, cuts, one, *___: Priced(one, cuts, more))
-    request = SimpleNamespace(limits=limits, host_limit=0, layout=None, cluster=None)
+    request = SimpleNamespace(limits=limits, host_limit=0, layout=None, cluster=None, aims=None)
     found, fullness = tuple((arranged(("gpipe", 1), 2, 2), each) for each in cuts), (1.0,) * len(cuts)
     tried = FittingSchedules(request, None, (), even(1.0, 1.0), ANYWHERE, found, fullness, nearest=False)  # type: ignore[arg-type]
     return [solution.cuts for solution in tried.solutions()]  # type: ignore[attr-defined]
@@ -320,9 +321,10 @@ def test_what_is_estimated_to_take_longer_than_one_that_fits_is_not_priced(
     monkeypatch.setattr(
         fitting_schedules, "cut_and_price", lambda _, __, cuts, one, *___: Priced(one, cuts, 1.0, seconds)
     )
-    request = SimpleNamespace(limits=(24e3, 24e3), host_limit=0, layout=None, cluster=None)
+    request = SimpleNamespace(limits=(24e3, 24e3), host_limit=0, layout=None, cluster=None, aims=None)
     found = tuple((arranged((name, 1), 2, 4), ("n8",)) for name in ("zb-h1", "gpipe"))
     by = even(1.0, 1.0)
+    monkeypatch.setattr(rehearsed_memory, "peaks_of", lambda own: own.peaks)
     assert by.seconds(found[0]) < by.seconds(found[1]) and by.seconds(found[1]) > 30.0
     tried = FittingSchedules(request, None, (), by, ANYWHERE, found, (1.0, 1.0), nearest=False)  # type: ignore[arg-type]
     assert len(list(tried.solutions())) == count

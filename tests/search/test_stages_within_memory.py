@@ -1,0 +1,51 @@
+"""Pipelines within a limit of memory are sought by what their stages hold, which is less than what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autopar
+from autopar import Layout, Options
+from tests.helpers.planning import CLUSTER
+
+
+class Mixed(nn.Module):
+    """A block of an MLP-mixer of 16 tokens."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.tokens = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.tokens(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
+        mixed: torch.Tensor = x + self.channels(self.norms[1](x))
+        return mixed
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*(Mixed() for _ in range(4))), nn.Linear(48, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.blocks(x).mean(1)), labels)
+
+
+def planned(limit: int | None) -> autopar.Plan:
+    options = Options(layout=Layout(data=2, pipeline=2, microbatch=3), memory_limit=limit)
+    batch = {"x": torch.randn(12, 16, 48), "labels": torch.zeros(12, dtype=torch.int64)}
+    return autopar.plan(Mixer(), (2, 2), batch, cluster=CLUSTER, options=options)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.85])
+def test_a_limit_on_what_stages_hold_costs_little(part: float) -> None:
+    free = planned(None)
+    limit = int(part * free.predicted.peak_bytes)
+    found = planned(limit)
+    assert found.pipeline is not None and max(found.pipeline.peaks) == found.predicted.peak_bytes <= limit
+    assert found.predicted.step_seconds <= (1.0 if part == 1.0 else 1.05) * free.predicted.step_seconds
