@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
@@ -33,7 +33,7 @@ from autopar.solver.problem import memory_of
 from .fitting_schedules import FittingSchedules, kinds_within, schedules_of
 from .pipeline_request import PipelineRequest
 from .pipeline_solution import PipelineSolution
-from .rehearsed_memory import counted_beyond, fits, is_soon_rehearsed, peaks_of, peaks_within
+from .rehearsed_memory import Overfull, counted_beyond, fits, is_soon_rehearsed, peaks_of
 from .segments import PinnedTogetherError, pinned_ranks, segment_of_nodes
 from .stage_meshes import StageLayout
 
@@ -117,7 +117,7 @@ class _Search:
     free: float = math.inf
     beyond: Needed | None = None
     within: Needed | None = None
-    worst: _Overfull = field(default_factory=lambda: _Overfull())
+    worst: Overfull = field(default_factory=Overfull)
     is_last: bool = False
     turns: int = MORE_ROUNDS
     failed: int = 0
@@ -237,7 +237,7 @@ class _Search:
         if own.host_bytes > self.request.host_limit:
             # 5% less than what would just fit: chosen, so that few rounds are needed.
             return replace(program, host=0.95 * program.host * self.request.host_limit / own.host_bytes)
-        self.worst = min([self.worst, *(_Overfull.of(self.request, solution) for solution in own.priced)])
+        self.worst = min([self.worst, *(Overfull.of(solution, self.request.limits) for solution in own.priced)])
         if own.program.repeats != program.repeats:
             return program  # Memory binds: the first stage, which has most in flight, decides.
         # As above, and less than this solution has, lest it be found again; a fifth less where nothing could be cut.
@@ -297,7 +297,7 @@ class _Search:
 
     def _nearest(self, own: _Round) -> PipelineSolution:
         """The quickest pipeline of a round that fits or, if none does, that which is nearest to it."""
-        return own.fits or min(own.priced, key=lambda solution: _Overfull.of(self.request, solution))
+        return own.fits or min(own.priced, key=lambda solution: Overfull.of(solution, self.request.limits))
 
     def _needed(self, own: _Round) -> Needed:
         """What the program of a round counts, and how much the fullest rank of its pipeline holds."""
@@ -308,7 +308,7 @@ class _Search:
         nearest = self._nearest(own)
         over = max(held - limit for held, limit in zip(peaks_of(nearest), limits, strict=True))
         if own.fits is None:
-            self.worst = min(self.worst, _Overfull.of(request, nearest))
+            self.worst = min(self.worst, Overfull.of(nearest, request.limits))
         return Needed(min(counted, own.program.limit) / devices, min(limits) + over)
 
     def _after_infeasible(self, program: _Program, error: InfeasibleError) -> _Program | None:
@@ -323,20 +323,6 @@ class _Search:
 
 def _without_limits(request: PipelineRequest) -> PipelineRequest:
     return replace(request, limits=(math.inf,) * request.layout.stages, host_limit=math.inf)
-
-
-@dataclass(frozen=True, order=True)
-class _Overfull:
-    """The rank that exceeds its limit most: ``bytes`` for each of its devices are ``share`` of the ``limit``."""
-
-    share: float = math.inf
-    bytes: int = 0
-    limit: float = math.inf
-
-    @staticmethod
-    def of(request: PipelineRequest, solution: PipelineSolution) -> _Overfull:
-        ranks = zip(peaks_within(solution, request.limits), request.limits, strict=True)
-        return max(_Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
 
 
 def _held(request: PipelineRequest, solved: tuple[MeshSolution, ...]) -> float:
@@ -398,7 +384,7 @@ def inner_repeats(microbatches: int, stages: int, fullest: bool = False) -> Repe
     return Repeats(microbatches, in_flight, accumulates=True, stages=stages)
 
 
-def _too_full(request: PipelineRequest, worst: _Overfull) -> InfeasibleError:
+def _too_full(request: PipelineRequest, worst: Overfull) -> InfeasibleError:
     known, alike = math.isfinite(worst.share), len(set(request.limits)) == 1
     within = "" if alike or not known else f", where it may hold {worst.limit:.0f}"
     fullest = f"; the fullest stage of the best cut needs {worst.bytes}{within}" if known else ""

@@ -126,6 +126,20 @@ def fits(solution: PipelineSolution, limits: Sequence[float], host_limit: float 
     return all(held <= limit for held, limit in zip(peaks_within(solution, limits), limits, strict=True))
 
 
+@dataclass(frozen=True, order=True)
+class Overfull:
+    """The rank that exceeds its limit most: ``bytes`` for each of its devices are ``share`` of the ``limit``."""
+
+    share: float = math.inf
+    bytes: int = 0
+    limit: float = math.inf
+
+    @staticmethod
+    def of(solution: PipelineSolution, limits: Sequence[float]) -> Overfull:
+        ranks = zip(peaks_within(solution, limits), limits, strict=True)
+        return max(Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
+
+
 def counted_beyond(solution: PipelineSolution) -> tuple[float, ...]:
     """By rank, the bytes by which the cost breakdown counts more than is held: what the limits of what is counted may
     exceed those of what is held."""
