@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
@@ -224,8 +224,7 @@ class _Search:
         if not own.priced:
             return self._first
         self.beyond = self._needed(own)
-        program = self._aimed(own)
-        return program and replace(program, aims=program.aims)
+        return self._aimed(own)
 
     def _after(self, own: _Round) -> _Program | None:
         """The program to solve after a round; None if there is none that promises more."""
@@ -285,7 +284,8 @@ class _Search:
         limit = next_limit(allowed, self.beyond, self.within)
         if self.within is None and self.beyond is not None:
             # What is saved may be saved by other ranks than the fullest: then more and more is.
-            limit = self.beyond.counted - 2**self.failed * (self.beyond.counted - limit)
+            less = self.beyond.counted - 2**self.failed * (self.beyond.counted - limit)
+            limit = min(limit, max(less, 0.95 * self.beyond.counted * allowed / self.beyond.peak))
             self.failed += 1
         if self.within is not None:
             costs = self.found is not None and self.found.seconds > (1.0 + COSTS_LITTLE) * self.free
