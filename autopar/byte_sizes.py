@@ -44,5 +44,21 @@ def parse_bytes(text: str, name: str = "") -> int:
     return int(count)
 
 
+def bytes_of(value: object, name: str) -> int:
+    """Bytes per device that a user gives: a number, or text as for :func:`parse_bytes`; a fraction of a byte is
+    dropped. ``name``: the option whose value it is.
+
+    Raises:
+        OptionsError: if it is not a size of at least a byte.
+    """
+    count: object = parse_bytes(value, name) if isinstance(value, str) else value
+    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
+    if not is_number or not 1 <= count < math.inf:  # type: ignore[operator]
+        raise OptionsError(
+            f"{name}={value!r} is not a positive number of bytes per device; write 40 * 2**30 or '40GiB'"
+        )
+    return int(count)  # type: ignore[call-overload,no-any-return]
+
+
 def _count(text: str) -> str:
     return f"{parse_bytes(text):,} bytes"

@@ -75,10 +75,11 @@ def read_bytes(name: FileName, what: str = "") -> bytes:
 
 
 def read_text(name: FileName, what: str = "") -> str:
-    """The content of a file of UTF-8. Errors call it ``what``. Raises :class:`OptionsError`."""
+    """The content of a file of UTF-8, without the mark that some editors begin one with. Errors call it ``what``.
+    Raises :class:`OptionsError`."""
     data = read_bytes(name, what)
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte {data[error.start]:#04x} at {error.start} is not UTF-8"
         raise OptionsError(f"cannot read {what + ' ' if what else ''}{os.fspath(name)!r}: {found}") from error

@@ -9,7 +9,7 @@ from typing import Literal
 
 from autopar.schedule.named import SCHEDULES
 
-from .byte_sizes import parse_bytes
+from .byte_sizes import bytes_of
 from .errors import OptionsError, PlanMismatchError
 from .given_fields import remembers_given
 from .keywords import suggests_fields
@@ -282,12 +282,8 @@ class Options:
         for name, none in counts.items():
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")
-        if isinstance(self.memory_limit, str):
-            object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
-        if self.memory_limit is not None and not _is_number(self.memory_limit, 1):
-            raise OptionsError(
-                f"memory_limit={self.memory_limit!r} is not a positive number of bytes; write 40 * 2**30 or '40GiB'"
-            )
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", bytes_of(self.memory_limit, "memory_limit"))
         numbers = (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01"), ("timeout", "seconds"))
         for name, what in numbers:
             if (name, getattr(self, name)) != ("time_limit", None) and not _is_number(getattr(self, name), 0):

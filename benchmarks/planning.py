@@ -8,6 +8,9 @@ several depths, and on several numbers of devices, shows what planning costs by 
 ``--stop`` seconds of the processor, imports included, is stopped, and its row says so. ``--plans``: of the largest
 models alone, with nothing given: seconds, gap, status, step and degrees of each; ``--layouts``: the same in the layouts
 that were published with them, by ``autopar.price``.
+
+Machines differ, and one machine from day to day. So of some models it is also measured, in a process of its own in the
+same run, what torch takes to trace forward and backward once (:mod:`.torch_trace`), and planning is told as a multiple.
 """
 
 from __future__ import annotations
@@ -35,9 +38,12 @@ from .fresh_process import measured_apart
 from .largest_models import CASES as PUBLISHED
 from .published_models import build
 from .report import describe_machine, emit, make_table
+from .torch_trace import trace_seconds
 
 CLUSTER = "dgx-a100-80gb"
 MESH = (8, 8)
+# The cases whose models torch traces too.
+TRACED = ("gpt2", "llama3-8b")
 # What planning would import.
 LOADED_LATE = ("autopar.api", "autopar.search.best_plan", "torch.export._trace")
 
@@ -252,6 +258,23 @@ def measure_apart(name: str, stop: float) -> dict[str, Any]:
     return figures
 
 
+def with_trace(name: str, figures: dict[str, Any], stop: float) -> dict[str, Any]:
+    """``figures`` of a case with the CPU-seconds of torch's own trace of its model, from a fresh process as well, where
+    the case is one of these and neither was stopped."""
+    if name not in TRACED or "cpu_seconds" not in figures:
+        return figures
+    traced = measured_apart("benchmarks.planning", "--trace", name, "--stop", str(stop))
+    return figures if traced is None else {**figures, **traced}
+
+
+def measure_trace(name: str) -> dict[str, float]:
+    """What torch takes in this process to trace the model of a case."""
+    model, batch = CASES[name].build()
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"{name} has inputs without names")
+    return {"torch_trace_cpu_seconds": trace_seconds(model, batch)}
+
+
 def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The table rows of a case: itself, its phases, and the peer."""
     if "stopped_after_seconds" in figures:
@@ -268,6 +291,10 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
         )
     ]
     rows += [(f"  {phase}", f"{value:.1f}", "", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
+    if "torch_trace_cpu_seconds" in figures:
+        traced = figures["torch_trace_cpu_seconds"]
+        row = f"  torch's own trace; planning takes {figures['cpu_seconds'] / traced:.2f} times as long"
+        rows.append((row, f"{traced:.1f}", "", "", "", ""))
     step = f"{figures['predicted_step_seconds']:.4g} s a step, {figures['status']}, gap {figures['gap'] or 0:.2%}"
     step += f", {figures['excess_bytes'] / 2**30:.3g} GiB too many" if figures["excess_bytes"] > 0 else ""
     rows.append((f"  {figures['search']['plan']}: {step}", "", "", "", "", ""))
@@ -305,13 +332,15 @@ def main(words: Sequence[str]) -> int:
         "--stop", type=float, default=600.0, metavar="SECONDS", help="of the processor, after which a case is stopped"
     )
     parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--trace", choices=TRACED, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
-    if arguments.measure:
+    if arguments.measure or arguments.trace:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(arguments.stop), most))
-        print(json.dumps(measure(arguments.measure)))
+        print(json.dumps(measure(arguments.measure) if arguments.measure else measure_trace(arguments.trace)))
         return 0
-    cases = {name: measure_apart(name, arguments.stop) for name in arguments.cases}
+    stop = arguments.stop
+    cases = {name: with_trace(name, measure_apart(name, stop), stop) for name in arguments.cases}
     rows = [row for name, figures in cases.items() for row in rows_of(name, figures)]
     columns = ("from model to plan", "CPU s", "wall s", "peak GiB", "limit CPU s", "plan's file")
     table = make_table(f"planning; where nothing else is said, on mesh {MESH} of {CLUSTER}", columns, rows)

@@ -56,6 +56,8 @@ def test_a_text_is_read_as_it_was_written(kind: str, tmp_path: Path, memory: str
     for text in ("first\r\nline ↳", "second"):
         write_text(name, text)
         assert (read_text(name), read_bytes(name), exists(name)) == (text, text.encode(), True)
+    write_text(name, "\ufefffirst")
+    assert read_text(name) == "first", "the mark of an editor is none of the text"
     if kind != "memory":
         assert os.listdir(tmp_path) == ["plan.txt"], "nothing unfinished is left"
 

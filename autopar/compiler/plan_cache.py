@@ -26,7 +26,8 @@ from autopar.passes.annotate.annotate import needs_finding, rule_findings
 from autopar.planner.request import PlanRequest, is_compiled, mesh_candidates
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
-from autopar.plans.json import fields_from_json
+from autopar.plans.from_data import fields_from_dict
+from autopar.plans.json import data_from_json
 from autopar.plans.plan import Plan
 from autopar.rare_collections import collecting_rarely
 from autopar.search.attempts import proposes
@@ -79,7 +80,7 @@ def _cached(key: str) -> Plan | None:
         return None
     try:
         # Not validated: its hash says that it is what this code wrote.
-        plan = Plan(**fields_from_json(text))
+        plan = Plan(**fields_from_dict(data_from_json(text)))
     except (AutoparError, TypeError) as error:
         _log.debug("plan %s is not used: %s", key, error)
         return None

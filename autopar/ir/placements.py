@@ -67,7 +67,11 @@ Shares = tuple[tuple[int, ...], ...]
 REPLICATE = Replicate()
 PARTIAL_SUM = Partial("sum")
 OWN_KINDS = (StridedShard, UnequalShard)
-_PATTERN = re.compile(r"^(?:(R)|S\((\d+)(?:/(\d+))?(?::(\d+(?:\+\d+)*))?\)|P(?:\((\w+)\))?)$")
+# What partial results are joined by.
+_OPERATIONS = Partial.ALL_REDUCE_OPS
+_NUMBER = r"\d{1,9}"
+_SHARD = rf"S\(({_NUMBER})(?:/({_NUMBER}))?(?::({_NUMBER}(?:\+{_NUMBER})*))?\)"
+_PATTERN = re.compile(rf"(R)|{_SHARD}|P(?:\(({'|'.join(_OPERATIONS)})\))?", re.ASCII)
 
 
 @cache
@@ -136,12 +140,15 @@ def short(placements: Placements | Placement) -> str:
     return str(placements)
 
 
+_WRITTEN = "write R, S(dim), S(dim/before), S(dim:3+1) or P(sum)"
+
+
 @cache
 def parse_placement(text: str) -> Placement:
     """One placement from its short string; ``P`` means ``P(sum)``. Raises :class:`OptionsError`."""
-    match = _PATTERN.match(text.strip())
+    match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise OptionsError(f"{text!r} is not a placement; write R, S(dim), S(dim/before), S(dim:3+1) or P(sum)")
+        raise OptionsError(f"{text!r} is not a placement; {_WRITTEN}")
     if match[1]:
         return REPLICATE
     if match[2]:
@@ -156,8 +163,19 @@ NOT = "not "
 
 @lru_cache(maxsize=1 << 14)
 def parse_placements(text: str) -> Placements:
-    """Placements from ``"(S(0),R)"`` or ``"S(0),R"``, one per mesh axis."""
-    parts = re.findall(r"R|S\([\d/:+]+\)|P\(\w+\)|P|[^\s,()]+", text)
+    """Placements from ``"(S(0),R)"`` or ``"S(0),R"``, one per mesh axis. Raises :class:`OptionsError` that names what
+    is no placement."""
+    opened, closed = text.count("("), text.count(")")
+    if opened != closed:
+        raise OptionsError(f"{text!r} has {opened} '(' and {closed} ')'; {_WRITTEN} for each axis")
+    inner = text.strip()
+    if inner.startswith("("):
+        inner = inner.removeprefix("(").removesuffix(")")
+        if not inner.strip():
+            return ()
+    parts = inner.split(",")
+    if len(parts) > 1 and not all(map(str.strip, parts)):
+        raise OptionsError(f"{text!r} has an empty place between or beside its commas; {_WRITTEN} for each axis")
     return tuple(map(parse_placement, parts))
 
 

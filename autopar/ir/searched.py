@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,6 @@ class Searched:
     first: str = ""
     first_bound: float = 0.0
     tried: tuple[TriedDivision, ...] = ()
-
-    @staticmethod
-    def of(data: dict[str, Any]) -> Searched:
-        """What :func:`dataclasses.asdict` wrote."""
-        tried = tuple(TriedDivision(**each) for each in data.get("tried", ()))
-        return Searched(**{**data, "tried": tried})
 
     @property
     def left(self) -> int:

@@ -15,7 +15,7 @@ from autopar.solver.solve import smallest_choices, solve
 
 from .formulate import PROGRAMS
 from .infeasible import does_not_fit
-from .memory_limit import with_limit
+from .memory_limit import Needed, with_limit
 from .mesh_solution import MeshSolution, peak_bytes
 from .peaks import LEAST_NODES
 from .request import PlanRequest, memory_limit_of
@@ -33,6 +33,10 @@ FAR_ABOVE = 1.1
 # How many times the limit the solution of least memory holds at least where no other is sought that would fit.
 # Chosen: of a small transformer on 2 devices, a solution that counts more holds 0.98 times as much.
 NEAR = 1.05
+# How many times the limit the quickest step holds, where what holds least is looked for before anything else, and how
+# many times the limit that holds where nothing will fit; of large steps, of which it takes long to know.
+# Chosen: by MORE_MEMORY others may hold 0.8 times as much as that which counts least.
+FAR, HOPELESS = 3.0, 1.5
 
 
 def minimize_memory_within(request: PlanRequest, instance: Instance, least: MeshSolution | None = None) -> MeshSolution:
@@ -86,6 +90,21 @@ def may_fit_at_least(request: PlanRequest, instance: Instance) -> bool:
         return True  # What needs the fewest bytes needs no more than what counts the fewest.
     least = least_of(request, instance)
     return least is None or peak_bytes(least) <= NEAR * limit
+
+
+def least_if_far(request: PlanRequest, instance: Instance, beyond: Needed | None) -> MeshSolution | None:
+    """The solution of least memory, if it is looked for before any other that fits: of small steps that are rehearsed
+    this is soon known, of others only where the limit is far. ``beyond``: what the quickest needs, if there is one.
+    Raises :class:`InfeasibleError`, not yet explained, if it shows that nothing will fit."""
+    if beyond is None or host_binds(instance.problem):
+        return None
+    limit = float(memory_limit_of(request))
+    if is_rehearsed(instance) and len(instance.graph) < LEAST_NODES:
+        return None if may_fit_at_least(request, instance) else minimize_memory_within(request, instance)
+    least = least_of(request, instance) if beyond.peak > FAR * limit else None
+    if least is not None and peak_bytes(least) > HOPELESS * limit:
+        return minimize_memory_within(request, instance, least)
+    return least
 
 
 def least_of(request: PlanRequest, instance: Instance) -> MeshSolution | None:

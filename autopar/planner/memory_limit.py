@@ -52,14 +52,15 @@ REFINING_SECONDS, REFINING_SECONDS_OF_CHOICE = 3.0, 2e-3
 
 class TooSlowError(InfeasibleError):
     """No placement of a step takes less than ``seconds``, which is more than it may: proven by the program, whose equal
-    layers choose alike, unless ``is_proven`` says that the seconds are an estimate from the program's; ``is_least``:
-    an estimate of what it takes at least."""
+    layers choose alike, unless ``is_proven`` says that the seconds are an estimate; ``is_least``: not of a step, but of
+    what it takes at least. ``how`` says so in words."""
 
     def __init__(self, what: str, seconds: float, is_proven: bool = True, is_least: bool = False) -> None:
         self.how = "at least" if is_proven else "at least about" if is_least else "about"
         super().__init__(f"{what} take {self.how} {duration(seconds)}")
         self.seconds = seconds
         self.is_proven = is_proven
+        self.is_least = is_least
 
 
 class ShortOfMemoryError(InfeasibleError):

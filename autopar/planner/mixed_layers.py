@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
@@ -26,7 +27,8 @@ from .mesh_solution import MeshSolution, peak_bytes
 from .peaks import LEAST_NODES, Peaks
 from .request import PlanRequest
 
-Point = tuple[float, float, Ints]
+# How many of what holds less than the best are measured. Chosen: each takes a rehearsal.
+SLOWER = 2
 # How many numbers of quick layers are measured.
 # Chosen: the second mostly corrects the first by one layer.
 TRIES = 3
@@ -35,28 +37,33 @@ TRIES = 3
 WORTH_A_TRY = 0.2
 
 
+class Point(NamedTuple):
+    """What ``choices`` of a program count as bytes, and their seconds."""
+
+    held: float
+    seconds: float
+    choices: Ints
+
+
 def mix_layers(
     request: PlanRequest, annotated: Graph, best: MeshSolution, known: Iterable[Ints], peaks: Peaks
 ) -> MeshSolution:
-    """The quickest found of ``best``, which fits, and of its mixes with one of ``known``, choices of its program that
-    may not fit. Of large steps, which take long to measure, only the last layers are tried, and only if a step runs
-    once: its backward begins with them, where most is held, and those that save no memory need none to compute values
-    again."""
+    """The quickest found of ``best``, which fits, of ``known``, choices of its program that may not fit, and of mixes
+    with a quicker one of these: of ``best``, and of one that holds so much less that more layers may be quick. Of large
+    steps, which take long to measure, only mixes of ``best`` are tried, of which the last layers are quick, and only if
+    a step runs once: its backward begins with them, where most is held, and those that save no memory need none to
+    compute values again."""
     is_large = len(annotated) >= LEAST_NODES
-    is_tried = _ties_layers(best) and (request.repeats == ONCE or not is_large)
-    quick = _quick(request, best, known, peaks) if is_tried else None
-    if quick is None:
+    if not _ties_layers(best) or (is_large and request.repeats != ONCE):
         return best
-    mixing = _Mixing(request, annotated, best, quick, peaks, layer_positions(annotated))
-    if is_large:
-        found = dict(mixing.more_and_more(mixing.last, WORTH_A_TRY))
-    else:
-        found = dict(mixing.more_and_more(mixing.first))
-        count = max(found, default=0)
-        other = mixing.mixed(mixing.last(count)) if count else None
-        if other is not None and other.solution.objective < found[count].solution.objective:
-            found[-1] = other if peak_bytes(other) <= peaks.allowed else best
-    return min((best, *found.values()), key=lambda solved: solved.solution.objective)
+    found, positions = [best], layer_positions(annotated)
+    for slow, quick in _pairs(request, best, [*known], peaks):
+        if not is_large and peaks.exact(quick) <= peaks.allowed:
+            found.append(quick)
+            continue
+        mixing = _Mixing(request, annotated, slow, quick, peaks, positions)
+        found += mixing.of_large() if is_large else mixing.of_small()
+    return min(found, key=lambda solved: solved.solution.objective)
 
 
 def _ties_layers(solved: MeshSolution) -> bool:
@@ -64,45 +71,69 @@ def _ties_layers(solved: MeshSolution) -> bool:
     return len(set(classes.values())) < len(classes)
 
 
-def _quick(request: PlanRequest, best: MeshSolution, known: Iterable[Ints], peaks: Peaks) -> MeshSolution | None:
-    """That of ``known`` which is quicker than ``best`` by the most for each byte that it holds more; None if none is
-    quicker by more than the gap."""
-    problem, slow = best.instance.problem, best.solution.objective
-    points = [(memory_of(problem, choices), evaluate(problem, choices), choices) for choices in known]
-    least = (1.0 - request.options.gap) * slow
-    beyond = [point for point in points if point[1] < least]
-    rates: list[tuple[float, MeshSolution]] = []
-    for _, seconds, choices in _lower_hull(beyond):
-        own = replace(best.solution, choices=choices, objective=seconds, bound=-math.inf, status="feasible")
-        solved = MeshSolution.of(without_limit(best.instance), own)
-        more = peaks.about(solved) - peaks.exact(best)
-        if more > 0:
-            rates.append(((slow - seconds) / more, solved))
-    return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]
+def _pairs(
+    request: PlanRequest, best: MeshSolution, known: Sequence[Ints], peaks: Peaks
+) -> Iterator[tuple[MeshSolution, MeshSolution]]:
+    """What to mix: ``best`` with the quicker one of which it gains most and, unless a step is large, another that holds
+    less, if more is expected of that."""
+    points = [Point(memory_of(best.instance.problem, own), evaluate(best.instance.problem, own), own) for own in known]
+    least = (1.0 - request.options.gap) * best.solution.objective
+    quicker = [_solved(best, point) for point in _lower_hull(point for point in points if point.seconds < least)]
+    is_large = len(best.instance.graph) >= LEAST_NODES
+    if is_large:  # What is estimated to hold less was ruled out before.
+        quicker = [quick for quick in quicker if peaks.about(quick) > peaks.exact(best)]
+    if not quicker:
+        return
+    expected, quick = min(((_expected(best, quick, peaks), quick) for quick in quicker), key=lambda pair: pair[0])
+    if expected < best.solution.objective:
+        yield best, quick
+    if is_large:
+        return
+    slower = _lower_hull(point for point in points if math.isfinite(point.seconds) and point.seconds > least)
+    below = [_solved(best, point) for point in slower if point.seconds > best.solution.objective]
+    fitting = [solved for solved in below[-SLOWER:] if peaks.exact(solved) < peaks.exact(best)]
+    pairs = [(_expected(slow, quick, peaks), slow, quick) for slow in fitting for quick in quicker]
+    other = min(pairs, key=lambda pair: pair[0], default=None)
+    if other is not None and other[0] < min(expected, least):
+        yield other[1:]
+
+
+def _solved(best: MeshSolution, point: Point) -> MeshSolution:
+    """The solution of the program of ``best`` at a ``point``."""
+    own = replace(best.solution, choices=point.choices, objective=point.seconds, bound=-math.inf, status="feasible")
+    return MeshSolution.of(without_limit(best.instance), own)
+
+
+def _expected(slow: MeshSolution, quick: MeshSolution, peaks: Peaks) -> float:
+    """Seconds of the mix of two solutions that just fits, if seconds and bytes change in proportion. The ``slow`` one
+    fits."""
+    held, needed = peaks.exact(slow), peaks.about(quick)
+    share = min((peaks.allowed - held) / (needed - held), 1.0) if needed > held else 1.0
+    return slow.solution.objective - share * (slow.solution.objective - quick.solution.objective)
 
 
 def _lower_hull(points: Iterable[Point]) -> list[Point]:
-    """The points (bytes, seconds, choices) that no other, and no two others in proportion, are below in both.
+    """The points that no other, and no two others in proportion, are below in both bytes and seconds.
 
     >>> import numpy as np
     >>> none = np.array([], dtype=np.int64)
-    >>> [point[:2] for point in _lower_hull([(0, 9, none), (1, 8, none), (2, 1, none), (3, 2, none)])]
+    >>> [own[:2] for own in _lower_hull(Point(*own, none) for own in [(0, 9), (1, 8), (2, 1), (3, 2)])]
     [(0, 9), (2, 1)]
     """
     hull: list[Point] = []
-    for held, seconds, choices in sorted(points, key=lambda point: point[:2]):
-        if hull and seconds >= hull[-1][1]:
+    for point in sorted(points, key=lambda point: point[:2]):
+        if hull and point.seconds >= hull[-1].seconds:
             continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], (held, seconds, choices)):
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
             hull.pop()
-        hull.append((held, seconds, choices))
+        hull.append(point)
     return hull
 
 
 def _is_above(before: Point, point: Point, after: Point) -> bool:
     """Whether a point is on or above the line between two others."""
-    slope = (after[1] - before[1]) / (after[0] - before[0])
-    return point[1] >= before[1] + slope * (point[0] - before[0])
+    slope = (after.seconds - before.seconds) / (after.held - before.held)
+    return point.seconds >= before.seconds + slope * (point.held - before.held)
 
 
 def layer_positions(graph: Graph) -> dict[str, int]:
@@ -149,6 +180,18 @@ class _Mixing:
     def mixed(self, parted: frozenset[str]) -> MeshSolution | None:
         """The step whose nodes ``parted`` are those of ``quick``; None if there is none."""
         return mix(self.request, self.annotated, self.best, self.quick, parted)
+
+    def of_large(self) -> list[MeshSolution]:
+        return [mixed for _, mixed in self.more_and_more(self.last, WORTH_A_TRY)]
+
+    def of_small(self) -> list[MeshSolution]:
+        """Mixes of which the first layers are quick, and one of which as many of the last are."""
+        found = dict(self.more_and_more(self.first))
+        count = max(found, default=0)
+        other = self.mixed(self.last(count)) if count else None
+        is_quicker = other is not None and other.solution.objective < found[count].solution.objective
+        fits = is_quicker and other is not None and peak_bytes(other) <= self.peaks.allowed
+        return [*found.values(), *([other] if fits and other is not None else [])]
 
     def more_and_more(
         self, some: Callable[[int], frozenset[str]], worth: float = 0.0

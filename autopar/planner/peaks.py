@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE
+from autopar.placement.formulation import Instance
 from autopar.placement.placed_step import PlacedStep
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.planner.steps.short_rehearsal import ShortGraphs, estimated_peak, short_graphs
-from autopar.solver.problem import memory_of
+from autopar.solver.problem import Solution, memory_of
 
 from .memory_limit import SPARE, Needed
-from .mesh_solution import MeshSolution, may_fit, peak_bytes
+from .mesh_solution import MeshSolution, SolvedStep, may_fit, peak_bytes
 from .request import PlanRequest, memory_limit_of
 
 # The share of the limit above which a step in microbatches is rehearsed at all.
@@ -23,6 +25,8 @@ from .request import PlanRequest, memory_limit_of
 NEAR = 0.5
 # The nodes of a graph whose step is estimated. Chosen: steps of fewer are rehearsed within a second.
 LEAST_NODES = 4000
+# Steps of large graphs that are kept for other plans. Chosen: the quickest of two programs; each takes some 50 MB.
+STEPS = 2
 Key = tuple[int, bytes]
 
 
@@ -40,6 +44,14 @@ class Peaks:
     @property
     def allowed(self) -> float:
         return float(memory_limit_of(self.request))
+
+    def solution(self, instance: Instance, solution: Solution) -> MeshSolution:
+        """Reads a solution of ``instance``, with what other plans have measured of its step: an earlier search of the
+        same request, or one under another limit."""
+        of, choices = (instance.graph, instance.prices, instance.choices), solution.choices
+        make = partial(SolvedStep, instance, choices)
+        settings = instance.optimizer, instance.repeats, choices.tobytes()
+        return MeshSolution(instance, solution, self.request.shared.once("steps", of, *settings, make=make, kept=STEPS))
 
     def exact(self, solved: MeshSolution) -> int:
         """Peak bytes as measured (:func:`.peak_bytes`), or those that the program counts if only these matter."""

@@ -24,7 +24,7 @@ from autopar.solver.problem import Ints, Solution, host_binds, memory_binds
 from autopar.solver.shared_reductions import SharedReductions
 from autopar.solver.solve import solve
 
-from .fewest_bytes import least_of, minimize_memory_within
+from .fewest_bytes import least_if_far, minimize_memory_within
 from .formulate import PROGRAMS, SOLUTIONS, formulate, untie_layers, with_memory_savers
 from .memory_limit import (
     Needed,
@@ -53,11 +53,6 @@ WIDE_BASELINE_GAP = 0.15
 # Counted seconds for one baseline. Baselines of transformers take less than one second. That of a recurrent network
 # took 28 s to come within the gap, and 4 s to come within twice the gap.
 BASELINE_SECONDS = 4.0
-# How many times the limit the quickest step holds, where what holds least is looked for before anything else, and how
-# many times the limit that holds where nothing will fit.
-# Chosen: by MORE_MEMORY others may hold 0.8 times as much as that which counts least.
-FAR, HOPELESS = 3.0, 1.5
-
 # How many times what is counted of a baseline its program may hold at most, besides a bucket of gradients that wait for
 # others. Chosen: FSDP of a tiny Llama on 256 devices holds 1.04 times as much.
 IN_DOUBT = 1.25
@@ -239,8 +234,6 @@ def _solve_unlimited(
 
     def run(instance: Instance, starts: Sequence[Ints]) -> Solution:
         make = partial(_solver(request, timings), instance, starts)
-        if instance.is_wide:
-            return make()
         # One of all requests that differ in bytes alone: in the limit, or in how many microbatches stages hold.
         options, known = request.options, tuple(choices.tobytes() for choices in starts)
         settings = options.gap, options.solver_seed, options.time_limit, timings.counts(options), known
@@ -262,7 +255,7 @@ def _enforce_memory_limit(
     nothing fits, :class:`ShortOfMemoryError` if only the quickest was asked for and does not."""
     peaks = Peaks(request)
     with timings.phase("solve"):
-        quickest = MeshSolution.of(free.instance, free.solution) if _is_feasible(free.solution) else None
+        quickest = peaks.solution(free.instance, free.solution) if _is_feasible(free.solution) else None
         if quickest is not None and peaks.fits(quickest):
             return replace(take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
@@ -336,13 +329,16 @@ def _solve_limited(
     instance = with_memory_savers(request, free.instance)
     refining = partial(refining_seconds, instance)
     within = WithinMemory(request, peaks, solver(), lambda seconds: solver(refining(seconds)), free)
-    is_far = beyond is not None and beyond.peak > FAR * peaks.allowed and not host_binds(instance.problem)
-    least = least_of(request, instance) if is_far else None
-    if least is not None and peak_bytes(least) > HOPELESS * peaks.allowed:
-        return minimize_memory_within(request, instance, least)
+    least = least_if_far(request, instance, beyond)
     if beyond is not None and not free.instance.is_wide:
         starts = [free.solution.choices, *starts]
-    best, beyond = within.best(instance, beyond, starts)
+    try:
+        best, beyond = within.best(instance, beyond, starts)
+    except TooSlowError as error:
+        # What counts too much for the program's limit may fit.
+        best = None if error.is_proven else met.quicker(instance, request.worth, peaks)
+        if best is None:
+            raise
     if best is None and host_binds(instance.problem):
         instance = untie_layers(request, annotated, instance)
         met.known.clear()  # Choices of groups that are no more.
@@ -390,9 +386,9 @@ def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) ->
     it is said to fit only if a plan with its placements would."""
     if not _is_feasible(solution):
         return None
-    solved = MeshSolution.of(line.instance, solution)
-    bill = folded_bill(line.instance, solution.choices) or solved.breakdown
+    bill = folded_bill(line.instance, solution.choices) or MeshSolution.of(line.instance, solution).breakdown
     counted, limit = bill.memory.peak, memory_limit_of(request)
     in_doubt = limit < IN_DOUBT * counted + BUCKET_BYTES and counted <= COUNTED_AT_MOST * limit
-    exact = solved.step.memory.memory if in_doubt and len(line.instance.graph) < LEAST_NODES else None
+    is_exact = in_doubt and len(line.instance.graph) < LEAST_NODES
+    exact = Peaks(request).solution(line.instance, solution).step.memory.memory if is_exact else None
     return predicted(bill, line.instance, request.cluster, exact)

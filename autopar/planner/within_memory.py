@@ -63,24 +63,30 @@ class MetSolutions:
         return run
 
     def quickest(self, best: MeshSolution, peaks: Peaks) -> MeshSolution:
-        """The quickest of ``best``, which fits, and of those that were met, are quicker by more than the gap, and fit.
-        Mostly the quicker need more memory, so that the place where they begin to fit is sought by halving."""
-        problem, least = best.instance.problem, best.solution.objective * (1.0 - peaks.request.options.gap)
-        priced = [(evaluate(problem, choices), key) for key, choices in self.known.items()]
-        quicker = sorted((seconds, key) for seconds, key in priced if seconds < least)
+        """The quickest of ``best``, which fits, and of those that were met, are quicker by more than the gap, and
+        fit."""
+        least = best.solution.objective * (1.0 - peaks.request.options.gap)
+        return self.quicker(best.instance, least, peaks) or best
+
+    def quicker(self, instance: Instance, seconds: float, peaks: Peaks) -> MeshSolution | None:
+        """The quickest found of those that were met, take less than so many ``seconds``, and fit; None if there is
+        none. Mostly the quicker need more memory, so that the place where they begin to fit is sought by halving."""
+        found: MeshSolution | None = None
+        priced = [(evaluate(instance.problem, choices), key) for key, choices in self.known.items()]
+        quicker = sorted((own, key) for own, key in priced if own < seconds)
         low, high = 0, len(quicker)
-        for _ in range(MEASURED if len(best.instance.graph) < LEAST_NODES else MEASURED_OF_LARGE):
+        for _ in range(MEASURED if len(instance.graph) < LEAST_NODES else MEASURED_OF_LARGE):
             if low == high:
                 break
             middle = (low + high) // 2
-            seconds, key = quicker[middle]
-            own = replace(best.solution, choices=self.known[key], objective=seconds, status="feasible")
-            solved = MeshSolution.of(with_limit(best.instance, math.inf), own)
+            objective, key = quicker[middle]
+            own = Solution(self.known[key], objective, -math.inf, "feasible", 0.0)
+            solved = MeshSolution.of(with_limit(instance, math.inf), own)
             if peaks.fits(solved):
-                best, high = solved, middle
+                found, high = solved, middle
             else:
                 low = middle + 1
-        return best
+        return found
 
 
 def take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) -> MeshSolution:
@@ -92,7 +98,7 @@ def take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) 
         # What a baseline does may be impossible in the program that was solved.
         if math.isfinite(evaluate(best.instance.problem, other.choices)):
             same = replace(best.solution, choices=other.choices, objective=other.objective, status="feasible")
-            cheaper = MeshSolution.of(best.instance, same)
+            cheaper = peaks.solution(best.instance, same)
             if peaks.fits(cheaper):
                 return cheaper
     return best

@@ -1,65 +1,121 @@
-"""Tells whether somebody changed in a plan's file what the plan was made for.
+"""Tells whether somebody changed in a plan's file what is not a choice.
 
-Choices may be edited: what they are and cost is written in several places, which are compared
-(:mod:`.validate`). What a plan was made for is written once. A mesh, for one, follows from nothing else in a plan under
-which every device has all of everything. So a file has a digest of each such field. Files of earlier versions of
-autopar have none, and are read without.
+How operations and parameters are placed may be edited: what follows from it is compared (:mod:`.validate`). What a plan
+was made for, what it is predicted to take and what was proven of it is written once. A mesh, for one, follows from
+nothing else in a plan under which every device has all of everything, and the seconds of a line from nothing but
+prices. So a file has a digest of each field that is no choice, or of what in it is none.
+
+A file of version 10 or later that lacks a digest is refused. Files of versions 7 to 9 may have fewer or none, since
+digests came later: those that they have are compared.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.errors import OptionsError
 
+from .entries import shown
+from .format import SIGNED
+
 # The entry of the file that has the digests.
 DIGESTS = "written"
-FIELDS = (
-    *("mesh", "batch", "stages", "microbatches", "schedule", "pipeline.meshes"),
-    *("cluster", "graph_hash", "precision", "optimizer", "compile", "imbalance", "memory_limit"),
-    *("status", "objective", "bound", "gap"),
-)
-# Characters of a digest. Chosen: edits are mistakes, not attacks.
-_LENGTH = 8
 # Options that change prices; what they are in plans that do not name them.
 DEFAULTS: Mapping[str, Any] = {"optimizer": "adamw", "compile": "auto", "imbalance": None}
+# How operations are placed.
+_CHOICES = ("strategy_table", "strategies")
+# Fields whose parts have digests of their own, so that an error names the part.
+_DIVIDED = ("predicted", "pipeline")
+# Characters of a digest. Chosen: edits are mistakes, not attacks.
+_LENGTH = 8
+# The end of a whole number that is written as others are; and one that is written with an exponent as a float.
+_WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"\d{17,}(?=[,\]}])")
 
 
-def digests(data: Mapping[str, Any]) -> dict[str, str]:
-    """By field, the digest of what ``data``, the plan's, has there."""
-    complete = {**DEFAULTS, **data}
-    return {name: _digest(name, _at(complete, name)) for name in FIELDS}
+def signed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's data with digests."""
+    return {**data, DIGESTS: {name: _digest(name, value) for name, value in _parts(data).items()}}
 
 
 def check_as_written(data: Mapping[str, Any]) -> None:
-    """Raises :class:`OptionsError` that names a field of ``data`` that is not as it was when its digest was made."""
+    """Raises :class:`OptionsError` that names the first field of ``data``, other than tables, that is not as it was
+    when its digest was made, or the digest that is missing."""
+    made, is_signed = data.get(DIGESTS, {}), data["version"] >= SIGNED
+    if not isinstance(made, Mapping):
+        raise OptionsError(f"{DIGESTS} is {shown(made)}, not a table of digests")
+    if is_signed and DIGESTS not in data:
+        raise OptionsError(f"{DIGESTS!r} is missing, the digests of what autopar wrote")
+    parts = _parts(data)
+    _compare({name: value for name, value in _written(made, parts).items() if not _is_table(value)}, made)
+    lacking = [name for name in parts if name not in made] if is_signed else []
+    if lacking:
+        raise OptionsError(f"{DIGESTS} has no digest of {lacking[0]!r}: {_RULE}")
+
+
+def check_tables_as_written(data: Mapping[str, Any]) -> None:
+    """:func:`check_as_written` for tables: where an entry is wrong by itself, that is said before."""
     made = data.get(DIGESTS, {})
-    if not isinstance(made, dict):
-        raise OptionsError(f"{DIGESTS} is {made!r}, not a table of digests")
-    for name, digest in digests(data).items():
-        if made.get(name, digest) != digest:
-            raise OptionsError(
-                f"{name} is {json.dumps(_at(data, name))}, which is not what autopar wrote there: a plan's choices may "
-                "be edited, but not what it was made for, nor what was proven of it; plan again for that"
-            )
+    _compare({name: value for name, value in _written(made, _parts(data)).items() if _is_table(value)}, made)
 
 
-def _at(data: Any, name: str) -> Any:
-    for part in name.split("."):
-        data = data.get(part) if isinstance(data, dict) else None
-    return data
+_RULE = (
+    "placements may be edited, but not what a plan was made for, nor what is predicted or was proven of it; plan again"
+)
+
+
+def _written(made: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a digest; None where it is not there any more."""
+    return {name: parts.get(name) for name in made}
+
+
+def _compare(values: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if made[name] != _digest(name, value):
+            rest = ", but for placements," if name in _FIXED else f" is {shown(value)}, which"
+            raise OptionsError(f"{name}{rest} is not what autopar wrote there: {_RULE}")
+
+
+def _is_table(value: Any) -> bool:
+    rows = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, Mapping) or not all(isinstance(row, (int, float)) for row in rows)
+
+
+def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a digest, by name."""
+    parts: dict[str, Any] = {}
+    for name, value in {**DEFAULTS, **data}.items():
+        if name in _FIXED:
+            kind, fixed = _FIXED[name]
+            parts[name] = fixed(value) if isinstance(value, kind) else value
+        elif name in _DIVIDED and isinstance(value, Mapping):
+            parts |= {f"{name}.{part}": each for part, each in value.items()}
+        elif name not in (*_CHOICES, DIGESTS):
+            parts[name] = value
+    return parts
+
+
+def _without_steps(lines: Any) -> Any:
+    return [[*row[:5], *row[6:]] if isinstance(row, (list, tuple)) else row for row in lines]
+
+
+def _tiers(parameters: Any) -> Any:
+    return {path: row[3:] if isinstance(row, (list, tuple)) else row for path, row in parameters.items()}
+
+
+# What in a field is no placement, nor follows from one.
+_FIXED: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
+    "lines": ((list, tuple), _without_steps),
+    "parameters": (Mapping, _tiers),
+    "outputs": (Mapping, sorted),
+}
 
 
 def _digest(name: str, value: Any) -> str:
-    text = json.dumps([name, _plain(value)], sort_keys=True)
+    """Of the value as JSON, with all numbers of one kind: programs that format JSON may write 1 for 1.0."""
+    text = json.dumps([name, value], sort_keys=True)
+    text = _LARGE.sub(lambda number: repr(float(number[0])), _WHOLE.sub("", text))
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
-
-
-def _plain(value: Any) -> Any:
-    """The value, with all numbers of one kind: programs that format JSON may write 1 for 1.0."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return float(value) if type(value) is int and abs(value) < 1 << 62 else value

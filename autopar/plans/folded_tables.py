@@ -13,9 +13,15 @@ Invariant: :func:`unfolded` of :func:`folded` is what was folded.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from autopar.errors import OptionsError
+
+from . import entries
+from .entries import entry, rows, shown, texts
 
 Table = dict[str, Any]
 
@@ -26,10 +32,22 @@ def folded(data: Mapping[str, Any]) -> Table:
 
 
 def unfolded(data: Mapping[str, Any]) -> Table:
-    """The plan's data as it was before it was folded. Raises ``KeyError``, ``IndexError``, ``TypeError`` or
-    ``ValueError`` for tables that were not."""
-    nodes = _unfolded_nodes(data["nodes"])
-    return {**data, "nodes": nodes, "lines": _unfolded_lines(data["lines"], nodes)}
+    """The plan's data as it was before it was folded. Raises :class:`OptionsError` that names the table, and the row,
+    that was not."""
+    nodes = _unfolded_nodes(_tables("nodes", entry(data, "nodes"), ("kinds", "modules", "rows")))
+    return {**data, "nodes": nodes, "lines": _unfolded_lines(_tables("lines", entry(data, "lines"), _OF_LINES), nodes)}
+
+
+_OF_LINES = ("kinds", "rows")
+
+
+def _tables(name: str, table: Any, parts: Sequence[str]) -> Mapping[str, Any]:
+    """The tables that the field ``name`` is folded into."""
+    if not isinstance(table, Mapping):
+        raise OptionsError(f"{name} is {shown(table)}, not a table of {', '.join(parts)}")
+    for part in table.keys() ^ set(parts):
+        raise OptionsError(f"{name}.{part} is {'missing' if part in parts else 'not known'}")
+    return table
 
 
 class _Numbers:
@@ -65,22 +83,26 @@ def _folded_nodes(nodes: Mapping[str, Sequence[Any]]) -> Table:
 
 
 def _unfolded_nodes(table: Mapping[str, Any]) -> Table:
-    kinds, modules, rows = table["kinds"], table["modules"], table["rows"]
-    names = list(rows)
+    kinds = rows("nodes.kinds", table["kinds"], "[operation, types]", _of_length(2))
+    modules = texts("nodes.modules", table["modules"])
+    names = list(table["rows"]) if isinstance(table["rows"], Mapping) else []
+    place = itertools.count()
 
-    def named(place: int, each: Any) -> Any:
+    def named(at: int, each: Any) -> Any:
         if not isinstance(each, int):
             return each
-        if not 0 < each <= place:
-            raise ValueError(f"the node {names[place]!r} refers to a node {each} rows before it")
-        return names[place - each]
+        if not 0 < each <= at:
+            raise OptionsError(f"it refers to a node {each} rows before it")
+        return names[at - each]
 
-    nodes: Table = {}
-    for place, (name, (kind, module, operands, tied, *target)) in enumerate(rows.items()):
-        op, text = _entry(kinds, kind)
-        taken = [named(place, each) for each in operands]
-        nodes[name] = [op, text, _entry(modules, module), target[0] if target else "", taken, named(place, tied)]
-    return nodes
+    def node(row: Any) -> list[Any]:
+        at = next(place)
+        kind, module, operands, tied, *target = row
+        op, types = _entry(kinds, kind)
+        taken = [named(at, each) for each in operands]
+        return [op, types, _entry(modules, module), target[0] if target else "", taken, named(at, tied)]
+
+    return entries.table("nodes.rows", table["rows"], "[kind, module, operands, tied to, target]", node)
 
 
 def _folded_lines(lines: Sequence[Sequence[Any]], nodes: Mapping[str, Sequence[Any]]) -> Table:
@@ -92,14 +114,29 @@ def _folded_lines(lines: Sequence[Sequence[Any]], nodes: Mapping[str, Sequence[A
 
 
 def _unfolded_lines(table: Mapping[str, Any], nodes: Mapping[str, Sequence[Any]]) -> list[list[Any]]:
-    lines: list[list[Any]] = []
-    for number, name, *module in table["rows"]:
-        kind, phase, seconds, steps, times, stage = _entry(table["kinds"], number)
-        lines.append([kind, name, module[0] if module else nodes[name][2], phase, seconds, steps, times, stage])
-    return lines
+    form = "[kind, phase, seconds, steps, times, stage]"
+    kinds = rows("lines.kinds", table["kinds"], form, _of_length(6))
+
+    def line(row: Any) -> list[Any]:
+        number, name, *module = row
+        kind, phase, seconds, steps, times, stage = _entry(kinds, number)
+        if not module and name not in nodes:
+            raise OptionsError(f"it names {name!r}, which nodes does not have")
+        return [kind, name, module[0] if module else nodes[name][2], phase, seconds, steps, times, stage]
+
+    return list(rows("lines.rows", table["rows"], "[kind, node, module]", line))
+
+
+def _of_length(length: int) -> Callable[[Any], Any]:
+    def checked(row: Any) -> Any:
+        if not isinstance(row, (list, tuple)) or len(row) != length:
+            raise ValueError
+        return row
+
+    return checked
 
 
 def _entry(table: Sequence[Any], number: Any) -> Any:
     if not isinstance(number, int) or not 0 <= number < len(table):
-        raise ValueError(f"{number!r} is no number of an entry, of which there are {len(table)}")
+        raise OptionsError(f"{shown(number)} is no number of an entry, of which there are {len(table)}")
     return table[number]

@@ -8,7 +8,7 @@ and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan == Plan.from_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import fspath
 from typing import Any
@@ -27,9 +27,11 @@ from autopar.plans.views.what_if import WhatIf
 from autopar.plans.views.why import Explanation, explain
 from autopar.rare_collections import collecting_rarely
 
+from .as_written import check_tables_as_written
 from .forbid import with_forbidden
-from .json import fields_from_json, plan_to_json
-from .text import fields_from_lines, plan_to_lines
+from .from_data import fields_from_dict
+from .json import BYTE_ORDER_MARK, data_from_json, plan_to_json
+from .text import data_from_lines, plan_to_lines
 from .validate import validate
 from .what_if import what_if
 
@@ -141,7 +143,7 @@ class Plan(PlanRecord):
     def from_json(text: str) -> Plan:
         """Reads a plan that :meth:`to_json` wrote. Raises :class:`~autopar.errors.OptionsError` for other texts."""
         with collecting_rarely():
-            return Plan._read(fields_from_json(text))
+            return Plan._read(data_from_json(text))
 
     def to_text(self) -> str:
         """The whole plan as lines of text, for people, diff and version control: the summary (``str``) as comments,
@@ -155,7 +157,7 @@ class Plan(PlanRecord):
         other texts.
         """
         with collecting_rarely():
-            return Plan._read(fields_from_lines(text))
+            return Plan._read(data_from_lines(text))
 
     def save(self, path: FileName) -> None:
         """Writes the plan to ``path``, a local path or a URL (``s3://bucket/plan.json``): as JSON if it is called
@@ -175,12 +177,14 @@ class Plan(PlanRecord):
         """
         text = read_text(path, "the plan")
         try:
-            return Plan.from_text(text) if text.startswith("autopar plan") else Plan.from_json(text)
+            is_json = text.lstrip(f"{BYTE_ORDER_MARK} \t\r\n").startswith("{")
+            return Plan.from_json(text) if is_json else Plan.from_text(text)
         except OptionsError as error:
             raise OptionsError(f"{fspath(path)!r}: {error}; `autopar plan --output` writes one") from error
 
     @staticmethod
-    def _read(fields: Mapping[str, Any]) -> Plan:
-        plan = Plan(**fields)
+    def _read(data: Any) -> Plan:
+        plan = Plan(**fields_from_dict(data))
         plan.validate()
+        check_tables_as_written(data)
         return plan

@@ -26,8 +26,8 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.plans.views.page_width import fixed_width
 from autopar.plans.views.summary import plan_text
 
-from .as_written import DIGESTS, digests
-from .json import VERSION, fields_from_dict, plan_to_dict, without_repeats
+from .format import VERSION
+from .json import BYTE_ORDER_MARK, plan_to_dict, without_repeats
 
 HEAD = "autopar plan"
 
@@ -40,7 +40,6 @@ def plan_to_lines(plan: PlanRecord) -> str:
 
 def _lines(plan: PlanRecord) -> Iterator[str]:
     data = plan_to_dict(plan)
-    data[DIGESTS] = digests(data)
     yield f"{HEAD} {data.pop('version')}"
     yield from (f"# {line}".rstrip() for line in plan_text(plan).splitlines())
     tables = {name: value for name, value in data.items() if isinstance(value, dict) or name in _LISTS}
@@ -61,10 +60,11 @@ def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def fields_from_lines(text: str) -> dict[str, Any]:
-    """The fields of the plan that :func:`plan_to_lines` wrote. Raises :class:`OptionsError` naming the line."""
-    # ``splitlines`` would also break at U+2028, which JSON strings may contain.
-    rows = [(i, row) for i, row in enumerate(text.split("\n"), 1) if row.strip() and not row.startswith("#")]
+def data_from_lines(text: str) -> dict[str, Any]:
+    """The data of the plan that :func:`plan_to_lines` wrote. Raises :class:`OptionsError` naming the line."""
+    # ``splitlines`` would also break at U+2028, which JSON strings may contain. Other editors end lines with "\r\n".
+    stripped = enumerate(map(str.strip, text.removeprefix(BYTE_ORDER_MARK).split("\n")), 1)
+    rows = [(number, row) for number, row in stripped if row and not row.startswith("#")]
     if not rows or not rows[0][1].startswith(f"{HEAD} "):
         raise OptionsError(f"this is not a plan: it does not start with {HEAD!r} {VERSION}; Plan.to_text() writes one")
     if rows[-1][1] != "end":
@@ -77,7 +77,7 @@ def fields_from_lines(text: str) -> dict[str, Any]:
             table = _read(row, data, table)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise OptionsError(f"line {number} of this plan does not parse: {row[:80]!r} ({error})") from error
-    return fields_from_dict(data)
+    return data
 
 
 def _read(row: str, data: dict[str, Any], table: Any) -> Any:

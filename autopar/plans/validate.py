@@ -348,6 +348,9 @@ def _pipeline(plan: PlanRecord) -> Iterator[str]:
     for link in pipeline.link_figures:
         if not 0 <= link.source < link.target < chunks or link.bandwidth <= 0 or link.latency < 0:
             yield f"pipeline.link_figures from {link.source} to {link.target} of {chunks} chunks"
+    described = {(link.source, link.target) for link in pipeline.link_figures}
+    for source, target in {(edge.source, edge.target) for edge in schedule.edges} - described:
+        yield f"pipeline.link_figures lack those from {source} to {target}"
     for edge, place in pipeline.wires.items():
         if edge.source == edge.target or not all(0 <= c < chunks for c in (edge.source, edge.target)):
             yield f"pipeline.wires from {edge.source} to {edge.target} of {chunks} chunks"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from autopar.byte_sizes import parse_bytes
+from autopar.byte_sizes import bytes_of, parse_bytes
 from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.plan_record import PlanRecord
@@ -78,13 +78,12 @@ def _values(sweep: Sweep, values: Any) -> tuple[Any, ...]:
     """The values of one sweep, each once. Raises :class:`OptionsError` for what cannot be asked."""
     given = _listed(values)
     if sweep == "memory_limit":
-        given = tuple(parse_bytes(value, sweep) if isinstance(value, str) else value for value in given)
+        given = tuple(bytes_of(value, sweep) for value in given)
     if not given:
         raise OptionsError(f"{sweep}={values!r} asks nothing: give at least one value, or leave it out")
     for value in given:
-        if sweep in ("memory_limit", "batch") and not _is_positive(value):
-            what = "bytes per device" if sweep == "memory_limit" else "samples"
-            raise OptionsError(f"{sweep}={value!r} is not a positive number of {what}")
+        if sweep == "batch" and not _is_positive(value):
+            raise OptionsError(f"batch={value!r} is not a positive whole number of samples")
         if sweep == "devices" and not all(map(_is_positive, value if isinstance(value, (tuple, list)) else (value,))):
             raise OptionsError(f"devices={value!r} is neither a number of devices nor a shape such as (2, 8)")
     if sweep == "devices":

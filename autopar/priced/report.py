@@ -133,7 +133,8 @@ class LayoutReport:
         yield from self._table(rows)
         yield from (f"{kind}: {why}" for kind, why in plan.excluded.items())
         yield ""
-        yield f"memory of the fullest device: {_memory(plan)}"
+        held = f"{size(plan.predicted.peak_bytes)} of {size(plan.memory_limit)}"
+        yield f"memory of the fullest device: {held} ({', '.join(memory_parts(plan))})"
         yield f"checkpoint: {size(self.checkpoint_bytes)} (weights and the state of {plan.optimizer})"
         yield f"prices: {plan.cluster_source}"
         yield "print(report.plan) shows the first, which is the plan"
@@ -182,8 +183,3 @@ def described(plan: Plan) -> str:
 def _short(number: float) -> str:
     """Rounded to an integer from a hundred on, else to two or three digits, however small."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}" if number >= 1 else f"{number:.2g}"
-
-
-def _memory(plan: Plan) -> str:
-    peak = plan.predicted.peak_bytes
-    return f"{size(peak)} of {size(plan.memory_limit)} ({', '.join(memory_parts(plan))})"

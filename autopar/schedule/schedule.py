@@ -133,19 +133,41 @@ class Schedule:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Schedule:
-        """Inverse of :meth:`to_json`. Raises :class:`ScheduleError`."""
-        try:
-            return Schedule(
-                name=str(data["name"]),
-                microbatches=int(data["microbatches"]),
-                placement=tuple(map(int, data["placement"])),
-                edges=tuple(map(parse_edge, data["edges"])),
-                ranks=tuple(tuple(map(parse_action, listed.split())) for listed in data["ranks"]),
-                in_flight=tuple(map(int, data["in_flight"])),
-                training=bool(data["training"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ScheduleError(f"this is not a schedule: {type(error).__name__}: {error}") from error
+        """Inverse of :meth:`to_json`. Raises :class:`ScheduleError` that names what is wrong."""
+        _check_json(data)
+        return Schedule(
+            name=data["name"],
+            microbatches=data["microbatches"],
+            placement=tuple(data["placement"]),
+            edges=tuple(map(parse_edge, data["edges"])),
+            ranks=tuple(tuple(map(parse_action, listed.split())) for listed in data["ranks"]),
+            in_flight=tuple(data["in_flight"]),
+            training=data["training"],
+        )
+
+
+# What each field of the plain data is: one of a kind, or a list of them, and how to call it.
+_JSON: Mapping[str, tuple[type, bool, str]] = {
+    "name": (str, False, "a text"),
+    "microbatches": (int, False, "a whole number"),
+    "placement": (int, True, "a list of whole numbers"),
+    "edges": (str, True, "a list of texts"),
+    "in_flight": (int, True, "a list of whole numbers"),
+    "training": (bool, False, "true or false"),
+    "ranks": (str, True, "a list of texts"),
+}
+
+
+def _check_json(data: Any) -> None:
+    """Raises :class:`ScheduleError` that names the field of plain data that is missing, unknown or of another kind."""
+    if not isinstance(data, Mapping):
+        raise ScheduleError(f"{data!r:.80} is not a table")
+    for name in data.keys() ^ _JSON.keys():
+        raise ScheduleError(f"{name!r} is {'missing' if name in _JSON else 'no field of a schedule'}")
+    for name, (kind, is_list, called) in _JSON.items():
+        items = data[name] if is_list else [data[name]]
+        if not isinstance(items, (list, tuple)) or not all(type(item) is kind for item in items):
+            raise ScheduleError(f"{name} is {data[name]!r:.80}, not {called}")
 
 
 def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int) -> None:

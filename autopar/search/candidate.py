@@ -177,8 +177,10 @@ def _reason(errors: list[InfeasibleError], limit: int) -> str:
     """What ``errors``, of all meshes, have in common."""
     slow = [error for error in errors if isinstance(error, TooSlowError)]
     if slow:
-        how = {each.how for each in slow}
-        return f"{how.pop() if len(how) == 1 else 'about'} {duration(min(e.seconds for e in slow))}"
+        how = {
+            each.how for each in slow
+        }  # The least of several is no more than an estimate of what they take at least.
+        return f"{how.pop() if len(how) == 1 else 'at least about'} {duration(min(e.seconds for e in slow))}"
     needed = [error.needed_bytes for error in errors if error.needed_bytes is not None]
     return f"does not fit: {size(min(needed))} of {size(limit)}" if needed else "does not fit"
 

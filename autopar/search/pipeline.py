@@ -185,7 +185,7 @@ class _Search:
         settings = request.layout, request.schedule, request.chunks, tuple(request.pins.items()), chosen
         seconds = request.shared.once("quickest pipeline", of, *settings, make=make)
         if seconds > UNLIMITED_CAN_WIN_WITHIN * request.best:
-            raise TooSlowError(_where(request.layout), seconds, is_proven=False)
+            raise TooSlowError(_where(request.layout), seconds, is_proven=False, is_least=True)
         return CAN_WIN_WITHIN * request.best / seconds * max(own.solution.objective for own in quickest)
 
     def _schedules(self, request: PipelineRequest, solved: tuple[MeshSolution, ...], nearest: bool) -> FittingSchedules:

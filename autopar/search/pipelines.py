@@ -119,7 +119,7 @@ def with_stages(
         return Staged(failure=_impossible(OptionsError(_NO_LOSS)))
     graph, found = pipelined_step_of(request), before or Staged()
     lacks_memory = (lacks_memory or math.isinf(best)) and not pinned
-    if lacks_memory and request.options.stages is None:
+    if lacks_memory and request.options.stages in (None, 1):
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     begun = set[int]()
     for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead):
@@ -210,7 +210,7 @@ def _impossible_within(attempt: _Pipeline, error: InfeasibleError, seconds: floa
     own, failure = (attempt.layout, attempt.microbatches), Failure(error, partial(attempt.too_full, error, timings))
     if not isinstance(error, TooSlowError):
         return Staged(failure=failure, settled={own: math.inf})
-    slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False))
+    slow = Excluded(attempt.name, TooSlowError(attempt.name, error.seconds, is_proven=False, is_least=error.is_least))
     losing = {attempt.layout: slow} if math.isfinite(seconds) else {}
     return Staged(losing=losing, failure=failure, settled={own: seconds})
 
@@ -293,7 +293,7 @@ class _Pipeline:
             repeats = inner_repeats(self.microbatches, self.layout.stages)
             seconds = programs.quick_price(SaveActivations()(pieces.graph), self.graph, stacks, repeats)
             if seconds > SAFETY_FACTOR * best:
-                return Excluded(self.name, TooSlowError(self.name, seconds, is_proven=False))
+                return Excluded(self.name, TooSlowError(self.name, seconds, is_proven=False, is_least=True))
         return None
 
     @property

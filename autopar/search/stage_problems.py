@@ -136,7 +136,7 @@ class StagePrograms:
             share = error.seconds / self.layout.stages / SAFETY_FACTOR
             if math.isfinite(self.best):
                 share = max(share, SAFETY_FACTOR * self.best)  # From there on it is given up.
-            raise TooSlowError(self.layout.described, share, is_proven=False) from None
+            raise TooSlowError(self.layout.described, share, is_proven=False, is_least=True) from None
 
     def _in_divisions(self, inside: PlanRequest, limited: PlanRequest, graph: Graph) -> list[MeshSolution]:
         """The solutions in every division of the rows that is worth trying. Raises :class:`InfeasibleError` if there

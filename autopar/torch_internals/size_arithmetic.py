@@ -49,7 +49,8 @@ def _remembered(name: str, compute: _Operation, known: dict[Hashable, SymNode]) 
 
 def _described(node: SymNode) -> tuple[Hashable, ...]:
     """What a result depends on. In ``expr``, symbols are replaced by what they were found to equal so far."""
-    return node.expr, node._hint, node.pytype, node._optimized_summation, node.shape_env
+    expression = node.expr if node.constant is None else node._expr  # Of a number there is nothing to replace.
+    return expression, node._hint, node.pytype, node._optimized_summation, node.shape_env
 
 
 def _copied(node: SymNode) -> SymNode:

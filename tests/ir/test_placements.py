@@ -42,9 +42,29 @@ def test_text(text: str, placements: Placements) -> None:
     assert parse_placements(short(placements)) == placements
 
 
-@pytest.mark.parametrize("text", ["X", "S", "S(a)", "S(0),Q"])
+def test_spaces_around_placements_are_nothing() -> None:
+    assert parse_placements(" ( S(0) , R ) ") == parse_placements("S(0) ,R") == (Shard(0), REPLICATE)
+    assert parse_placements("()") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["X", "S", "S(a)", "S(0),Q", "", "s(0)", "S( 0 )", "S(-1)", "S(0)R", "S(0) R", "P(median)", "((R))", "S(\u0663)"],
+)
 def test_bad_text(text: str) -> None:
     with pytest.raises(OptionsError, match="is not a placement"):
+        parse_placements(text)
+
+
+@pytest.mark.parametrize("text", ["(S(0)", "S(0))", "(S(0),R", "S(0),R)", "(S(0),R))"])
+def test_brackets_that_nothing_closes_are_named(text: str) -> None:
+    with pytest.raises(OptionsError, match=rf"has {text.count('(')} '\(' and {text.count(')')} '\)'"):
+        parse_placements(text)
+
+
+@pytest.mark.parametrize("text", ["S(0),,R", "S(0),", ",R", "(R,)", "(,)"])
+def test_an_empty_place_between_commas_is_none(text: str) -> None:
+    with pytest.raises(OptionsError, match="has an empty place"):
         parse_placements(text)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placements import short
 from autopar.planner import solve_mesh as planner
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.planner.mixed_layers import layer_positions
+from autopar.planner.mixed_layers import _pairs, layer_positions
 from autopar.planner.peaks import Peaks
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
@@ -24,7 +26,7 @@ from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
-from autopar.solver.problem import Ints, evaluate
+from autopar.solver.problem import Group, Ints, Problem, Solution, evaluate
 from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import requested
 from tests.helpers.run_plan import Bench
@@ -138,6 +140,25 @@ def test_pins_are_kept_and_excluded_memory_savers_stay_so() -> None:
     assert short(plan.placements["net.2.weight"]) == "(S(1))"
     kept = within(layers, (2,), 0.8, recompute="none", offload=False)
     assert not kept.recomputed and not kept.offloaded and math.isfinite(kept.objective)
+
+
+@pytest.mark.parametrize(("room", "bases"), [(5.0, [3.0]), (0.5, [3.0, 4.0])])
+def test_what_holds_less_is_mixed_where_the_best_leaves_little_room(room: float, bases: list[float]) -> None:
+    """Of three choices of 1, 3 and 4 s that hold 9, 4 and 1 bytes."""
+    request = requested(linears, (2,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    _, program = planner._formulate(request, graph, Timings())
+    group = Group("a", np.array([1.0, 3.0, 4.0]), np.array([9.0, 4.0, 1.0]), np.zeros(3), np.zeros(3))
+    instance = replace(program, problem=Problem((group,), ()))
+    known = [np.array([choice]) for choice in range(3)]
+    best = MeshSolution.of(instance, Solution(known[1], 3.0, 0.0, "feasible", 0.0))
+
+    def held(solved: MeshSolution) -> float:
+        return float(group.memory[solved.solution.choices[0]])
+
+    peaks: Any = Mock(allowed=4.0 + room, exact=held, about=held)
+    tried = [(slow.solution.objective, quick.solution.objective) for slow, quick in _pairs(request, best, known, peaks)]
+    assert tried == [(base, 1.0) for base in bases]
 
 
 def test_positions_of_layers() -> None:

@@ -28,10 +28,13 @@ from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
 from autopar.planner import solve_mesh as planner
 from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.mesh_solution import peak_bytes
 from autopar.planner.request import PlanRequest, memory_limit_of, mesh_candidates
+from autopar.planner.shared_work import SharedWork
 from autopar.planner.solve_mesh import priced_baselines, solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
+from autopar.planner.within_memory import WithinMemory
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import Problem, Solution, evaluate, memory_of
@@ -211,6 +214,31 @@ def test_a_program_with_less_memory_than_allowed_proves_nothing() -> None:
         request, worth=1.01 * planner._solver(replace(request, worth=math.inf), Timings())(program, ()).objective
     )
     assert planner._solver(request, Timings())(within(allowed - 1.0), ()).status != "infeasible"
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_what_fits_is_not_lost_where_a_search_is_given_up(monkeypatch: pytest.MonkeyPatch, proven: bool) -> None:
+    """By an estimate: if it is proven that nothing takes as little as is worth while, nothing is kept."""
+    request = requested(wide, (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    free, _ = solve_mesh(request, graph, Timings())
+    asked = replace(request, memory_limit=0.8 * peak_bytes(free))
+    best, _ = solve_mesh(asked, graph, Timings())
+
+    def given_up(own: WithinMemory, instance: Instance, *_: Any) -> Any:
+        own.solve(instance, [instance.chosen(best.assignment)])
+        raise TooSlowError("plans", 1.0, is_proven=proven)
+
+    monkeypatch.setattr(WithinMemory, "best", given_up)
+    monkeypatch.setattr(planner, "mix_layers", lambda _, __, solved, *___: solved)
+    again = replace(asked, worth=2.0 * best.solution.objective, shared=SharedWork())
+    if proven:
+        with pytest.raises(TooSlowError):
+            solve_mesh(again, graph, Timings())
+        return
+    kept, _ = solve_mesh(again, graph, Timings())
+    assert peak_bytes(kept) <= 0.8 * peak_bytes(free)
+    assert kept.solution.bound <= kept.solution.objective < again.worth
 
 
 def smallest_limit(request: PlanRequest) -> int:

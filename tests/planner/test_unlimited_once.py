@@ -9,10 +9,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from autopar.errors import InfeasibleError
 from autopar.ir.microbatching import Repeats
 from autopar.options import Options
+from autopar.planner import mesh_solution
 from autopar.planner import solve_mesh as planner
-from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import peak_bytes
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings, solve_in_time
@@ -48,6 +50,19 @@ def test_stages_that_hold_more_microbatches_are_solved_once(monkeypatch: pytest.
     assert solved(8, 4).solution.objective > many.solution.objective and counting.call_count == 2
 
 
+def test_a_program_with_all_recomputed_is_solved_once_for_two_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That for what does not fit asks for the quickest alone, before the search for what does."""
+    request, counting = requested(small, (2,), recompute="full"), Mock(side_effect=planner.solve_in_time)
+    graph, least = step_graph(request.graph, request.loss, request.batch), replace(request, memory_limit=1000)
+    monkeypatch.setattr(planner, "solve_in_time", counting)
+    with pytest.raises(ShortOfMemoryError):
+        planner.solve_mesh(replace(least, only_quickest=True), graph, Timings())
+    with pytest.raises(InfeasibleError):
+        planner.solve_mesh(least, graph, Timings())
+    unlimited = [problem for (problem, *_), _ in counting.call_args_list if np.isinf(problem.memory_limit)]
+    assert len(unlimited) == 1
+
+
 def test_the_digest_is_of_seconds_and_of_a_host_that_binds() -> None:
     problem = layered(6, 3)
     first = problem.groups[0]
@@ -60,6 +75,21 @@ def test_the_digest_is_of_seconds_and_of_a_host_that_binds() -> None:
     binding = [replace(held, host_limit=limit) for limit in (1.0, 2.0)]
     assert len({cost_digest(each) for each in (problem, dearer, dearer_move, *binding)}) == 5
     assert cost_digest(replace(held, host_limit=100.0)) == cost_digest(problem)
+
+
+def test_the_step_of_a_solution_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for stages asks what the quickest step holds before plans without stages are searched for."""
+    request, rehearsing = requested(small, (2,)), Mock(side_effect=mesh_solution.exact_memory)
+    monkeypatch.setattr(mesh_solution, "exact_memory", rehearsing)
+    graph = step_graph(request.graph, request.loss, request.batch)
+    held = planner.solve_mesh(request, graph, Timings())[0].step.memory
+    assert held.memory is not None and rehearsing.call_count == 1
+    assert planner.solve_mesh(request, graph, Timings())[0].step.memory == held
+    assert rehearsing.call_count == 1
+    for part in (2, 3):  # Under such limits, what baselines hold is in doubt.
+        limited = replace(request, options=replace(request.options, memory_limit=part * held.memory.peak))
+        assert planner.solve_mesh(limited, graph, Timings())[0].step.memory == held
+    assert rehearsing.call_count <= 4
 
 
 @pytest.mark.parametrize("limited", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from autopar.command_line import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
 from autopar.ir.placements import REPLICATE
 from autopar.ir.plan_record import PlanLine
+from autopar.plans.as_written import signed
 from autopar.plans.json import plan_to_dict
 from autopar.plans.plan import Plan
 from tests.helpers.marks import slow_but
@@ -83,6 +84,14 @@ def _read(text: str) -> Plan | None:
         return None
 
 
+def _undigested(made: Plan) -> tuple[str, str]:
+    """JSON and text as versions of autopar wrote them that had no digests, so that only what is compared is found."""
+    data = json.loads(made.to_json()) | {"version": 9}
+    del data["written"]
+    lines = re.sub(r'\[written\]\n("[^\n]*\n)*', "", made.to_text())
+    return json.dumps(data), lines.replace("autopar plan 10", "autopar plan 8")
+
+
 def _ask(one: Plan, other: Plan, folder: Path) -> None:
     """Everything that can be asked of a plan."""
     assert str(one) and str(one.tree()) and all(str(one.table(by=by)) for by in TABLES)
@@ -103,7 +112,7 @@ def test_a_plan_that_autopar_makes_is_valid_and_runs(name: str) -> None:
 @pytest.mark.parametrize("name", ["sharded", "staged"])
 def test_a_mutated_plan_is_refused_or_answers(name: str, tmp_path: Path) -> None:
     draw, made = random.Random(0), plan(name)
-    text, lines, valid = made.to_json(), made.to_text(), 0
+    (text, lines), valid = _undigested(made), 0
     for turn in range(80):
         one = _read(mutated(text, draw, draw.randint(1, 2)) if turn % 4 else mutated_lines(lines, draw))
         if one is not None and one != made:
@@ -115,9 +124,10 @@ def test_a_mutated_plan_is_refused_or_answers(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["sharded", "staged"])
 def test_a_mutated_plan_computes_what_one_process_does_or_is_refused(name: str) -> None:
     draw, made, ran = random.Random(1), plan(name), 0
-    tables = [table for table in CHOICES if json.loads(made.to_json())[table]]
+    text = _undigested(made)[0]
+    tables = [table for table in CHOICES if json.loads(text)[table]]
     for _ in range(30):
-        one = _read(mutated(made.to_json(), draw, 1, [draw.choice(tables)]))
+        one = _read(mutated(text, draw, 1, [draw.choice(tables)]))
         if one is None or one == made:
             continue
         try:
@@ -171,16 +181,79 @@ def test_what_a_plan_was_made_for_cannot_be_edited(name: str) -> None:
 
 
 def test_files_that_other_programs_wrote_anew_are_read() -> None:
-    """Formatters write 1 for 1.0; earlier versions of autopar wrote no digests."""
+    """Formatters write 1 for 1.0."""
     made = undivided()
     data = json.loads(made.to_json())
     whole = json.loads(
         json.dumps(data), parse_float=lambda text: int(float(text)) if float(text) % 1 == 0 else float(text)
     )
     assert Plan.from_json(json.dumps(whole, indent=1)) == made
-    assert data.pop("written") and Plan.from_json(json.dumps(data)) == made
-    with pytest.raises(OptionsError, match="written is 3, not a table"):
-        Plan.from_json(json.dumps(data | {"written": 3}))
+
+
+@pytest.mark.parametrize("name", ["undivided", "staged"])
+def test_a_digest_that_is_missing_is_refused_unless_the_file_is_older_than_digests(name: str) -> None:
+    made = undivided() if name == "undivided" else plan(name)
+    data = json.loads(made.to_json())
+    for written, said in ((3, "written is 3, not a table"), ({}, "written has no digest of 'optimizer'")):
+        with pytest.raises(OptionsError, match=said):
+            Plan.from_json(json.dumps(data | {"written": written}))
+    for one in data["written"]:
+        others = {name: digest for name, digest in data["written"].items() if name != one}
+        with pytest.raises(OptionsError, match=f"written has no digest of '{one}'"):
+            Plan.from_json(json.dumps(data | {"written": others}))
+    del data["written"]
+    with pytest.raises(OptionsError, match="'written' is missing"):
+        Plan.from_json(json.dumps(data))
+    assert Plan.from_json(json.dumps(data | {"version": 9})) == made
+
+
+EDITED: dict[str, Callable[[Any], Any]] = {
+    "predicted.mfu": lambda data: data["predicted"].update(mfu=0.99),
+    "predicted.host_bytes": lambda data: data["predicted"].update(host_bytes=7),
+    "pinned": lambda data: data["pinned"].update(first="R,R"),
+    "baselines": lambda data: data["baselines"].clear(),
+    "warnings": lambda data: data["warnings"].append("beware"),
+    "alternatives": lambda data: data["alternatives"].clear(),
+    "lines": lambda data: _move_seconds(data["lines"]),
+    "parameters": lambda data: data["parameters"]["first.bias"].__setitem__(3, True),
+    "outputs": lambda data: data["outputs"].pop("second"),
+    "nodes": lambda data: data["nodes"]["unsqueeze"].__setitem__(4, []),
+    "holdings": lambda data: data["holdings"][0].__setitem__(2, "second"),
+    "tied": lambda data: data["tied"].clear(),
+}
+
+
+def _move_seconds(lines: list[Any]) -> None:
+    """From one line to another, so that they add up to as many."""
+    one, other = [line for line in lines if line[0] == "compute"][:2]
+    one[4], other[4] = one[4] / 2, other[4] + one[4] / 2
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_what_nothing_else_tells_cannot_be_edited(name: str) -> None:
+    data = json.loads(json.dumps(plan_to_dict(plan("sharded"))))
+    EDITED[name](data)
+    with pytest.raises(OptionsError, match=f"{name}(,| is) .*not what autopar wrote there"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["pipeline", "schedule", "in_flight", 0], 1),
+        (["pipeline", "wires", 0, 4], 8),
+        (["pipeline", "update_seconds"], 1.0),
+        (["pipeline", "chunk_figures", 0, 0], 1.0),
+    ],
+)
+def test_a_pipeline_cannot_be_edited(path: list[Any], value: object) -> None:
+    data = json.loads(plan("staged").to_json())
+    holder = data
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    with pytest.raises(OptionsError, match=rf"pipeline.{path[1]} is .*not what autopar wrote there"):
+        Plan.from_json(json.dumps(data))
 
 
 def test_what_rests_is_what_the_mesh_leaves_on_a_device() -> None:
@@ -227,7 +300,7 @@ def test_what_is_wrong_is_named(change: Callable[[Any], None], said: str) -> Non
     data = json.loads(json.dumps(plan_to_dict(plan("sharded"))))
     change(data)
     with pytest.raises(OptionsError, match=said.replace("(", r"\(")):
-        Plan.from_json(json.dumps(data))
+        Plan.from_json(json.dumps(signed(data)))
 
 
 def test_a_name_that_is_there_twice_is_refused() -> None:
@@ -261,3 +334,51 @@ def test_a_collective_that_the_placements_do_not_need_is_found(edit: str) -> Non
     wrong = replace(made, lines=(*made.lines[:place], EDITS[edit](line), *made.lines[place + 1 :]))
     with pytest.raises(OptionsError, match=rf"{line.name}\).* is priced as .*; it takes {line.steps[0].kind}"):
         wrong.validate()
+
+
+def test_a_link_without_figures_is_found() -> None:
+    """Files that are older than digests may lack them."""
+    made = plan("staged")
+    assert made.pipeline is not None
+    with pytest.raises(OptionsError, match=r"pipeline.link_figures lack those from 0 to 1"):
+        replace(made, pipeline=replace(made.pipeline, link_figures=())).validate()
+
+
+def _entries(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every entry of plain data."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _entries(value, (*path, key))
+
+
+WORDS_OF_PYTHON = re.compile(
+    r"\w+Error\b|unpack|subscriptable|not iterable|unhashable|object has no|NoneType|out of range|expected \d"
+)
+
+
+@pytest.mark.parametrize(("name", "is_folded"), [("sharded", True), ("staged", False)])
+def test_an_entry_of_another_form_is_named(name: str, is_folded: bool) -> None:
+    """One entry of each field and depth, made other things, with digests that fit."""
+    made, draw = plan(name), random.Random(0)
+    text = made.to_json() if is_folded else json.dumps(plan_to_dict(made))
+    groups: dict[tuple[Any, int], list[tuple[Any, ...]]] = {}
+    for path in _entries(json.loads(text)):
+        groups.setdefault((path[0], len(path)), []).append(path)
+    refused = 0
+    for paths in groups.values():
+        for value in draw.sample([None, "x", -1, 99, 2**70, 1e308, [], {}, ["a"], [None] * 4], 2):
+            path, data = draw.choice(paths), json.loads(text)
+            holder = data
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = value
+            if not is_folded and path[0] not in ("version", "written"):
+                data = signed(data)
+            try:
+                str(Plan.from_json(json.dumps(data)))
+            except OptionsError as error:
+                assert not WORDS_OF_PYTHON.search(str(error)), (path, value)
+                assert len(path) > 1 or str(path[0]) in str(error) or value == {}, (path, value, str(error))
+                refused += 1
+    assert refused > len(groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -19,6 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placements import short
 from autopar.passes.recompute.saved_values import save_activations
 from autopar.planner.step_graphs import graph_hash
+from autopar.plans.as_written import signed
 from autopar.plans.folded_tables import folded, unfolded
 from autopar.plans.json import plan_to_dict
 from autopar.plans.plan import Plan
@@ -128,10 +130,14 @@ def test_a_plan_of_version_7_is_read(plan: Plan, printed: Callable[[Plan], str])
     """It called the operation that saves an activation otherwise; the hash of its graph is the same."""
     text = printed(plan) if printed is Plan.to_text else json.dumps(plan_to_dict(plan))
     assert "autopar.saved" in text
-    older = text.replace("autopar.saved", "autopar.rest").replace('"version": 8', '"version": 7')
-    older = older.replace("autopar plan 8\n", "autopar plan 7\n")
+    older = text.replace("autopar.saved", "autopar.rest").replace('"version": 10', '"version": 7')
+    older = older.replace("autopar plan 10\n", "autopar plan 7\n")
     read = Plan.from_json if printed is Plan.to_json else Plan.from_text
-    assert older.count("7") > text.count("7") and read(older) == plan
+    assert older != text
+    with pytest.raises(OptionsError, match=r"version is 7, which is not what autopar wrote there"):
+        read(older)
+    unsigned = re.sub(r', "written": \{[^}]*\}|\[written\]\n("[^\n]*\n)*', "", older)
+    assert len(unsigned) < len(older) and read(unsigned) == plan
 
 
 def test_options_that_prices_depend_on_are_written_if_they_are_not_the_defaults(plan: Plan) -> None:
@@ -142,9 +148,9 @@ def test_options_that_prices_depend_on_are_written_if_they_are_not_the_defaults(
     assert [change.path for change in plan.diff(made).settings] == list(priced)
     for wrong in ({"optimizer": "sdg"}, {"compile": "yes"}, {"imbalance": 0.5}, {"imbalance": "much"}):
         with pytest.raises(OptionsError, match=f"{next(iter(wrong))} is"):
-            Plan.from_json(json.dumps(plan_to_dict(plan) | wrong))
+            Plan.from_json(json.dumps(signed(plan_to_dict(plan) | wrong)))
     with pytest.raises(OptionsError, match=r"compile is 'yes', not auto or true or false$"):
-        Plan.from_json(json.dumps(plan_to_dict(plan) | {"compile": "yes"}))
+        Plan.from_json(json.dumps(signed(plan_to_dict(plan) | {"compile": "yes"})))
 
 
 def test_folded_tables_hold_what_equal_layers_share_once(plan: Plan) -> None:
@@ -225,3 +231,19 @@ def test_html_is_one_page_that_escapes(plan: Plan, tmp_path: Path) -> None:
         assert path.replace(".0.", ".{0..2}.").replace(".1.", ".{0..2}.").replace(".2.", ".{0..2}.") in page
     with pytest.raises(OptionsError, match="cannot write"):
         plan.to_html(tmp_path / "none" / "plan.html")
+
+
+@pytest.mark.parametrize("form", ["json", "txt"])
+@pytest.mark.parametrize("begin", ["", "\ufeff", "\ufeff\r\n"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_files_that_an_editor_wrote_anew_are_read(plan: Plan, tmp_path: Path, form: str, begin: str, end: str) -> None:
+    text = plan.to_json() if form == "json" else plan.to_text()
+    written, path = begin + text.replace("\n", end), tmp_path / f"plan.{form}"
+    path.write_bytes(written.encode())
+    assert Plan.load(path) == plan
+    assert (Plan.from_json if form == "json" else Plan.from_text)(written) == plan
+
+
+def test_indented_lines_and_comments_are_read(plan: Plan) -> None:
+    text = plan.to_text().replace("[parameters]\n", "  # mine\n[parameters]  \n").replace("\nend\n", "\n end \n")
+    assert Plan.from_text(text) == plan

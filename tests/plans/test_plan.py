@@ -15,6 +15,7 @@ from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.placements import REPLICATE, Placements, Shard, Strategy, parse_placements, short
+from autopar.ir.searched import Searched, TriedDivision
 from autopar.placement.alternatives import alternatives
 from autopar.placement.axis_names import default_names
 from autopar.plans.plan import Plan
@@ -373,3 +374,26 @@ def test_no_such_table(plan: Plan) -> None:
         plan.table(by="colour")
     with pytest.raises(OptionsError, match=r"no table by 'tree'.*; plan.tree\(\) shows the modules as a tree"):
         plan.table(by="tree")
+
+
+def test_the_table_of_divisions_says_what_does_not_fit_and_what_is_excluded(plan: Plan) -> None:
+    """As ``print`` does."""
+    full = replace(plan.predicted, peak_bytes=plan.memory_limit + 1, step_seconds=2 * plan.predicted.step_seconds)
+    other = replace(plan.predicted, step_seconds=3 * plan.predicted.step_seconds)
+    baselines = {"FSDP": full, "data parallel": other, "grid": None, "no stages": None}
+    made = replace(plan, baselines=baselines, excluded={"no stages": "does not fit: 3 GiB of 2 GiB"}, searched=None)
+    table = made.table(by="division")
+    assert [row[:2] for row in table.rows] == [
+        ("the plan", "solved"),
+        ("FSDP", "solved, does not fit"),
+        ("data parallel", "solved"),
+        ("grid", "not possible"),
+        ("no stages", "does not fit: 3 GiB of 2 GiB"),
+    ]
+    assert str(table).splitlines()[-1].split() == ["no", "stages", "does", "not", "fit:", "3", "GiB", "of", "2", "GiB"]
+    tried = (TriedDivision("FSDP", "solved", full.step_seconds, 1), TriedDivision("2 stages", "solved", 1.0, 1))
+    searched = Searched(5, 0, 2, 3, 0.0, tried=tried)
+    table = replace(made, searched=searched).table(by="division")
+    assert ("FSDP", 1, "solved, does not fit", full.step_seconds) in table.rows
+    assert table.rows[-1] == ("no stages", 0, "does not fit: 3 GiB of 2 GiB", "")
+    assert sum(int(row[1]) for row in table.rows) == searched.divisions

@@ -316,8 +316,8 @@ def test_without_a_question_memory_and_devices_are_asked(monkeypatch: pytest.Mon
     ("asked", "said"),
     [
         ({"memory_limit": []}, "asks nothing"),
-        ({"memory_limit": 0.5}, "not a positive number of bytes"),
-        ({"batch": [0]}, "not a positive number of samples"),
+        ({"memory_limit": 0.5}, "memory_limit=0.5 is not a positive number of bytes per device; write .* or '40GiB'"),
+        ({"batch": [0]}, "not a positive whole number of samples"),
         ({"devices": [(2, 0)]}, "neither a number of devices nor a shape"),
         ({"precision": ["bf16", "bf61"]}, "precision='bf61' is not known; one of fp32"),
         ({"cluster": "nope"}, "no cluster is called 'nope'"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import autopar
+from autopar.errors import OptionsError
 from autopar.ir.placements import Strategy, parse_placements
 from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.planner import solve_mesh
@@ -178,3 +180,12 @@ def test_what_is_said_to_be_enough_is_no_more_than_a_plan_of_the_table_holds() -
     assert found[0].needed_bytes == 10 and found[0].error.endswith("holds less: 10 bytes (10 B)")
     nothing = replace(nothing, needed_bytes=9)
     assert quickest_within([nothing, small], _asked(), 0.01, alone_first=False)[0] is nothing
+
+
+def test_a_limit_may_be_a_float_as_in_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = questions.ask()
+    monkeypatch.setattr("autopar.plans.question.Question.again", lambda question, **changed: plan)
+    assert [answer.value for answer in plan.whatif(memory_limit=[1.5e9, 2e9 + 0.5]).answers] == [1500000000, 2000000000]
+    assert autopar.Options(memory_limit=1.5e9).memory_bytes == 1500000000
+    with pytest.raises(OptionsError, match="memory_limit=inf is not a positive number of bytes per device"):
+        plan.whatif(memory_limit=[1e9, float("inf")])

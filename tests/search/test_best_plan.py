@@ -365,10 +365,10 @@ def test_only_the_first_search_asks_whether_stages_are_worth_while(monkeypatch: 
     for limit in (200.0, 180.0):
         programs.solve(request.graph, repeats, limit, 20.0)
     assert [call.args[0].worth for call in solve_only.call_args_list] == [pytest.approx(2.3), math.inf]
-    with pytest.raises(TooSlowError, match="2 stages take about 2") as caught:
+    with pytest.raises(TooSlowError, match="2 stages take at least about 2") as caught:
         stage_programs.StagePrograms(request, layout, math.inf, Timings()).solve(request.graph, repeats, 200.0, 20.0)
     assert caught.value.seconds == pytest.approx(2.0) and not caught.value.is_proven
-    assert why_excluded(Tried(excluded=(Excluded(RULE, caught.value),)), 1)[RULE].startswith("about 2")
+    assert why_excluded(Tried(excluded=(Excluded(RULE, caught.value),)), 1)[RULE].startswith("at least about 2")
 
 
 def test_stages_of_unequal_devices_are_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:

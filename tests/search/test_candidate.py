@@ -7,6 +7,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.ir.plan_record import Predicted
+from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.timings import Timings
 from autopar.search import best_plan as search
 from autopar.search import without_stages
@@ -50,3 +51,18 @@ def test_only_the_error_that_would_be_shown_keeps_what_explains_it(monkeypatch: 
     assert [error.__traceback__ is None for error in raised] == [True, True, False]
     search.keep_shown(Tried((Mock(),), failures=(Failure(raised[-1]),)))
     assert raised[-1].explain is None
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ([TooSlowError("it", 3.0), TooSlowError("it", 2.0)], "at least 2 s"),
+        ([TooSlowError("it", 3.0, is_proven=False)], "about 3 s"),
+        ([TooSlowError("it", 3.0, is_proven=False, is_least=True)], "at least about 3 s"),
+        ([TooSlowError("it", 3.0), TooSlowError("it", 2.0, is_proven=False)], "at least about 2 s"),
+        ([TooSlowError("it", 3.0), TooSlowError("it", 2.0, is_proven=False, is_least=True)], "at least about 2 s"),
+    ],
+)
+def test_why_a_kind_is_excluded_says_what_is_proven_and_what_estimated(errors: list[TooSlowError], said: str) -> None:
+    tried = Tried(excluded=tuple(Excluded(NO_STAGES, error) for error in errors))
+    assert why_excluded(tried, limit=1) == {NO_STAGES: said}

@@ -160,6 +160,12 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
             {"tensor": 2, "data": 2, "pipeline": 1, "context": 1},
             "tensor=4 or context=2 or data=4 or pipeline=2 would do",
         ),
+        (
+            "llama",
+            8,
+            {"pipeline": 3},
+            "pipeline=3 = 3 devices, but the mesh (8,) has 8 (degrees that are left out are searched); pipeline=2 or",
+        ),
         ("llama", 3, {"data": 3}, "a batch of 8 does not divide among 3 data ranks; data=1 would do"),
         (
             "llama",

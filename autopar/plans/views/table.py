@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from autopar.errors import OptionsError
 from autopar.ir.module_paths import fold_path
-from autopar.ir.plan_record import PlanLine, PlanRecord
+from autopar.ir.plan_record import PlanLine, PlanRecord, Predicted
+from autopar.ir.searched import TriedDivision
 
 from .columns import columns
 from .quantities import duration, longer, share, size
@@ -24,7 +25,8 @@ class PlanTable:
     to which shares refer: the step, multiplied by the number of stages if the rows sum over them. What computing hides
     has a negative share, so that all add up to the step (without its bubble); hidden and not, a kind of communication
     may take longer than it. A stage whose ranks compute quicker while others wait, on cores that they share, may be
-    busy for longer, too, and idles for less than nothing. Divisions are compared with the plan.
+    busy for longer, too, and idles for less than nothing. Divisions are compared with the plan; where no seconds are
+    known, that cell is "", and the row last.
     """
 
     by: str
@@ -42,14 +44,20 @@ class PlanTable:
             at, beside = self.columns.index("seconds"), self.by == "division"
             header.append("than the plan" if beside else "share")
             for row, raw in zip(rows, self.rows, strict=True):
-                seconds = float(raw[at])
-                row.append(longer(seconds, self.step_seconds) if beside else share(seconds, self.step_seconds))
+                row.append(_compared(raw[at], self.step_seconds, beside))
             places.append(len(header) - 1)
         return header, rows, places
 
     def __str__(self) -> str:
         header, rows, places = self.texts()
         return "\n".join(columns(header, rows, right=places)) if rows else f"nothing by {self.by}"
+
+
+def _compared(seconds: Cell, step: float, beside: bool) -> str:
+    """Seconds of a row beside those of the plan, or as a share of the step."""
+    if isinstance(seconds, str):  # They are not known.
+        return ""
+    return longer(seconds, step) if beside else share(seconds, step)
 
 
 _TIMES = ("seconds", "compute", "comm", "idle")
@@ -74,7 +82,7 @@ def plan_table(plan: PlanRecord, by: str) -> PlanTable:
     names, rows = _TABLES[by](plan)
     at = names.index("seconds")
     sign = 1.0 if by == "division" else -1.0
-    ordered = sorted(rows, key=lambda row: (sign * float(row[at]), str(row[0])))
+    ordered = sorted(rows, key=lambda row: (row[at] == "", sign * float(row[at] or 0.0), str(row[0])))
     stages = 1 if by in ("stage", "division") else plan.stages
     return PlanTable(by, names, tuple(ordered), plan.predicted.step_seconds * stages)
 
@@ -179,22 +187,44 @@ def _by_stage(plan: PlanRecord) -> _Rows:
 
 
 def _by_division(plan: PlanRecord) -> _Rows:
-    """The divisions of the devices, with the seconds of a step: of what was solved or only estimated, and the bounds of
-    the rest, below which no step of it is. ``count`` adds up to ``plan.searched.divisions``: one program solves several
-    divisions, and what is only estimated counts in the rows of bounds. Where everything was solved that could win, the
-    plan and what is listed beside it."""
+    """The divisions of the devices, with the seconds of a step: of what was solved or only estimated, whether or not it
+    fits, and the bounds of the rest, below which no step of it is. ``count`` adds up to ``plan.searched.divisions``:
+    one program solves several divisions, and what is only estimated counts in the rows of bounds. Where everything was
+    solved that could win, the plan and what is listed beside it. Kinds of which there is no plan come last, with why
+    (``plan.excluded``); their seconds are not known."""
     found, step = plan.searched, plan.predicted.step_seconds
     if found is None:
-        others = {name: each.step_seconds for name, each in plan.baselines.items() if each is not None}
-        named = {"the plan": step, **others}
-        return ("division", "known", "seconds"), [(name, "solved", seconds) for name, seconds in named.items()]
-    rows: list[tuple[Cell, ...]] = [(each.described, each.divisions, each.how, each.seconds) for each in found.tried]
+        rows: list[tuple[Cell, ...]] = [("the plan", "solved", step), *_beside(plan)]
+        return ("division", "known", "seconds"), rows + [(name, why, "") for name, why in plan.excluded.items()]
+    rows = [(each.described, each.divisions, _known(plan, each), each.seconds) for each in found.tried]
     if found.first:
         more = f" and {found.left - 1} others" if found.left > 1 else ""
         rows.append((f"{found.first}{more}", found.left, "at least", found.first_bound))
     if found.excluded:
         rows.append((f"{found.excluded} others, excluded by their bounds", found.excluded, "at least", step))
+    # A kind of plans may be called by its layout, too, under which its estimate is listed.
+    listed = {each.described for each in found.tried}
+    left_out = ((name, why) for name, why in plan.excluded.items() if listed.isdisjoint((name, *name.split(": ")[1:])))
+    rows += [(name, 0, why, "") for name, why in left_out]
     return ("division", "count", "known", "seconds"), rows
+
+
+def _beside(plan: PlanRecord) -> Iterator[tuple[Cell, ...]]:
+    """The plans that are listed beside a plan, and those that are not possible."""
+    for name, other in plan.baselines.items():
+        if other is not None:
+            yield name, _fits("solved", plan, other), other.step_seconds
+        elif name not in plan.excluded:
+            yield name, "not possible", ""
+
+
+def _known(plan: PlanRecord, tried: TriedDivision) -> str:
+    other = plan.baselines.get(tried.described)
+    return tried.how if other is None else _fits(tried.how, plan, other)
+
+
+def _fits(known: str, plan: PlanRecord, other: Predicted) -> str:
+    return known if other.peak_bytes <= plan.least_limit else f"{known}, does not fit"
 
 
 _TABLES: dict[str, Callable[[PlanRecord], _Rows]] = {

@@ -73,7 +73,8 @@ class FewLayerStep:
         candidates = cut_candidates(pieces.graph)
         unfolded = tuple(range(len(candidates) + 1))
         for stack in self.stacks:
-            unfolded = _unfolded(unfolded, stack, [_layer_at(pieces.graph, each, stack) for each in candidates])
+            layers = [number_in(pieces.graph[each.name], stack.path) for each in candidates]
+            unfolded = _unfolded(unfolded, stack, layers)
         segments = segment_of_nodes(pieces.graph, candidates)
         exchanged = exchanged_bytes(pipelined_step_of(self.request))
         return Microbatch(SaveActivations()(pieces.graph), pieces.graph, exchanged, candidates, segments, unfolded)
@@ -84,11 +85,6 @@ class FewLayerStep:
         whole = pipelined_step_of(self.request)
         few, every = (sum(int(n.stored.bytes) for n in graph.placeholders("param")) for graph in (self.graph, whole))
         return few / every
-
-
-def _layer_at(graph: Graph, candidate: CutCandidate, stack: Stack) -> int | None:
-    """The layer of ``stack`` in which a segment begins."""
-    return number_in(graph[candidate.name], stack.path)
 
 
 def _unfolded(segments: tuple[int, ...], stack: Stack, layers: Sequence[int | None]) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class Ranking:
         return self.known[layout]
 
     def _estimate(self, layout: Layout) -> float:
-        count, limit, stages = self._microbatches(layout), memory_limit_of(self.request), layout.pipeline
+        stages, count, limit = self._division(layout)
         every = [placed.costs(layout.data) for placed in self._useful(layout)]
         waiting = [
             (seconds, index, kind)
@@ -127,10 +127,9 @@ class Ranking:
     def _until_one_fits(
         self, items: Iterable[Item], totals: Callable[[Item], Totals], layout: Layout
     ) -> Iterator[Item]:
-        count, limit = self._microbatches(layout), memory_limit_of(self.request)
         for item in items:
             yield item
-            if self.forms.fits(totals(item), layout.pipeline, count, limit):
+            if self.forms.fits(totals(item), *self._division(layout)):
                 return
 
     def _alone(self, layout: Layout) -> float:
@@ -161,8 +160,7 @@ class Ranking:
         return self._closed([placed.costs(layout.data).totals for placed in self._useful(layout)], layout)
 
     def _closed(self, every: Iterable[Totals], layout: Layout) -> float:
-        count, limit = self._microbatches(layout), memory_limit_of(self.request)
-        kinds = (self.forms.kinds(totals, layout.pipeline, count, limit) for totals in every)
+        kinds = (self.forms.kinds(totals, *self._division(layout)) for totals in every)
         return min((seconds for each in kinds for seconds, _ in each), default=math.inf)
 
     @cached_property
@@ -174,5 +172,5 @@ class Ranking:
     def _devices(self) -> int:
         return math.prod(self.request.mesh)
 
-    def _microbatches(self, layout: Layout) -> int:
-        return layout.microbatches(self.request.batch)
+    def _division(self, layout: Layout) -> tuple[int, int, float]:  # Stages, microbatches, bytes of a device.
+        return layout.pipeline, layout.microbatches(self.request.batch), memory_limit_of(self.request)

@@ -35,6 +35,9 @@ def arrangements(request: PlanRequest) -> list[PlanRequest]:
     restriction = replace(restriction, pipeline=restriction.pipeline or (None if isinstance(stages, tuple) else stages))
     restricting = (*DEGREES[1:], "expert", "microbatch", "sequence_parallel")
     if all(getattr(restriction, name) is None for name in restricting):
+        given = getattr(request.options.layout, "given", ())
+        if "pipeline" in given and math.prod(request.mesh) % (restriction.pipeline or 1):
+            raise _no_devices(request, restriction)
         return [request]
     check_layout_divides(request, restriction)
     found: dict[object, PlanRequest] = {}
