@@ -10,8 +10,8 @@ from autopar.options import SOLVED
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
 from autopar.search.schedules.schedule_size import MOST_COMPUTATIONS, computations
+from autopar.search.stage_prices.pipeline_breakdown import PipelineBreakdown, price_stages, wire_prices
 
-from .pipeline_breakdown import PipelineBreakdown, price_stages, wire_prices
 from .pipeline_solution import PipelineSolution, planned_pipeline
 from .rehearsed_memory import counted_beyond, fits
 

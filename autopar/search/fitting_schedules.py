@@ -20,9 +20,9 @@ from autopar.schedule.schedule import Schedule
 from autopar.search.schedules.chunks import place_chunks
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of, cuts_with
+from autopar.search.stage_prices.pipeline_breakdown import price_stages, shared_processors, slowest_wire, wire_prices
 from autopar.solver.problem import Ints
 
-from .pipeline_breakdown import price_stages, shared_processors, slowest_wire, wire_prices
 from .pipeline_request import PipelineRequest
 from .pipeline_solution import PipelineSolution, planned_pipeline
 from .rehearsed_memory import fits, peaks_within

@@ -17,8 +17,8 @@ from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.search.schedules.chunks import edge_bytes
+from autopar.search.stage_prices.pipeline_breakdown import PipelineBreakdown
 
-from .pipeline_breakdown import PipelineBreakdown
 from .stage_devices import prices_on_blocks
 from .stage_meshes import StageLayout
 

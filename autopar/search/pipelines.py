@@ -29,10 +29,11 @@ from .candidate import Candidate, Excluded, Failure, Tried, named_axes, needed
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .infeasible import FULLER, pipeline_infeasible
-from .pipeline import inner_repeats, search
+from .pipeline import search
 from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest
 from .pipeline_solution import PipelineSolution
+from .rounds import inner_repeats
 from .stage_meshes import StageLayout
 from .stage_problems import SAFETY_FACTOR, StagePrograms
 from .to_plan import staged_plan

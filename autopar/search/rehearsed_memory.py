@@ -23,10 +23,10 @@ from autopar.planner.peaks import NEAR
 from autopar.planner.steps.exact_memory import ExactMemory, of_step, reason_of
 from autopar.planner.steps.step_program import without_input_gradients
 from autopar.runtime.rehearse.rehearsal import rehearse
+from autopar.search.stage_prices.shared_parameters import shared_parameters
 
 from .pipeline_predicted import rank_holdings, rank_steps
 from .pipeline_solution import PipelineSolution
-from .shared_parameters import shared_parameters
 
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
 # Chosen: what a search may wait for; not measured.
@@ -138,6 +138,10 @@ class Overfull:
     def of(solution: PipelineSolution, limits: Sequence[float]) -> Overfull:
         ranks = zip(peaks_within(solution, limits), limits, strict=True)
         return max(Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
+
+
+# Of what was not tried.
+INFINITE = Overfull()
 
 
 def counted_beyond(solution: PipelineSolution) -> tuple[float, ...]:
