@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import Layout, Options
-from tests.helpers.planning import CLUSTER
+from tests.helpers.planning import CLUSTER, on
 
 
 class Mixed(nn.Module):
@@ -36,10 +36,13 @@ class Mixer(nn.Module):
         return functional.cross_entropy(self.head(self.blocks(x).mean(1)), labels)
 
 
+def batch(size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(size, 16, 48), "labels": torch.zeros(size, dtype=torch.int64)}
+
+
 def planned(limit: int | None) -> autopar.Plan:
     options = Options(layout=Layout(data=2, pipeline=2, microbatch=3), memory_limit=limit)
-    batch = {"x": torch.randn(12, 16, 48), "labels": torch.zeros(12, dtype=torch.int64)}
-    return autopar.plan(Mixer(), (2, 2), batch, cluster=CLUSTER, options=options)
+    return autopar.plan(Mixer(), (2, 2), batch(12), cluster=CLUSTER, options=options)
 
 
 @pytest.mark.parametrize("part", [1.0, 0.85])
@@ -49,3 +52,19 @@ def test_a_limit_on_what_stages_hold_costs_little(part: float) -> None:
     found = planned(limit)
     assert found.pipeline is not None and max(found.pipeline.peaks) == found.predicted.peak_bytes <= limit
     assert found.predicted.step_seconds <= (1.0 if part == 1.0 else 1.05) * free.predicted.step_seconds
+
+
+def test_a_batch_of_another_size_is_refused_by_what_it_holds() -> None:
+    """More is counted of it than the limit, as of the planned step."""
+    layout = Layout(pipeline=2, microbatch=12)
+    limit = autopar.plan(Mixer(), (2,), batch(48), cluster=CLUSTER, options=Options(layout=layout)).predicted.peak_bytes
+
+    def work(rank: int, world: int) -> None:
+        options = Options(layout=layout, memory_limit=limit)
+        model = autopar.parallelize(Mixer(), (2,), cluster=CLUSTER, options=options)
+        model.step(**batch(48))
+        model.step(**batch(44))
+        with pytest.raises(autopar.InfeasibleError, match=f"more than its limit of {limit}"):
+            model.step(**batch(96))
+
+    on(2, work)
