@@ -1,5 +1,6 @@
 """The rounds of a search whose pipelines are within their limits by what is counted of them: those that take too long
-to rehearse, and steps without stages, of which whole ones are measured.
+to rehearse, or have unequal stages, and steps without stages, of which whole ones are measured. (Pipelines that count
+near their limits are rehearsed nevertheless, and must hold no more.)
 
 The memory of the uncut graph is taken as that of all stages together. If a stage turns out too full, the program is
 solved again with less memory, a few times.

@@ -5,7 +5,7 @@ of stage where they have unequal meshes. Its solution prices every node. From th
 and, for each schedule, the simulated step (:mod:`.stage_prices.pipeline_breakdown`). The quickest step wins.
 
 Within a limit of memory the program is solved several times. What decides is what stages hold, where they are soon
-rehearsed (:mod:`.rehearsed_rounds`), otherwise what is counted of them (:mod:`.counted_rounds`).
+rehearsed and equal (:mod:`.rehearsed_rounds`), otherwise what is counted of them (:mod:`.counted_rounds`).
 
 Where devices are of several kinds (:mod:`.stage_devices`), each stage is priced and limited by its own, and the order
 in which stages lie on them is tried like a schedule.
@@ -51,7 +51,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
 def _best(sought: Sought) -> PipelineSolution:
     quickest = _too_large(sought)
     slowest = math.inf if quickest is None else slowest_of_use(sought, quickest)
-    if sought.request.layout.stages > 1 and is_soon_rehearsed(sought.saving, sought.request.microbatches):
+    if is_soon_rehearsed(sought.request.layout, sought.saving, sought.request.microbatches):
         return best_of_rehearsed(sought, slowest, quickest)
     return best_of_counted(sought, slowest)
 

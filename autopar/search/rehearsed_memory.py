@@ -27,6 +27,7 @@ from autopar.search.stage_prices.shared_parameters import shared_parameters
 
 from .pipeline_predicted import rank_holdings, rank_steps
 from .pipeline_solution import PipelineSolution
+from .stage_meshes import StageLayout
 
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
 # Chosen: what a search may wait for; not measured.
@@ -97,9 +98,11 @@ def _in_room(solution: PipelineSolution, rank: int, prices: Prices, room: Room, 
     return InRoom(room, bound, ExactMemory(None, tuple(rank_holdings(solution, rank, prices))))
 
 
-def is_soon_rehearsed(graph: Graph, microbatches: int) -> bool:
-    """Whether pipelines of so many microbatches of ``graph`` are rehearsed while they are sought."""
-    return bool(graph.gradients) and len(graph) * microbatches <= EFFORT
+def is_soon_rehearsed(layout: StageLayout, graph: Graph, microbatches: int) -> bool:
+    """Whether pipelines of so many microbatches of ``graph`` are rehearsed while they are sought, and their programs'
+    limits are sought by what they hold: not of unequal stages, of which each has a program that counts for itself."""
+    is_alike = layout.stages > 1 and not layout.is_unequal
+    return is_alike and bool(graph.gradients) and len(graph) * microbatches <= EFFORT
 
 
 def peaks_of(solution: PipelineSolution) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ class StagePrograms:
 
     def _is_rehearsed(self, graph: Graph, repeats: Repeats) -> bool:
         """Whether what a pipeline holds is measured, so that the program's limit is of what it counts."""
-        return self.layout.stages > 1 and is_soon_rehearsed(graph, repeats.microbatches)
+        return is_soon_rehearsed(self.layout, graph, repeats.microbatches)
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)
