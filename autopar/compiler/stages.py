@@ -37,10 +37,10 @@ from autopar.plans.plan import Plan
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
-from autopar.search.schedules.chunks import WirePrices, place_chunks
+from autopar.search.schedules.chunks import Chunk, WirePrices, place_chunks
 from autopar.search.stage_prices.pipeline_breakdown import price_stages, wire_prices
 
-from .pipeline import PlacedChunk, pipeline_program
+from .pipeline import pipeline_program
 
 Annotate = Callable[[Graph, Mesh], Graph]
 # From a graph that is annotated for a mesh, where its parameters rest there, and the names of the caches there.
@@ -63,7 +63,7 @@ class PlacedStages:
 
     pieces: Microbatched
     staged: Staged
-    chunks: Sequence[PlacedChunk]
+    chunks: tuple[Chunk, ...]
     wires: Wires
     schedule: Schedule
     paths: Sequence[Path]

@@ -9,7 +9,11 @@ from torch.nn import functional
 
 import autopar
 from autopar import Layout, Options
-from tests.helpers.planning import CLUSTER, on
+from autopar.cluster.description import Cluster
+from autopar.compiler.calls import Compiler
+from autopar.runtime.calls.compiled import Request
+from autopar.runtime.comm.groups import AxisGroup
+from tests.helpers.planning import CLUSTER
 
 
 class Mixed(nn.Module):
@@ -55,16 +59,14 @@ def test_a_limit_on_what_stages_hold_costs_little(part: float) -> None:
 
 
 def test_a_batch_of_another_size_is_refused_by_what_it_holds() -> None:
-    """More is counted of it than the limit, as of the planned step."""
-    layout = Layout(pipeline=2, microbatch=12)
-    limit = autopar.plan(Mixer(), (2,), batch(48), cluster=CLUSTER, options=Options(layout=layout)).predicted.peak_bytes
-
-    def work(rank: int, world: int) -> None:
-        options = Options(layout=layout, memory_limit=limit)
-        model = autopar.parallelize(Mixer(), (2,), cluster=CLUSTER, options=options)
-        model.step(**batch(48))
-        model.step(**batch(44))
-        with pytest.raises(autopar.InfeasibleError, match=f"more than its limit of {limit}"):
-            model.step(**batch(96))
-
-    on(2, work)
+    """More is counted of the smaller one than the limit, as of the planned step."""
+    limit = int(0.85 * planned(None).predicted.peak_bytes)
+    compiler = Compiler(
+        model=Mixer(), mesh=(2, 2), axis_names=(), cluster=Cluster.get(CLUSTER), options=Options(),
+        device=torch.device("cpu"), ranks=AxisGroup(None, 1, 0), plan=planned(limit),
+    )  # fmt: skip
+    asked = (Request((), batch(size), training=True, grad=True, outputs="loss") for size in (12, 8, 24))
+    compiler(next(asked))
+    compiler(next(asked))
+    with pytest.raises(autopar.InfeasibleError, match=f"more than its limit of {limit}"):
+        compiler(next(asked))
