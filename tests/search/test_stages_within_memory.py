@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from autopar.cluster.description import Cluster
 from autopar.compiler.calls import Compiler
 from autopar.runtime.calls.compiled import Request
 from autopar.runtime.comm.groups import AxisGroup
+from autopar.search import rehearsed_memory, rehearsed_rounds
 from tests.helpers.planning import CLUSTER
 
 
@@ -70,3 +74,17 @@ def test_a_batch_of_another_size_is_refused_by_what_it_holds() -> None:
     compiler(next(asked))
     with pytest.raises(autopar.InfeasibleError, match=f"more than its limit of {limit}"):
         compiler(next(asked))
+
+
+@pytest.mark.parametrize(("seconds", "leads"), [(0.8, "quicker"), (0.95, "fits")])
+def test_a_much_slower_schedule_that_fits_does_not_lead(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, leads: str
+) -> None:
+    """Less memory is tried until a quick schedule fits too."""
+    monkeypatch.setattr(rehearsed_memory, "peaks_within", lambda solution, _: (solution.peak,))
+    fits = SimpleNamespace(name="fits", seconds=1.0, peak=9)
+    quicker = SimpleNamespace(name="quicker", seconds=seconds, peak=11)
+    tried = SimpleNamespace(request=SimpleNamespace(limits=(10.0,)))
+    own: Any = SimpleNamespace(fits=fits, priced=(quicker, fits), tried=tried)
+    found: Any = rehearsed_rounds._leading(own)
+    assert found.name == leads
