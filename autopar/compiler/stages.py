@@ -37,10 +37,10 @@ from autopar.plans.plan import Plan
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
-from autopar.search.pipeline_breakdown import price_stages, wire_prices
-from autopar.search.schedules.chunks import place_chunks
+from autopar.search.schedules.chunks import Chunk, WirePrices, place_chunks
+from autopar.search.stage_prices.pipeline_breakdown import price_stages, wire_prices
 
-from .pipeline import PlacedChunk, pipeline_program
+from .pipeline import pipeline_program
 
 Annotate = Callable[[Graph, Mesh], Graph]
 # From a graph that is annotated for a mesh, where its parameters rest there, and the names of the caches there.
@@ -63,7 +63,7 @@ class PlacedStages:
 
     pieces: Microbatched
     staged: Staged
-    chunks: Sequence[PlacedChunk]
+    chunks: tuple[Chunk, ...]
     wires: Wires
     schedule: Schedule
     paths: Sequence[Path]
@@ -106,13 +106,17 @@ class StageCompiler:
         """The stages of the planned step."""
         pieces = self._pieces(graph, symbolic)
         planned = None if bare is None else SaveActivations()(self._pieces(bare, symbolic).graph)
-        staged, saving = cut(pieces, self.pipeline.cuts), SaveActivations()(pieces.graph)
+        staged = cut(pieces, self.pipeline.cuts)
+        return self._stages(pieces, staged, self._as_planned(pieces, staged, planned))
+
+    def _as_planned(self, pieces: Microbatched, staged: Staged, planned: Graph | None = None) -> Mapping[int, Placed]:
+        saving = SaveActivations()(pieces.graph)
         names = {node.target: node.name for node in saving.placeholders("param")}
         placed: dict[int, Placed] = {}
         for part in nodes_by_mesh(self.plan, staged):
             prices = self.planned_prices(saving, part if self.pipeline.meshes else None, planned)
             placed |= dict.fromkeys(part.chunks, (self.plan.assignment(names, part.chunks), prices))
-        return self._stages(pieces, staged, placed)
+        return placed
 
     def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
@@ -132,7 +136,9 @@ class StageCompiler:
             prices, own = self._prices(second, part), part.names if self.pipeline.meshes else None
             refit = refit_plan(self.plan, first, second, part.chunks, own)
             placed |= dict.fromkeys(part.chunks, (refit, prices))
-        return self._compiled(self._stages(pieces, staged, placed, checked=True))
+        stages = self._stages(pieces, staged, placed)
+        self._check(stages, placed, original)
+        return self._compiled(stages)
 
     def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> CompiledStages:
         """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
@@ -141,7 +147,8 @@ class StageCompiler:
         Raises:
             InfeasibleError: the device cannot hold it.
         """
-        planned_stages = cut(self._pieces(planned, planned_symbolic), self.pipeline.cuts)
+        original = self._pieces(planned, planned_symbolic)
+        planned_stages = cut(original, self.pipeline.cuts)
         count = self.plan.microbatches
         while not _divides(graph, symbolic, count):
             count -= 1
@@ -157,7 +164,10 @@ class StageCompiler:
             caches = [name for chunk in part.graphs.values() for name in chunk.caches]
             solved = self.solve(annotated, part.mesh, self._resting(part, homes), caches)
             placed |= dict.fromkeys(part.chunks, (solved, self._prices(annotated, part)))
-        return self._compiled(self._stages(pieces, staged, placed, checked=trains))
+        stages = self._stages(pieces, staged, placed)
+        if trains:
+            self._check(stages, placed, original)
+        return self._compiled(stages)
 
     def _resting(self, part: ChunkNodes, homes: Mapping[str, int]) -> Mapping[str, ParameterPlacement]:
         """Where parameters rest for the chunks of ``part``: as planned, by whichever devices of such a mesh, and whole
@@ -209,24 +219,37 @@ class StageCompiler:
     def _compiled(self, stages: PlacedStages) -> CompiledStages:
         return CompiledStages(stages.program(self.index), stages.caches)
 
-    def _stages(
-        self, pieces: Microbatched, staged: Staged, placed: Mapping[int, Placed], checked: bool = False
-    ) -> PlacedStages:
-        schedule, meshes = self._schedule(staged, pieces), self.plan.stage_meshes
-        pairs = tuple((edge.source, edge.target) for edge in staged.edges)
-        links = wire_prices(self.cluster, schedule.placement, [meshes.ranks(s) for s in range(meshes.stages)], pairs)
+    def _stages(self, pieces: Microbatched, staged: Staged, placed: Mapping[int, Placed]) -> PlacedStages:
+        schedule = self._schedule(staged, pieces)
         assignments, prices = zip(*(placed[chunk] for chunk in range(len(staged.chunks))), strict=True)
-        chunks, wires = place_chunks(staged, assignments, prices, links, self.pipeline.wires)
-        on_ranks = [prices[held[0]].on_block(rank) for rank, held in enumerate(schedule.held)]
-        if checked:
-            peaks = price_stages(chunks, wires, schedule, on_ranks, links, self.optimizer, self.cluster).peaks
-            limits = self.plan.stage_limits
-            for peak, limit in sorted(zip(peaks, limits, strict=True), reverse=True):
-                check_memory(self.plan, peak, limit, pieces.graph)
+        chunks, wires = place_chunks(staged, assignments, prices, self._links(staged, schedule), self.pipeline.wires)
         paths, messages = [prices[held[0]].path for held in schedule.held], prices[0].messages
         rests = {name: placed[chunk][0] for chunk, graph in enumerate(staged.chunks) for name in graph.caches}
         caches = {name: rests[name].resting(pieces.graph)[name] for name in pieces.graph.caches if name in rests}
         return PlacedStages(pieces, staged, chunks, wires, schedule, paths, messages, caches)
+
+    def _links(self, staged: Staged, schedule: Schedule) -> WirePrices:
+        meshes = self.plan.stage_meshes
+        pairs = tuple((edge.source, edge.target) for edge in staged.edges)
+        return wire_prices(self.cluster, schedule.placement, [meshes.ranks(s) for s in range(meshes.stages)], pairs)
+
+    def _check(self, stages: PlacedStages, placed: Mapping[int, Placed], original: Microbatched) -> None:
+        """Raises :class:`InfeasibleError` if stages hold more than their devices can. More is counted of them than they
+        hold, as it is of the ``original``, which the plan has measured."""
+        staged = cut(original, self.pipeline.cuts)
+        planned = self._as_planned(original, staged)
+        counted = self._counted(self._stages(original, staged, planned), planned)
+        measured = self.pipeline.peaks or counted
+        beyond = (count - held for count, held in zip(counted, measured, strict=True))
+        held = (count - more for count, more in zip(self._counted(stages, placed), beyond, strict=True))
+        for peak, limit in sorted(zip(held, self.plan.stage_limits, strict=True), reverse=True):
+            check_memory(self.plan, peak, limit, stages.pieces.graph)
+
+    def _counted(self, stages: PlacedStages, placed: Mapping[int, Placed]) -> tuple[int, ...]:
+        """The peak bytes that are counted of each stage."""
+        schedule, links = stages.schedule, self._links(stages.staged, stages.schedule)
+        prices = [placed[held[0]][1].on_block(rank) for rank, held in enumerate(schedule.held)]
+        return price_stages(stages.chunks, stages.wires, schedule, prices, links, self.optimizer, self.cluster).peaks
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
         """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""

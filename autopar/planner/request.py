@@ -69,7 +69,10 @@ class PlanRequest:
     the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan.
     ``worth``: seconds of a step (of a placement program) that takes too long to be of use. ``only_quickest``: whether
-    placements that save memory are not asked for.
+    placements that save memory are not asked for. ``only_counted``: whether the limit is one of what the program
+    counts. The search over stages measures what its cut pipelines hold, and corrects that limit by it: what the uncut
+    graph would hold at its peak is then neither the program's own row nor what any stage holds, and would be corrected
+    twice.
     ``shares``: those in which rows may be divided on each axis, besides equal ones; ``rank_limits``: bytes that each
     device may hold then, by rank (:func:`rank_limits`).
     ``roles``: what each axis of the mesh is for, if a layout says. ``tied``: other names of tied parameters.
@@ -90,6 +93,7 @@ class PlanRequest:
     host_limit: float | None = None
     worth: float = math.inf
     only_quickest: bool = False
+    only_counted: bool = False
     notes: tuple[str, ...] = ()
     roles: tuple[AxisRole, ...] = ()
     shares: Shares = ()

@@ -10,11 +10,10 @@ from autopar.options import SOLVED
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
 from autopar.search.schedules.schedule_size import MOST_COMPUTATIONS, computations
+from autopar.search.stage_prices.pipeline_breakdown import PipelineBreakdown, price_stages, wire_prices
 
-from .fitting_schedules import PipelineSolution
-from .pipeline_breakdown import PipelineBreakdown, price_stages, wire_prices
-from .pipeline_record import planned_pipeline
-from .rehearsed_memory import held_beyond
+from .pipeline_solution import PipelineSolution, planned_pipeline
+from .rehearsed_memory import counted_beyond, fits
 
 if TYPE_CHECKING:
     from autopar.search.schedules.schedule_solver import SolvedSchedule
@@ -51,17 +50,13 @@ def with_solved_schedule(solution: PipelineSolution, search: ScheduleSearch) -> 
         return solution, _kept(solution, "nothing else was found within the memory") if search.requested else ""
     least = solution.seconds * (1.0 if search.requested else 1.0 - WORTH)
     breakdown = _price_under(solution, solved.schedule)
-    if (
-        breakdown.seconds < least
-        and all(peak <= limit for peak, limit in zip(breakdown.peaks, search.limits, strict=True))
-        and solved.schedule.name not in SCHEDULES
-    ):
+    if breakdown.seconds < least and solved.schedule.name not in SCHEDULES:
         before = solution.pipeline
         pipeline = planned_pipeline(
             before.cuts, breakdown, before.wires, solution.prices, before.own_statistics, solution.cluster
         )
         better = replace(solution, breakdown=breakdown, pipeline=pipeline)
-        if held_beyond(better, search.limits) <= 0:
+        if fits(better, search.limits):
             return better, ""
     reason = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
     return solution, _kept(solution, reason) if search.requested else ""
@@ -75,9 +70,12 @@ def _solve(solution: PipelineSolution, search: ScheduleSearch) -> SolvedSchedule
     )
 
     breakdown, schedule = solution.breakdown, solution.pipeline.schedule
+    # What a rank holds by its rehearsal, though more is counted, it may count.
+    is_within = all(peak <= limit for peak, limit in zip(breakdown.peaks, search.limits, strict=True))
+    beyond = (0.0,) * schedule.stages if is_within else counted_beyond(solution)
     limits = tuple(
-        limit - max(breakdown.breakdowns[c].memory.temporary for c in held)
-        for limit, held in zip(search.limits, schedule.held, strict=True)
+        limit + more - max(breakdown.breakdowns[c].memory.temporary for c in held)
+        for limit, more, held in zip(search.limits, beyond, schedule.held, strict=True)
     )
     seconds = min(search.time_limit, MOST_SECONDS)
     return solve_schedule(

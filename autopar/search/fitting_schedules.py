@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.ir.planned_pipeline import PlannedPipeline
 from autopar.ir.staged_graph import Staged
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
 from autopar.passes.pipeline.microbatch import Microbatched
 from autopar.placement.breakdown import CostBreakdown
-from autopar.placement.prices import Prices
-from autopar.planner.mesh_solution import MeshSolution, peak_bytes
-from autopar.planner.peaks import NEAR
-from autopar.planner.steps.exact_memory import is_rehearsed
+from autopar.planner.mesh_solution import MeshSolution
 from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule
 from autopar.search.schedules.chunks import place_chunks
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of, cuts_with
+from autopar.search.stage_prices.pipeline_breakdown import price_stages, shared_processors, slowest_wire, wire_prices
 from autopar.solver.problem import Ints
 
-from .pipeline_breakdown import PipelineBreakdown, price_stages, shared_processors, slowest_wire, wire_prices
-from .pipeline_record import planned_pipeline
 from .pipeline_request import PipelineRequest
+from .pipeline_solution import PipelineSolution, planned_pipeline
+from .rehearsed_memory import fits, peaks_within
 from .segments import pinned_ranks, price_segments
 from .stage_devices import breakdowns_on_blocks, kinds_of_blocks, orders, prices_on_blocks
 from .stage_meshes import StageLayout
@@ -40,58 +36,6 @@ JUST_OVER = 1.1
 # The share of its limit that a rank of that cut is to fill. Chosen: estimates and prices agree about cuts that are
 # nearly alike.
 RECUT = 0.995
-
-
-@dataclass(frozen=True)
-class PipelineSolution:
-    """A cut, placed and scheduled graph. ``solutions`` are those of the placement program for the uncut graph of one
-    microbatch, by pipeline rank: one and the same where stages have equal meshes. ``cluster``: of all ranks.
-    ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
-
-    layout: StageLayout
-    solutions: tuple[MeshSolution, ...]
-    cluster: Cluster
-    breakdown: PipelineBreakdown
-    pipeline: PlannedPipeline
-    measured: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    @property
-    def seconds(self) -> float:
-        return self.breakdown.seconds
-
-    @property
-    def uncut(self) -> MeshSolution:
-        """The solution on the largest mesh, of the first such rank."""
-        return max(self.solutions, key=lambda solution: solution.prices.devices)
-
-    @property
-    def prices(self) -> tuple[Prices, ...]:
-        """By pipeline rank, those of its own devices."""
-        return prices_on_blocks(self.solutions)
-
-    @property
-    def optimizer(self) -> str:
-        return self.uncut.instance.optimizer
-
-    @property
-    def is_one_step(self) -> bool:
-        """Whether its program is that of a whole step, one microbatch after the other, which is rehearsed."""
-        is_whole = self.layout.stages == 1 and self.breakdown.schedule.name == "1f1b"
-        return is_whole and is_rehearsed(self.uncut.instance)
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """Peak bytes of each pipeline rank's devices: those of the program of a whole step, otherwise priced ones."""
-        return (peak_bytes(self.uncut),) if self.is_one_step else self.breakdown.peaks
-
-
-def fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
-    """Whether every rank is within the memory of its devices and of its host, as they are priced, or as that of a whole
-    step is measured."""
-    if solution.breakdown.host_bytes > request.host_limit:
-        return False
-    is_far = all(peak < NEAR * limit for peak, limit in zip(solution.breakdown.peaks, request.limits, strict=True))
-    return is_far or all(peak <= limit for peak, limit in zip(solution.peaks, request.limits, strict=True))
 
 
 def kinds_within(request: PipelineRequest, segments: int) -> list[tuple[str, int]]:
@@ -127,26 +71,32 @@ class FittingSchedules:
     def solutions(self) -> Iterator[PipelineSolution]:
         """Solutions in the order of their estimates; of those alone that may fit. If none may, that which is nearest
         to it, if asked for. Of several cuts for one schedule those after the first that fits are left out, and so are
-        all whose estimate is above the seconds of one that fits: estimates are mostly a little too low."""
+        all whose estimate is above the seconds of one that fits: estimates are mostly a little too low. Where stages
+        are rehearsed, so are those that are estimated to hold no less than one that does not fit."""
         fitting = [each for each, share in zip(self.found, self.fullness, strict=True) if share <= 1.0]
         if self.found and self.nearest and not fitting:
             fitting = [self.found[self.fullness.index(min(self.fullness))]]
-        done, least = set[Arranged](), math.inf
+        done, least, too_full = set[Arranged](), math.inf, math.inf
         for chosen in self.estimates.in_order(fitting):
             if not self.estimates.is_below(chosen, least):
                 return
-            for solution in self._solved(chosen) if chosen[0] not in done else ():
+            share = self.estimates.fullness(chosen, self.request.limits)
+            for solution in self._solved(chosen) if chosen[0] not in done and share < too_full else ():
                 yield solution
-                if fits(self.request, solution):
+                if fits(solution, self.request.limits, self.request.host_limit):
                     done.add(chosen[0])
                     least = min(least, solution.seconds)
+                elif self.request.aims is not None:
+                    too_full = min(too_full, share)
 
     def _solved(self, chosen: tuple[Arranged, tuple[str, ...]]) -> Iterator[PipelineSolution]:
         """A schedule as it is cut and, if that just does not fit, cut with as much less memory as it lacks."""
         solution = self._cut(*chosen)
         yield solution
-        peaks = zip(self.request.limits, solution.breakdown.peaks, strict=True)
-        spare = [RECUT * limit / max(peak, 1) for limit, peak in peaks]
+        limits = self.request.limits
+        spare = [
+            RECUT * limit / max(peak, 1) for limit, peak in zip(limits, peaks_within(solution, limits), strict=True)
+        ]
         if RECUT > min(spare) >= RECUT / JUST_OVER:
             cuts = cuts_with(self.estimates.on_blocks, chosen, self.pinned, spare)
             if cuts is not None and (chosen[0], cuts) not in self.found:
@@ -202,9 +152,9 @@ def schedules_of(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.limits, pinned)]
+    found = [(arranged, cuts) for arranged in placed for cuts in cuts_of(on_blocks, arranged, request.aimed, pinned)]
     estimates = Estimates(on_blocks, shared_processors(cluster, layout.sizes))
-    fullness = tuple(estimates.fullness(each, request.limits) for each in found)
+    fullness = tuple(estimates.fullness(each, request.aimed) for each in found)
     return FittingSchedules(request, pieces, solved, estimates, pinned, tuple(found), fullness, nearest)
 
 

@@ -17,10 +17,10 @@ from autopar.placement.overlap_windows import REDUCTIONS
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import dtype_of
 from autopar.placement.prices import Prices
+from autopar.search.stage_prices.pipeline_breakdown import PipelineBreakdown, in_flight_at_peak
+from autopar.search.stage_prices.shared_parameters import shared_parameters
 
-from .fitting_schedules import PipelineSolution
-from .pipeline_breakdown import PipelineBreakdown, in_flight_at_peak
-from .shared_parameters import shared_parameters
+from .pipeline_solution import PipelineSolution
 
 
 def staged_predicted(solution: PipelineSolution) -> Predicted:

@@ -25,7 +25,8 @@ MOST_CHUNKS = 4
 class PipelineRequest:
     """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
     how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``limits``: bytes for each
-    device, by pipeline rank; ``host_limit``: bytes of the host for each. ``chunks``: of each stage, None searches.
+    device, by pipeline rank; ``aims``: those that cuts may count, None if as many; ``host_limit``: bytes of the host
+    for each. ``chunks``: of each stage, None searches.
     ``alone``: as for :func:`~autopar.passes.pipeline.microbatch.microbatch`. ``shared``: what other requests have in
     common with this one. ``solve`` solves the placement program of a graph, with nodes for saved activations, for each
     stage, within limits of the bytes of all devices together and of their hosts; the last argument: seconds of the
@@ -48,6 +49,12 @@ class PipelineRequest:
     best: float = math.inf
     too_large: Callable[[Graph, Repeats, float, float], tuple[MeshSolution, ...] | None] = lambda *_: None
     shared: SharedWork = field(default_factory=SharedWork, compare=False, repr=False)
+    aims: tuple[float, ...] | None = None
+
+    @property
+    def aimed(self) -> tuple[float, ...]:
+        """By pipeline rank, the bytes that estimates of a cut may come to."""
+        return self.limits if self.aims is None else self.aims
 
     @property
     def kinds(self) -> tuple[tuple[str, int], ...]:

@@ -28,12 +28,12 @@ from .attempts import attempts
 from .candidate import Candidate, Excluded, Failure, Tried, named_axes, needed
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
-from .fitting_schedules import PipelineSolution
 from .infeasible import FULLER, pipeline_infeasible
-from .pipeline import inner_repeats
+from .pipeline import search
 from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest
-from .rehearsed_memory import search_within
+from .pipeline_solution import PipelineSolution
+from .rounds import inner_repeats
 from .stage_meshes import StageLayout
 from .stage_problems import SAFETY_FACTOR, StagePrograms
 from .to_plan import staged_plan
@@ -265,7 +265,7 @@ class _Pipeline:
             best=best,
             shared=request.shared,
         )
-        solution = search_within(pipeline_request)
+        solution = search(pipeline_request)
         prices = solution.uncut.prices
         chosen = replace(inside, mesh=prices.mesh, shares=prices.shares)
         solved = _Solved(request, chosen, timings, solution)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
 from autopar.ir.plan_record import Predicted
 from autopar.ir.stage_meshes import StageMeshes
@@ -17,23 +18,20 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import memory_figures
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.placement.rooms import Room
-from autopar.planner.mesh_solution import InRoom, counted_peak
+from autopar.planner.mesh_solution import COUNTED_AT_MOST, InRoom, counted_peak, peak_bytes
 from autopar.planner.peaks import NEAR
 from autopar.planner.steps.exact_memory import ExactMemory, of_step, reason_of
 from autopar.planner.steps.step_program import without_input_gradients
 from autopar.runtime.rehearse.rehearsal import rehearse
+from autopar.search.stage_prices.shared_parameters import shared_parameters
 
-from .fitting_schedules import PipelineSolution
-from .pipeline import search
 from .pipeline_predicted import rank_holdings, rank_steps
-from .pipeline_request import PipelineRequest
-from .shared_parameters import shared_parameters
+from .pipeline_solution import PipelineSolution
+from .stage_meshes import StageLayout
 
 # The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
 # Chosen: what a search may wait for; not measured.
 EFFORT = 40_000
-# How often a pipeline is searched again with less memory. Chosen: each round costs a solve.
-ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -100,35 +98,60 @@ def _in_room(solution: PipelineSolution, rank: int, prices: Prices, room: Room, 
     return InRoom(room, bound, ExactMemory(None, tuple(rank_holdings(solution, rank, prices))))
 
 
-def search_within(request: PipelineRequest) -> PipelineSolution:
-    """The quickest pipeline whose rehearsed steps are within the limits. Cost breakdowns may be too low where a few
-    large operations hold most memory. A whole step in few microbatches is measured within its search. Raises what
-    :func:`~.pipeline.search` raises."""
-    limits, less = request.limits, 0.0
-    for _ in range(ROUNDS):
-        solution = search(replace(request, limits=tuple(limit - less for limit in limits)))
-        over = held_beyond(solution, limits)
-        if over <= 0:
-            return solution
-        # The new limits exclude this pipeline, even if its cost breakdown is far below the old ones.
-        # 2% more than what is too much: chosen, so that few rounds are needed.
-        spare = min(limit - held for limit, held in zip(limits, solution.peaks, strict=True))
-        less = max(less + 1.02 * over, spare + 1.0)
-    most = ", ".join(f"{limit:.0f}" for limit in dict.fromkeys(limits))
-    raise InfeasibleError(f"no pipeline was found whose steps hold at most {most} bytes")
+def is_soon_rehearsed(layout: StageLayout, graph: Graph, microbatches: int) -> bool:
+    """Whether pipelines of so many microbatches of ``graph`` are rehearsed while they are sought, and their programs'
+    limits are sought by what they hold: not of unequal stages, of which each has a program that counts for itself."""
+    is_alike = layout.stages > 1 and not layout.is_unequal
+    return is_alike and bool(graph.gradients) and len(graph) * microbatches <= EFFORT
 
 
-def held_beyond(solution: PipelineSolution, limits: Sequence[float]) -> float:
-    """The bytes by which a step exceeds the ``limits`` of its ranks. It is rehearsed only if its cost breakdown comes
-    near them."""
-    ranks = zip(solution.breakdown.peaks, limits, strict=True)
-    if not any(peak >= NEAR * limit for peak, limit in ranks):
-        return 0.0
+def peaks_of(solution: PipelineSolution) -> tuple[int, ...]:
+    """Peak bytes of each pipeline rank's devices, as rehearsed; as counted where that takes too long or failed. Of
+    several rooms, as they count in the smallest."""
     found = exact_stages(solution)
     if found.ranks is None:
-        return 0.0
-    stages = zip(found.ranks, found.rooms, limits, strict=True)
-    return max(counted_peak(rooms, peak(stage)) - limit for stage, rooms, limit in stages)
+        return (peak_bytes(solution.uncut),) if solution.is_one_step else solution.breakdown.peaks
+    return tuple(counted_peak(rooms, peak(stage)) for stage, rooms in zip(found.ranks, found.rooms, strict=True))
+
+
+def peaks_within(solution: PipelineSolution, limits: Sequence[float]) -> tuple[int, ...]:
+    """:func:`peaks_of`, or what is counted if that leaves no doubt whether it is within the ``limits`` of ranks."""
+    counted = solution.breakdown.peaks
+    shares = [count / limit if limit > 0 else math.inf for count, limit in zip(counted, limits, strict=True)]
+    is_open = max(shares) >= NEAR and (max(shares) <= COUNTED_AT_MOST or solution.is_one_step)
+    return peaks_of(solution) if is_open else counted
+
+
+def fits(solution: PipelineSolution, limits: Sequence[float], host_limit: float = math.inf) -> bool:
+    """Whether every rank is within the ``limits`` of its devices, as rehearsed, and of its host."""
+    if solution.breakdown.host_bytes > host_limit:
+        return False
+    return all(held <= limit for held, limit in zip(peaks_within(solution, limits), limits, strict=True))
+
+
+@dataclass(frozen=True, order=True)
+class Overfull:
+    """The rank that exceeds its limit most: ``bytes`` for each of its devices are ``share`` of the ``limit``."""
+
+    share: float = math.inf
+    bytes: int = 0
+    limit: float = math.inf
+
+    @staticmethod
+    def of(solution: PipelineSolution, limits: Sequence[float]) -> Overfull:
+        ranks = zip(peaks_within(solution, limits), limits, strict=True)
+        return max(Overfull(peak / limit if limit > 0 else math.inf, peak, limit) for peak, limit in ranks)
+
+
+# Of what was not tried.
+INFINITE = Overfull()
+
+
+def counted_beyond(solution: PipelineSolution) -> tuple[float, ...]:
+    """By rank, the bytes by which the cost breakdown counts more than is held: what the limits of what is counted may
+    exceed those of what is held."""
+    counted = solution.breakdown.peaks
+    return tuple(float(count - held) for count, held in zip(counted, peaks_of(solution), strict=True))
 
 
 def fullest(stages: tuple[ExactMemory, ...]) -> int:

@@ -44,7 +44,7 @@ from autopar.plans.plan import Plan
 from autopar.solver.problem import Solution, evaluate
 
 from .fitting_schedules import price_schedule
-from .pipeline import inner_repeats
+from .rounds import inner_repeats
 from .stage_meshes import StageLayout
 from .to_plan import staged_plan
 

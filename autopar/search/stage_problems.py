@@ -22,6 +22,7 @@ from autopar.planner.row_shares import Division, bisected, divisions, divisions_
 from autopar.planner.solve_mesh import is_short_of_memory, solve_only
 from autopar.planner.timings import Timings
 
+from .rehearsed_memory import is_soon_rehearsed
 from .stage_devices import kinds_of_blocks
 from .stage_meshes import StageLayout
 
@@ -59,8 +60,10 @@ class StagePrograms:
         average would have to save memory, and the graph is too large to ask how."""
         if self._least > SAFETY_FACTOR * self.best:
             raise TooSlowError(self.layout.described, self._least, is_proven=False, is_least=True)
-        worth, self._is_first = min(self._worth, slowest), False
-        asked = replace(self.request, only_quickest=self._asks_only_quickest(graph, repeats), worth=worth)
+        worth = min(self._worth, slowest)
+        self._is_first &= math.isinf(limit)
+        only_quickest, only_counted = self._asks_only_quickest(graph, repeats), self._is_rehearsed(graph, repeats)
+        asked = replace(self.request, only_quickest=only_quickest, only_counted=only_counted, worth=worth)
         found = self._of_kinds(asked, graph, repeats, limit, host)
         self._least = self._share([solution for each in found.values() for solution in each])
         return self._quickest_of(found)
@@ -110,6 +113,10 @@ class StagePrograms:
         solution = solve_only(free, few, self.timings)
         windows = windows_of(whole, free.cluster, repeats)
         return solution.unlimited * _unfolded(solution, stacks, windows) / self.layout.stages
+
+    def _is_rehearsed(self, graph: Graph, repeats: Repeats) -> bool:
+        """Whether what a pipeline holds is measured, so that the program's limit is of what it counts."""
+        return is_soon_rehearsed(self.layout, graph, repeats.microbatches)
 
     def _asks_only_quickest(self, graph: Graph, repeats: Repeats) -> bool:
         is_average = repeats.in_flight < min(repeats.microbatches, repeats.stages)

@@ -20,7 +20,6 @@ from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 
-from .fitting_schedules import PipelineSolution
 from .pipeline_predicted import (
     gradient_values,
     new_nodes,
@@ -29,6 +28,7 @@ from .pipeline_predicted import (
     staged_lines,
     staged_predicted,
 )
+from .pipeline_solution import PipelineSolution
 from .rehearsed_memory import ExactStages, exact_stages, fullest, peak, with_memory
 
 

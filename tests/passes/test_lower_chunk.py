@@ -27,9 +27,9 @@ from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
 from autopar.placement.prices import Prices
 from autopar.schedule.check import check as prove
 from autopar.schedule.named import make_schedule
-from autopar.search.chunk_price import first_buckets_seconds
-from autopar.search.pipeline_breakdown import price_stages
 from autopar.search.schedules.chunks import WirePrice
+from autopar.search.stage_prices.chunk_price import first_buckets_seconds
+from autopar.search.stage_prices.pipeline_breakdown import price_stages
 from tests.helpers.pass_text import check
 from tests.helpers.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.helpers.simulate_pipeline import Pipeline
@@ -221,7 +221,7 @@ def test_stages_communicate_what_was_priced(name: str, wanted: Wanted) -> None:
 def test_no_gradient_waits_for_a_reduction_before_it_is_sent(wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does any other computation: what a rank computes last in a step is all that awaits reductions. Of the others
     the price knows whether some set out."""
-    monkeypatch.setattr("autopar.search.chunk_price.BUCKET_BYTES", 256)
+    monkeypatch.setattr("autopar.search.stage_prices.chunk_price.BUCKET_BYTES", 256)
     made = make_pipeline(_case("gpt2").graph, wanted)
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
     breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw", made.cluster)

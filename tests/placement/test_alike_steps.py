@@ -13,9 +13,10 @@ from torch import nn
 from autopar import Plan
 from autopar.placement.alike_steps import forms_of
 from autopar.placement.placed_step import PlacedStep
-from autopar.search import fitting_schedules, pipeline_breakdown
-from autopar.search.pipeline_breakdown import PipelineBreakdown, price_stages
+from autopar.search import fitting_schedules
 from autopar.search.schedules.chunks import Chunk
+from autopar.search.stage_prices import pipeline_breakdown
+from autopar.search.stage_prices.pipeline_breakdown import PipelineBreakdown, price_stages
 from tests.helpers.marks import slow_but
 from tests.helpers.models import Case
 from tests.helpers.planning import planned

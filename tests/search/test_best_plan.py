@@ -26,8 +26,8 @@ from autopar.schedule.named import SCHEDULES
 from autopar.search import best_plan as search
 from autopar.search import stage_problems as stage_programs
 from autopar.search.candidate import RULE, Candidate, Excluded, Tried, why_excluded
-from autopar.search.pipeline_breakdown import shared_processors
 from autopar.search.stage_meshes import StageLayout, layout_for, layout_of, layouts, microbatch_counts
+from autopar.search.stage_prices.pipeline_breakdown import shared_processors
 from tests.helpers.models import Case
 from tests.helpers.planning import CLUSTER, planned, requested
 

@@ -15,8 +15,8 @@ from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.search import fitting_schedules, pipeline
 from autopar.search.attempts import attempts
-from autopar.search.pipeline_request import PipelineRequest
 from autopar.search.pipelines import _Pipeline
+from autopar.search.rounds import Sought
 from autopar.search.schedules.schedule_estimates import Estimates
 from tests.helpers.models import Stack, gpt2, text
 from tests.helpers.planning import CLUSTER, requested
@@ -70,16 +70,16 @@ def test_pipelines_are_made_to_fit_only_where_they_may_be_chosen(monkeypatch: py
 
 
 def test_pipelines_that_are_expected_to_lose_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up, slowest = list[str](), pipeline._slowest
+    given_up, slowest = list[str](), pipeline.slowest_of_use
 
-    def noted(request: PipelineRequest, *args: Any) -> float:
+    def noted(sought: Sought, *args: Any) -> float:
         try:
-            return slowest(request, *args)
+            return slowest(sought, *args)
         except TooSlowError:
-            given_up.append(request.layout.described)
+            given_up.append(sought.request.layout.described)
             raise
 
-    monkeypatch.setattr(pipeline, "_slowest", noted)
+    monkeypatch.setattr(pipeline, "slowest_of_use", noted)
     model, batch = Stack(layers=4, width=32, hidden=64), text(16, 16)
     peak = autopar.plan(model, (4,), batch, cluster=CLUSTER).predicted.peak_bytes
     tight = autopar.Options(memory_limit=int(0.6 * peak))

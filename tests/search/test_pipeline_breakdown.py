@@ -6,7 +6,7 @@ import pytest
 
 from autopar.schedule.messages import most_in_flight, most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
-from autopar.search.pipeline_breakdown import _counts_at_peak
+from autopar.search.stage_prices.pipeline_breakdown import _counts_at_peak
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 4), ("zb-v", 2), ("gpipe", 2)])

@@ -17,8 +17,8 @@ from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
 from autopar.search import pipelines
 from autopar.search.attempts import attempts
-from autopar.search.pipeline import inner_repeats
 from autopar.search.pipelines import _Pipeline, with_stages
+from autopar.search.rounds import inner_repeats
 from autopar.search.stage_problems import SAFETY_FACTOR, StagePrograms
 from tests.helpers.models import Case, gpt2
 from tests.helpers.planning import requested

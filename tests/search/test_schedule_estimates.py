@@ -22,16 +22,17 @@ from autopar.placement.memory_bound import held_bytes, saved_bytes
 from autopar.planner.timings import Timings
 from autopar.schedule.messages import most_in_flight_of_chunks
 from autopar.schedule.named import make_schedule
-from autopar.search import fitting_schedules, pipeline
+from autopar.search import fitting_schedules, pipeline, rehearsed_memory, rounds
 from autopar.search.best_plan import best_plan
 from autopar.search.fitting_schedules import FittingSchedules, cut_and_price
-from autopar.search.pipeline_breakdown import _counts_at_peak
 from autopar.search.pipeline_predicted import rank_steps
 from autopar.search.pipeline_request import schedule_choices
+from autopar.search.pipeline_solution import PipelineSolution
 from autopar.search.schedules import schedule_estimates
 from autopar.search.schedules.cuts import Segments
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, cuts_at, cuts_of, in_order
 from autopar.search.segments import price_segments
+from autopar.search.stage_prices.pipeline_breakdown import _counts_at_peak
 from autopar.search.stage_problems import StagePrograms
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case
@@ -150,7 +151,7 @@ def test_no_pipeline_holds_less_than_its_estimate(
             estimated.append(own.fullness(each, (1.0, 1.0)))
             yield each
 
-    def priced(*arguments: Any) -> pipeline.PipelineSolution:
+    def priced(*arguments: Any) -> PipelineSolution:
         solution = price(*arguments)
         peaks.append(max(solution.breakdown.peaks))
         return solution
@@ -158,7 +159,7 @@ def test_no_pipeline_holds_less_than_its_estimate(
     monkeypatch.setattr(Estimates, "in_order", each_of)
     monkeypatch.setattr(fitting_schedules, "cut_and_price", priced)
     monkeypatch.setattr(Estimates, "is_below", lambda *_: True)
-    monkeypatch.setattr(pipeline, "PRICED", 9)
+    monkeypatch.setattr(rounds, "PRICED", 9)
     best_plan(requested(name, (2,), stages=2, microbatches=4, recompute=recompute), Timings())
     assert len(peaks) > 2 and all(0 < least <= peak for least, peak in zip(estimated, peaks, strict=True))
 
@@ -191,7 +192,7 @@ def frozen() -> Case:
 )
 def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, source: Source, offload: Any) -> None:
     """Of parameters, and of what a microbatch saves, wherever the graph is cut."""
-    priced, on_blocks, price = list[tuple[Segments, pipeline.PipelineSolution]](), list[Segments](), price_segments
+    priced, on_blocks, price = list[tuple[Segments, PipelineSolution]](), list[Segments](), price_segments
 
     def segments(*arguments: Any) -> Segments:
         on_blocks[:] = [price(*arguments)]
@@ -202,7 +203,7 @@ def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, 
         assert kind.kind == ("gpipe", 1)
         return ((kind, (name,)) for name in own.on_blocks[0].starts)
 
-    def priced_at(*arguments: Any) -> pipeline.PipelineSolution:
+    def priced_at(*arguments: Any) -> PipelineSolution:
         priced.append((on_blocks[0], cut_and_price(*arguments)))
         return priced[-1][1]
 
@@ -210,7 +211,7 @@ def test_no_chunk_holds_less_than_its_segments(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(Estimates, "in_order", every)
     monkeypatch.setattr(fitting_schedules, "cut_and_price", priced_at)
     monkeypatch.setattr(fitting_schedules, "fits", lambda *_: False)  # Other cuts are priced as well.
-    monkeypatch.setattr(pipeline, "PRICED", 99)
+    monkeypatch.setattr(rounds, "PRICED", 99)
     options = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "recompute": "none", "offload": offload}
     best_plan(requested(source, (2,), WITH_HOST, **options), Timings())
     assert len(priced) > 2
@@ -237,6 +238,7 @@ def test_where_a_quicker_schedule_does_not_fit_less_memory_is_tried_once(
         return solve(self, graph, repeats, limit, host, *rest)
 
     options = {"stages": stages, "microbatches": 4}
+    monkeypatch.setattr(pipeline, "is_soon_rehearsed", lambda *_: False)
     alone = best_plan(requested("stack", (stages,), **options), Timings())
     monkeypatch.setattr(StagePrograms, "solve", recorded)
     monkeypatch.setattr(FittingSchedules, "fullness_of_quicker", lambda *_: shares.pop() if shares else None)
@@ -290,8 +292,9 @@ def tried_with(
     monkeypatch: pytest.MonkeyPatch, more: float, *cuts: tuple[str, ...], limits: tuple[float, float] = (24e3, 24e3)
 ) -> list[tuple[str, ...]]:
     """The cuts that are priced, one after the other, of gpipe on two ranks with two microbatches."""
+    monkeypatch.setattr(rehearsed_memory, "peaks_of", lambda own: own.peaks)
     monkeypatch.setattr(fitting_schedules, "cut_and_price", lambda _, __, cuts, one, *___: Priced(one, cuts, more))
-    request = SimpleNamespace(limits=limits, host_limit=0, layout=None, cluster=None)
+    request = SimpleNamespace(limits=limits, host_limit=0, layout=None, cluster=None, aims=None)
     found, fullness = tuple((arranged(("gpipe", 1), 2, 2), each) for each in cuts), (1.0,) * len(cuts)
     tried = FittingSchedules(request, None, (), even(1.0, 1.0), ANYWHERE, found, fullness, nearest=False)  # type: ignore[arg-type]
     return [solution.cuts for solution in tried.solutions()]  # type: ignore[attr-defined]
@@ -319,9 +322,10 @@ def test_what_is_estimated_to_take_longer_than_one_that_fits_is_not_priced(
     monkeypatch.setattr(
         fitting_schedules, "cut_and_price", lambda _, __, cuts, one, *___: Priced(one, cuts, 1.0, seconds)
     )
-    request = SimpleNamespace(limits=(24e3, 24e3), host_limit=0, layout=None, cluster=None)
+    request = SimpleNamespace(limits=(24e3, 24e3), host_limit=0, layout=None, cluster=None, aims=None)
     found = tuple((arranged((name, 1), 2, 4), ("n8",)) for name in ("zb-h1", "gpipe"))
     by = even(1.0, 1.0)
+    monkeypatch.setattr(rehearsed_memory, "peaks_of", lambda own: own.peaks)
     assert by.seconds(found[0]) < by.seconds(found[1]) and by.seconds(found[1]) > 30.0
     tried = FittingSchedules(request, None, (), by, ANYWHERE, found, (1.0, 1.0), nearest=False)  # type: ignore[arg-type]
     assert len(list(tried.solutions())) == count

@@ -14,13 +14,13 @@ from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.planner.request import PlanRequest, folded_graph
 from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.fitting_schedules import PipelineSolution, cut_and_price
-from autopar.search.pipeline_breakdown import slowest_wire
 from autopar.search.pipeline_request import schedule_choices
 from autopar.search.proposals.few_layer_step import FewLayerStep
 from autopar.search.proposals.stage_programs import StagePrograms
 from autopar.search.proposals.step_estimates import StepEstimates
 from autopar.search.schedules.schedule_estimates import Arranged
 from autopar.search.stage_meshes import StageLayout
+from autopar.search.stage_prices.pipeline_breakdown import slowest_wire
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case, gpt2, llama
 from tests.helpers.planning import requested, slow_devices

@@ -11,10 +11,10 @@ from torch import nn
 
 from autopar.planner.request import PlanRequest, folded_graph
 from autopar.planner.step_graphs import pipelined_step_of
-from autopar.search.chunk_price import SECTIONS
 from autopar.search.proposals.few_layer_step import FewLayerStep
 from autopar.search.proposals.stage_costs import PlacedStage
 from autopar.search.proposals.stage_programs import StagePrograms
+from autopar.search.stage_prices.chunk_price import SECTIONS
 from tests.helpers.marks import slow_rows_but
 from tests.helpers.models import Case, gpt2, llama
 from tests.helpers.planning import requested

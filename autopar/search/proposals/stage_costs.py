@@ -10,10 +10,10 @@ import numpy as np
 
 from autopar.planner.alone import seconds_alone
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.search.chunk_price import SECTIONS, sections_of
 from autopar.search.schedules.chunks import WirePrice
 from autopar.search.schedules.cuts import Segments
 from autopar.search.segments import price_segments, seconds_of_microbatch, segment_at
+from autopar.search.stage_prices.chunk_price import SECTIONS, sections_of
 from autopar.solver.problem import Floats
 
 from .data_ranks import parameter_costs

@@ -21,8 +21,8 @@ from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.request import UNLIMITED, PlanRequest, memory_limit_of
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
-from autopar.search.pipeline import inner_repeats
 from autopar.search.restricted.arrangements import arrangements
+from autopar.search.rounds import inner_repeats
 from autopar.solver.problem import Solution, evaluate
 
 from .few_layer_step import FewLayerStep, Microbatch

@@ -13,10 +13,10 @@ from autopar.cost.pipeline.prices import ChunkPrice, PipelinePrices
 from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, shares_of_sizes
 from autopar.placement.prices import BUCKET_BYTES
-from autopar.search.chunk_price import price_of_sections
-from autopar.search.pipeline_breakdown import shared_processors, slowest_wire
 from autopar.search.schedules.schedule_estimates import Arranged, Estimates, chunk_starts, cuts_of
 from autopar.search.stage_meshes import StageLayout
+from autopar.search.stage_prices.chunk_price import price_of_sections
+from autopar.search.stage_prices.pipeline_breakdown import shared_processors, slowest_wire
 
 from .stage_costs import StageCosts
 

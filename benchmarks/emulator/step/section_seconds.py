@@ -223,7 +223,7 @@ class SectionTimes:
 
     def first_buckets(self, chunk: Chunk) -> float:
         """Seconds of the buckets of gradients that fill first in backward, as many as may be in flight at once, as in a
-        plan (:func:`autopar.search.chunk_price.first_buckets_seconds`): the last weights come first."""
+        plan (:func:`autopar.search.stage_prices.chunk_price.first_buckets_seconds`): the last weights come first."""
         if self.layout.zero >= 3:
             return 0.0
         filling: dict[int, tuple[float, float]] = {}

@@ -1,8 +1,10 @@
-"""The prices of a pipeline as a plan records them."""
+"""A solved pipeline, and its prices as a plan records them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.cluster.description import Cluster
 from autopar.cost.pipeline.prices import ChunkPrice
@@ -12,9 +14,51 @@ from autopar.ir.planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeli
 from autopar.ir.stage_meshes import StageMeshes
 from autopar.ir.staged_graph import Edge
 from autopar.placement.prices import Prices
+from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.steps.exact_memory import is_rehearsed
 from autopar.search.schedules.chunks import edge_bytes
+from autopar.search.stage_prices.pipeline_breakdown import PipelineBreakdown
 
-from .pipeline_breakdown import PipelineBreakdown
+from .stage_devices import prices_on_blocks
+from .stage_meshes import StageLayout
+
+
+@dataclass(frozen=True)
+class PipelineSolution:
+    """A cut, placed and scheduled graph. ``solutions`` are those of the placement program for the uncut graph of one
+    microbatch, by pipeline rank: one and the same where stages have equal meshes. ``cluster``: of all ranks.
+    ``measured``: what has been measured of it, by name; a changed solution begins with nothing."""
+
+    layout: StageLayout
+    solutions: tuple[MeshSolution, ...]
+    cluster: Cluster
+    breakdown: PipelineBreakdown
+    pipeline: PlannedPipeline
+    measured: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.breakdown.seconds
+
+    @property
+    def uncut(self) -> MeshSolution:
+        """The solution on the largest mesh, of the first such rank."""
+        return max(self.solutions, key=lambda solution: solution.prices.devices)
+
+    @property
+    def prices(self) -> tuple[Prices, ...]:
+        """By pipeline rank, those of its own devices."""
+        return prices_on_blocks(self.solutions)
+
+    @property
+    def optimizer(self) -> str:
+        return self.uncut.instance.optimizer
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether its program is that of a whole step, one microbatch after the other, which is rehearsed."""
+        is_whole = self.layout.stages == 1 and self.breakdown.schedule.name == "1f1b"
+        return is_whole and is_rehearsed(self.uncut.instance)
 
 
 def planned_pipeline(

@@ -1,0 +1,1 @@
+"""The prices of a pipeline whose stages are cut, placed and scheduled."""
