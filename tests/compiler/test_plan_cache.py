@@ -116,6 +116,7 @@ _OTHER: dict[str, Any] = {
     "shares": ((3, 1),),
     "rank_limits": (1 << 30,) * 4,
     "only_quickest": True,
+    "only_counted": True,
     "returned": (("0", (8, 4)),),
     "roles": (AxisRole("data", frozenset({"data"}), frozenset({"data"})),),
 }

@@ -83,7 +83,7 @@ def test_pipelines_that_may_be_quicker_are_searched_for() -> None:
 
 
 def test_they_are_listed_as_excluded_and_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "search_within", lambda *_: pytest.fail("a pipeline is searched for"))
+    monkeypatch.setattr(pipelines, "search", lambda *_: pytest.fail("a pipeline is searched for"))
     monkeypatch.setattr(pipelines, "attempts", lambda *_: attempts(*_[:2], math.inf, False))
     tried = with_stages(_request(), {}, Timings(), 1e-9).tried
     assert not tried.candidates and tried.excluded
