@@ -67,8 +67,8 @@ Shares = tuple[tuple[int, ...], ...]
 REPLICATE = Replicate()
 PARTIAL_SUM = Partial("sum")
 OWN_KINDS = (StridedShard, UnequalShard)
-# What partial results are joined by.
-_OPERATIONS = Partial.ALL_REDUCE_OPS
+# What partial results are joined by; torch 2.11 does not list them.
+_OPERATIONS = ("sum", "avg", "min", "max", "product")
 _NUMBER = r"\d{1,9}"
 _SHARD = rf"S\(({_NUMBER})(?:/({_NUMBER}))?(?::({_NUMBER}(?:\+{_NUMBER})*))?\)"
 _PATTERN = re.compile(rf"(R)|{_SHARD}|P(?:\(({'|'.join(_OPERATIONS)})\))?", re.ASCII)
