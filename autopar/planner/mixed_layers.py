@@ -189,9 +189,9 @@ class _Mixing:
         found = dict(self.more_and_more(self.first))
         count = max(found, default=0)
         other = self.mixed(self.last(count)) if count else None
-        is_quicker = other is not None and other.solution.objective < found[count].solution.objective
-        fits = is_quicker and other is not None and peak_bytes(other) <= self.peaks.allowed
-        return [*found.values(), *([other] if fits and other is not None else [])]
+        if other is None or other.solution.objective >= found[count].solution.objective:
+            return [*found.values()]
+        return [*found.values(), *([other] if peak_bytes(other) <= self.peaks.allowed else [])]
 
     def more_and_more(
         self, some: Callable[[int], frozenset[str]], worth: float = 0.0

@@ -44,13 +44,14 @@ _WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"(?<![\d.])\d{
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The plan's data with digests."""
-    return {**data, DIGESTS: {name: _digest(name, value) for name, value in (_parts(data) | _placed(data)).items()}}
+    signing = {**_parts(data), _PLACEMENTS: _placed(data)}
+    return {**data, DIGESTS: {name: _digest(name, value) for name, value in signing.items()}}
 
 
 def is_edited(data: Mapping[str, Any]) -> bool:
     """Whether somebody edited how operations, parameters or outputs are placed; False of files without digests."""
-    made = data.get(DIGESTS, {})
-    return any(name in made and made[name] != _digest(name, own) for name, own in _placed(data).items())
+    digest = _digest(_PLACEMENTS, _placed(data))
+    return bool(data.get(DIGESTS, {}).get(_PLACEMENTS, digest) != digest)
 
 
 def check_as_written(data: Mapping[str, Any]) -> None:
@@ -92,8 +93,8 @@ def _written(made: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any
     return {name: parts.get(name) for name in made if name != _PLACEMENTS}
 
 
-def _placed(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {_PLACEMENTS: [data[name] for name in (*_CHOICES, "parameters", "outputs")]}
+def _placed(data: Mapping[str, Any]) -> list[Any]:
+    return [data[name] for name in (*_CHOICES, "parameters", "outputs")]
 
 
 def _compare(values: Mapping[str, Any], made: Mapping[str, Any]) -> None:
