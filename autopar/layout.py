@@ -95,10 +95,12 @@ class Layout:
     def _check_divided(self) -> None:
         is_known = "data" in self.given and "context" in self.given
         if is_known and (self.data * self.context) % self.expert:
+            unit = self.expert // math.gcd(self.expert, self.context)
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
                 f"does not divide {self.data} x {self.context}; "
-                f"{degrees('expert', self.data * self.context, self.expert)}"
+                f"{degrees('expert', self.data * self.context, self.expert)}, "
+                f"or take data={-(-self.data // unit) * unit}"
             )
 
     def _check_schedule(self) -> None:

@@ -196,6 +196,12 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
         ),
         ("mixture", 6, {"expert": 3}, "has 4 experts, which do not divide among 3 expert ranks; expert=2 would do"),
         ("llama", 4, {"pipeline": 4, "interleave": 99}, "not 4 x 99; with 4 stages interleave="),
+        (
+            "llama",
+            4,
+            {"pipeline": 2, "interleave": 3, "schedule": "gpipe"},
+            "'gpipe' runs 1 chunk on each stage; take interleave=1, or leave one of them out",
+        ),
     ],
     ids=str,
 )
@@ -218,6 +224,21 @@ class Features(nn.Module):
 def features() -> Case:
     torch.manual_seed(0)
     return Features(), (torch.randn(8, 32),)
+
+
+@pytest.mark.parametrize(("devices", "tensor", "would_do"), [(128, 128, 64), (60, 60, 10), (8, 8, None)], ids=str)
+def test_more_tensor_ranks_than_a_matrix_has_shards_are_refused(
+    devices: int, tensor: int, would_do: int | None
+) -> None:
+    """64 rows in 60 shards: pieces of two, of which 28 would be empty."""
+    layout = Layout(tensor=tensor)
+    if would_do is None:
+        assert planned(features, (devices,), layout=layout).mesh == (devices,)
+        return
+    said = f"no dim of 'up.weight' f32[64, 32] divides into {tensor} shards; tensor={would_do} would do"
+    with pytest.raises(OptionsError, match=re.escape(said)):
+        planned(features, (devices,), layout=layout)
+    assert planned(features, (devices,), layout=Layout(tensor=would_do)).predicted.step_seconds > 0
 
 
 def test_a_sequence_that_is_none_is_refused() -> None:

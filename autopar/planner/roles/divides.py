@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -13,7 +13,7 @@ from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
-from autopar.ir.placements import Placement, is_shard
+from autopar.ir.placements import Placement, chunk_bounds, is_shard
 from autopar.layout import degrees
 from autopar.passes.recompute.attention import products_with_values
 from autopar.passes.rule_language.compose import op_call
@@ -34,6 +34,18 @@ def check_tensor(counts: Mapping[Node, int], tensor: int, words: object, advised
             raise OptionsError(
                 f"{words}: {node.module or node.name} has {count} {kind}, which do not divide among {tensor} tensor "
                 f"ranks{advice}"
+            )
+
+
+def check_matrices(graph: Graph, parameters: Collection[str], tensor: int, words: object) -> None:
+    """Raises :class:`OptionsError` for a matrix or table of weights, of ``parameters``, of which no dim has a piece for
+    each of ``tensor`` equal ranks of a layout, in ``words``."""
+    for node in graph.placeholders("param"):
+        sizes = map(int, node.type.shape)
+        if node.name in parameters and not any(chunk_bounds(size, tensor, tensor - 1)[1] for size in sizes):
+            raise OptionsError(
+                f"{words}: each of {tensor} tensor ranks has a shard of every matrix of weights, and no dim of "
+                f"{node.target!r} {node.type} divides into {tensor} shards"
             )
 
 

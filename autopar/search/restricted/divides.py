@@ -11,9 +11,15 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
 from autopar.layout import divisors
 from autopar.planner.request import PlanRequest
-from autopar.planner.roles.divides import check_sequences, check_tensor, heads_and_experts, written_heads
+from autopar.planner.roles.divides import (
+    check_matrices,
+    check_sequences,
+    check_tensor,
+    heads_and_experts,
+    written_heads,
+)
 from autopar.planner.roles.expert_blocks import expert_blocks
-from autopar.planner.roles.products import products_of
+from autopar.planner.roles.products import Products, products_of
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.restriction import Restriction, words_of
 
@@ -26,6 +32,8 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     words = words_of(request.options.layout)
     check_sequences(graph, context, words)
     check_tensor({**dict(heads_and_experts(graph)), **dict(written_heads(graph))}, tensor, words)
+    if tensor > 1 and not request.cluster.groups:  # Unequal devices may divide what equal ones cannot.
+        check_matrices(graph, _matrices(request), tensor, words)
     if (restriction.expert or 1) > 1:
         _check_experts(graph, restriction.expert or 1, tensor)
     needs_sequence = {"context": context > 1, "sequence_parallel": bool(restriction.sequence_parallel)}
@@ -69,6 +77,17 @@ def _products(request: PlanRequest) -> int:
     """How many forward operations of a step read matrices or tables of weights."""
     graph = _step(request)
     return sum(graph[name].phase == "forward" for name in products_of(graph))
+
+
+def _matrices(request: PlanRequest) -> frozenset[str]:
+    """The parameters that tensor ranks divide."""
+    whole, loss, batch = request.graph, request.loss, request.batch
+    make = partial(_divided, request)
+    return request.shared.once("divided matrices", (whole,), loss, batch, make=make)
+
+
+def _divided(request: PlanRequest) -> frozenset[str]:
+    return Products(_step(request), axes=0, batch_dims={}).parameters
 
 
 def _in_layers(graph: Graph) -> str:

@@ -115,7 +115,7 @@ def _said(request: PlanRequest, changed: Layout) -> str:
     layout = request.options.layout
     assert layout is not None
     is_elsewhere = _is_of_layout(request) and changed.devices != layout.devices
-    return _changes(layout, changed) + f" on {changed.devices} devices" * is_elsewhere
+    return _changes(layout, changed) + f" on {changed.devices} device{'s' * (changed.devices > 1)}" * is_elsewhere
 
 
 def _is_of_layout(request: PlanRequest) -> bool:

@@ -97,7 +97,7 @@ def test_degrees_that_are_advised_can_be_had() -> None:
     assert degrees("tensor", 20, 8) == "tensor=5 and tensor=10 do" and degrees("tensor", 1, 8) == "tensor=1 does"
     for layout in (Layout(tensor=4), Layout(expert=2, data=12), Layout(expert=4, data=8, tensor=2)):
         assert mixture().price(layout, H100).predicted.step_seconds > 0
-    with pytest.raises(OptionsError, match="does not divide 4 x 1; expert=2 and expert=4 do"):
+    with pytest.raises(OptionsError, match="does not divide 4 x 1; expert=2 and expert=4 do, or take data=6"):
         mixture().price(Layout(expert=3, data=4), H100)
 
 
