@@ -79,12 +79,23 @@ def _free(sought: Sought, quickest: tuple[MeshSolution, ...] | None) -> Round:
 
 
 def _after_free(sought: Sought, own: Round) -> Following:
-    """After the round without limits, whose solution costs nothing but time: done if what fits is about as quick."""
+    """After the round without limits, whose solution costs nothing but time: done if what fits is about as quick, as it
+    is or in other cuts."""
     free = min((solution.seconds for solution in own.priced), default=math.inf)
-    state = _State(own.fits, free)
-    if own.fits is not None and free >= MISSED * own.fits.seconds:
-        return state, None
-    return _too_much(sought, state, own) if own.priced else (state, sought.first)
+    if not own.priced:
+        return _State(), sought.first
+    found = own.fits or _recut(sought, own).fits
+    if found is not None and free >= MISSED * found.seconds:
+        return _State(found, free), None
+    return _too_much(sought, _State(found, free), own)
+
+
+def _recut(sought: Sought, own: Round) -> Round:
+    """A round with the same placements, cut so that ranks are expected to hold what they may. Other placements would
+    not help where devices have unequal memory: all ranks have the same."""
+    aims = _aims(sought, own)
+    asked = replace(sought.request, aims=aims)
+    return sought.round(replace(own.program, aims=aims), own.solved, asked, nearest=False)
 
 
 def _after(sought: Sought, state: _State, own: Round) -> Following:
@@ -151,9 +162,13 @@ def _aimed(sought: Sought, state: _State, own: Round) -> Following:
             return state, None
     elif state.beyond is not None:
         limit, state = _lower(state, state.beyond, limit, allowed), replace(state, failed=state.failed + 1)
+    return state, replace(own.program, limit=limit * sought.devices, aims=_aims(sought, own))
+
+
+def _aims(sought: Sought, own: Round) -> tuple[float, ...]:
+    """By rank, the bytes that a cut may count if it may count as much more than it holds as the leading pipeline."""
     more = counted_beyond(_leading(own))
-    aims = tuple(limit + extra for limit, extra in zip(sought.request.limits, more, strict=True))
-    return state, replace(own.program, limit=limit * sought.devices, aims=aims)
+    return tuple(limit + extra for limit, extra in zip(sought.request.limits, more, strict=True))
 
 
 def _lower(state: _State, beyond: Needed, limit: float, allowed: float) -> float:
