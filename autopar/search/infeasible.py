@@ -109,9 +109,10 @@ def smallest_limit(
 def _next_below(limit: int, held: int, below: int) -> int | None:
     """The limit to try next, between ``limit``, in which a pipeline was found that has ``held`` bytes, and ``below``,
     in which none was (0: unknown): what it holds, if that is far less, then between, or still less. None if these are
-    near each other."""
+    near each other. What a pipeline counts that fits by what was measured may be above the limit."""
     if limit <= below / NEAR_LEAST:
         return None
+    held = min(held, limit)
     if below < held < NEAR_LEAST * limit:
         return held
     return math.ceil(math.sqrt(below * (held if held > below else limit))) if below else math.ceil(LOWER * held)

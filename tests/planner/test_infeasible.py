@@ -129,6 +129,19 @@ def test_a_limit_for_stages_is_of_so_many_microbatches(asked: int | None, says: 
     assert ("Other numbers of microbatches, not searched, may need less." in str(error)) is says
 
 
+def test_pipelines_that_count_more_than_they_hold_are_not_tried_twice() -> None:
+    """Each counts 60 bytes more than its limit, and fits as measured."""
+    tried = list[int]()
+
+    def peak(_: Options, limit: int) -> int | None:
+        tried.append(limit)
+        return limit + 60 if limit >= 100 else None
+
+    found = smallest_limit(Options(), peak, AdviceBudget(12), 200, 70)
+    assert found is not None and found.is_least and 100 <= found.bytes <= 115
+    assert len(set(tried)) == len(tried)
+
+
 @pytest.mark.slow
 def test_the_limit_that_is_named_for_stages_is_enough_and_less_is_not() -> None:
     request = requested(narrow, (2,), stages=2, microbatches=2)
