@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import rate_between
@@ -44,15 +44,25 @@ def attempts(
     """Layouts with the numbers of microbatches to try. ``graph``: the step that will be cut; ``best``: seconds of the
     best plan without stages and microbatches, infinite if there is none; ``lacks_memory``: whether there might be one,
     or a quicker one, with more memory; ``with_whole``: whether the whole step in microbatches may be tried then."""
-    options, devices = request.options, math.prod(request.mesh)
+    options = request.options
     one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
     may_lack_stages = options.stages in (None, 1) and not asks_for_chunks(request)
     if may_lack_stages and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     is_open = options.microbatches is None and options.schedule is None
+    whole, stages = list[Attempt](), _staged(request, graph, best, lacks_memory)
     if may_lack_stages and is_open and lacks_memory and with_whole:
-        yield from _whole_steps(request, graph, best, one_stage)
-    if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(request))):
+        whole = list(_whole_steps(request, graph, best, one_stage))
+    # Where nothing fits without microbatches, programs of whole steps in them are the hardest; of stages one is soon
+    # found, and then few of them could be quicker.
+    yield from chain(stages, whole) if math.isinf(best) else chain(whole, stages)
+
+
+def _staged(request: PlanRequest, graph: Graph, best: float, lacks_memory: bool) -> Iterator[Attempt]:
+    """Those of stages. Arguments as for :func:`attempts`."""
+    options = request.options
+    is_whole = math.prod(request.mesh) == 1 or keeps_axes(request)
+    if options.stages == 1 or (options.stages is None and is_whole):
         return
     possible = [
         (layout, microbatch_counts(_own_batch(request), layout.stages, options.microbatches))

@@ -224,7 +224,8 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
         tried = plans_without_stages(replace(request, worth=worth), timings)
     if tried.failures and never_fits(request):
         return tried
-    lacks_memory = _wants_memory(tried) or bool(ahead.settled)
+    # What was found without stages tells whether memory is short: plans that save it may cost next to nothing.
+    lacks_memory = _wants_memory(tried) or (bool(ahead.settled) and not tried.candidates)
     least = min(best, tried.least, ahead.least)
     staged = with_stages(request, pinned, timings, least, lacks_memory, ahead)
     tried += staged.tried

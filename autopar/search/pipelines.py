@@ -124,15 +124,17 @@ def with_stages(
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     begun = set[int]()
     for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead):
-        if lacks_memory and layout.stages > 1 and begun and layout.stages not in begun:
-            timings.reserve(request.options, FOR_STAGES)  # For each number of stages: others may have taken all.
         quickest = min(best, found.least)
+        remaining = [n for n in counts if found.settled.get((layout, n), 0.0) < quickest]
+        if not remaining:
+            continue
+        if lacks_memory and begun and layout.stages not in begun:
+            timings.reserve(request.options, FOR_STAGES)  # For each number of stages: others may have taken all.
         # What failed ahead shows nothing of the whole step in microbatches, which comes now.
         if _is_over(request, timings, quickest, has_failed=bool(begun) and found.failure is not None):
             break
         begun.add(layout.stages)
         pipeline = partial(_Pipeline, request, pinned, graph, layout)
-        remaining = [n for n in counts if found.settled.get((layout, n), 0.0) < quickest]
         excluded = {n: slow for n in remaining if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
         found += Staged(excluded=tuple(excluded.values()), settled={(layout, n): quickest for n in excluded})
         found += _of_layout(pipeline, [n for n in remaining if n not in excluded], timings, best, quickest)

@@ -34,7 +34,11 @@ UNDEFINED = (
     "aten.new_empty_strided.default",
 )
 # What has no kernel on a CPU, or draws random numbers where it does anything.
-NOT_HERE = ("aten.cudnn_batch_norm.default", "aten.cudnn_batch_norm_backward.default")
+NOT_HERE = (
+    "aten.cudnn_batch_norm.default",
+    "aten.cudnn_batch_norm_backward.default",
+    "aten._fused_rms_norm_backward.default",
+)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -157,7 +161,9 @@ def test_they_give_what_kernels_give() -> None:
 def test_on_many_samples() -> None:
     beside = _compared({"f64": 40, "f32": 10, "c128": 40})
     assert not beside.wrong, "\n".join(f"{op}{how}" for op, how in beside.wrong.items())
-    never = {str(op) for op in beside.table} - set(beside.compared) - set(NOT_HERE)
+    # What writes into given outputs is not traced: graphs are functional.
+    traced = {op for op in beside.table if not any(argument.is_out for argument in op._schema.arguments)}
+    never = set(map(str, traced)) - set(beside.compared) - set(NOT_HERE)
     assert not never, f"add calls of {sorted(never)} to tests/op_db/calls.py"
 
 

@@ -137,7 +137,9 @@ def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
     least, matrix = [], 8 * 64 * 256
     for room in (2.5, 3.5):
         host = with_host(int(room * matrix / 0.8))
-        with pytest.raises(InfeasibleError, match=r"of the host's memory instead of [\d.]+ KiB \(to [\d.]+ MiB\)") as error:
+        with pytest.raises(
+            InfeasibleError, match=r"of the host's memory instead of [\d.]+ KiB \(to [\d.]+ MiB\)"
+        ) as error:
             stacked(host, memory_limit=1_000_000)
         least.append(int(re.search(r"memory_limit=(\d+)", str(error.value))[1]))  # type: ignore[index]
         plan = stacked(host, memory_limit=least[-1])

@@ -24,8 +24,9 @@ from autopar.search import best_plan as best_plan_module
 from autopar.search import pipelines as pipelines_module
 from autopar.search.attempts import attempts
 from autopar.search.best_plan import AHEAD
-from autopar.search.candidate import NO_STAGES, Candidate, why_excluded
-from autopar.search.pipelines import _Pipeline, with_stages
+from autopar.search.candidate import NO_STAGES, Candidate, Failure, Tried, why_excluded
+from autopar.search.pipelines import Staged, _Pipeline, with_stages
+from autopar.search.stage_meshes import layout_of
 from autopar.search.without_stages import seconds_if_too_large
 from tests.helpers.planning import CLUSTER, requested
 
@@ -87,7 +88,38 @@ def test_a_step_in_microbatches_leaves_work_for_stages(monkeypatch: pytest.Monke
     monkeypatch.setattr(_Pipeline, "solved", solved)
     request = requested("stack", (2, 2), mesh_search=True, stages=None, microbatches=None)
     with_stages(request, {}, timings, math.inf, lacks_memory=True)
-    assert tried[:3] == [1, 1, 1] and {2, 4} <= set(tried)
+    assert set(tried) == {1, 2, 4}
+
+
+@pytest.mark.parametrize(("best", "is_first"), [(math.inf, False), (1.0, True)])
+def test_stages_come_before_a_whole_step_in_microbatches_where_nothing_fits(best: float, is_first: bool) -> None:
+    request = _open()
+    tried = [layout.stages for layout, _ in attempts(request, pipelined_step_of(request), best, lacks_memory=True)]
+    assert {1, 2, 4} <= set(tried) and (tried[0] == 1) == is_first and (tried[-1] == 1) != is_first
+
+
+@pytest.mark.parametrize("seconds", [None, 1.001, 2.0])
+def test_microbatches_are_not_tried_where_saving_memory_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None
+) -> None:
+    """The quickest placements take 1 s and do not fit. Pipelines come first; then what saves memory takes ``seconds``,
+    or nothing fits."""
+    asked = list[bool]()
+
+    def staged(*given: Any, lacks_memory: bool = False, is_ahead: bool = False) -> Staged:
+        asked.append(given[4] if len(given) > 4 else lacks_memory)
+        return Staged(settled={(layout_of((2, 2), (2, 2)), 2): math.inf})
+
+    def whole(*_: Any) -> Tried:
+        if seconds is None:
+            return Tried(failures=(Failure(InfeasibleError("nothing fits")),))
+        return Tried((Candidate(seconds, None, _never, _never, lacks_memory=seconds > 1.01),))
+
+    monkeypatch.setattr(best_plan_module, "with_stages", staged)
+    monkeypatch.setattr(best_plan_module, "plans_without_stages", whole)
+    monkeypatch.setattr(best_plan_module, "seconds_if_too_large", lambda *_: 1.0)
+    best_plan_module._of_arrangement(_open(), {}, Timings(), math.inf)
+    assert asked == [True, seconds != 1.001]
 
 
 @pytest.mark.parametrize("stages", [None, 1])
