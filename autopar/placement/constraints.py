@@ -167,7 +167,7 @@ def pin_instance(
             instance = _pinned(instance, pattern, text, returned)
         except OptionsError as error:
             earlier = list(pins.items())[:position]
-            contradicted = _contradicted(start, (pattern, text), earlier, options)
+            contradicted = _contradicted(start, (pattern, text), earlier, options, returned)
             if not contradicted:
                 raise
             together = "both" if len(contradicted) == 1 else "all"
@@ -179,32 +179,39 @@ def pin_instance(
 
 
 def _contradicted(
-    restricted: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]], options: Sequence[tuple[str, Instance]]
+    restricted: Instance,
+    pin: tuple[str, str],
+    earlier: list[tuple[str, str]],
+    options: Sequence[tuple[str, Instance]],
+    returned: Mapping[str, Shape],
 ) -> list[str]:
-    """What contradicts ``pin``: an option, or some of the pins before it. Empty if ``pin`` is impossible by itself."""
+    """What contradicts ``pin``: an option, or some of the pins before it. Empty if ``pin`` is impossible by itself.
+    ``returned``: for :func:`pin_instance`."""
     names, before = [name for name, _ in options], [*(free for _, free in options), restricted]
-    possible = [_is_possible(instance, [pin]) for instance in before]
+    possible = [_is_possible(instance, [pin], returned) for instance in before]
     if not possible[0]:
         return []
     if not possible[-1]:
         return [names[possible.index(False) - 1]]
-    return [f"the pin {name!r}: {text!r}" for name, text in _needed(before[0], pin, earlier)]
+    return [f"the pin {name!r}: {text!r}" for name, text in _needed(before[0], pin, earlier, returned)]
 
 
-def _needed(free: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _needed(
+    free: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]], returned: Mapping[str, Shape]
+) -> list[tuple[str, str]]:
     """The pins of ``earlier`` that contradict ``pin`` together, and of which none can be left out."""
     needed = list(earlier)
     for one in earlier:
         others = [other for other in needed if other != one]
-        if not _is_possible(free, [*others, pin]):
+        if not _is_possible(free, [*others, pin], returned):
             needed = others
     return needed
 
 
-def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
+def _is_possible(instance: Instance, pins: list[tuple[str, str]], returned: Mapping[str, Shape]) -> bool:
     try:
         for pattern, text in pins:
-            instance = _pinned(instance, pattern, text, {})
+            instance = _pinned(instance, pattern, text, returned)
     except OptionsError:
         return False
     return True

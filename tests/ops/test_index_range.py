@@ -24,8 +24,8 @@ class Tokens(nn.Module):
         self.embed, self.up, self.down = nn.Embedding(ROWS, 16), nn.Linear(16, 32), nn.Linear(32, CLASSES)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        scores = self.down(self.up(self.embed(ids)).relu())
-        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        scores = self.down(self.up(self.embed(ids)).relu().flatten(0, 1))
+        return nn.functional.cross_entropy(scores, labels.flatten())
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,8 +84,8 @@ def test_dims_of_an_output_that_the_graph_has_otherwise_are_refused() -> None:
     """Of a product of sequences the graph has samples and positions in one dim, which no user sees."""
     model, batch = gpt2(1)
 
-    def pinned(name: str, text: str) -> autopar.Plan:
-        options = autopar.Options(pins={name: text}, stages=1, microbatches=1)
+    def pinned(name: str, text: str, **others: str) -> autopar.Plan:
+        options = autopar.Options(pins={**others, name: text}, stages=1, microbatches=1)
         return autopar.plan(model, (2,), batch, options=options, cluster=CLUSTER)
 
     said = (
@@ -94,6 +94,8 @@ def test_dims_of_an_output_that_the_graph_has_otherwise_are_refused() -> None:
     )
     with pytest.raises(autopar.OptionsError, match=said) as caught:
         pinned("lm_head", "S(1)")
+    with pytest.raises(autopar.OptionsError, match=said):  # Whatever else is pinned.
+        pinned("lm_head", "S(1)", **{"transformer.wte.weight": "S(0)"})
     named = re.search(said, str(caught.value))
     assert named is not None
     plan = pinned(f"%{named[1]}", "S(1)")
