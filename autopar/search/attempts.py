@@ -39,23 +39,29 @@ Attempt = tuple[StageLayout, tuple[int, ...]]
 
 
 def attempts(
-    request: PlanRequest, graph: Graph, best: float, lacks_memory: bool, with_whole: bool = True
+    request: PlanRequest,
+    graph: Graph,
+    best: float,
+    lacks_memory: bool,
+    with_whole: bool = True,
+    found: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Attempt]:
     """Layouts with the numbers of microbatches to try. ``graph``: the step that will be cut; ``best``: seconds of the
     best plan without stages and microbatches, infinite if there is none; ``lacks_memory``: whether there might be one,
-    or a quicker one, with more memory; ``with_whole``: whether the whole step in microbatches may be tried then."""
+    or a quicker one, with more memory; ``with_whole``: whether the whole step in microbatches may be tried then;
+    ``found``: seconds of the quickest that was found meanwhile."""
     options = request.options
     one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
     may_lack_stages = options.stages in (None, 1) and not asks_for_chunks(request)
     if may_lack_stages and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     is_open = options.microbatches is None and options.schedule is None
-    whole, stages = list[Attempt](), _staged(request, graph, best, lacks_memory)
+    whole, stages = iter(list[Attempt]()), _staged(request, graph, best, lacks_memory)
     if may_lack_stages and is_open and lacks_memory and with_whole:
-        whole = list(_whole_steps(request, graph, best, one_stage))
+        whole = _whole_steps(request, graph, lambda: min(best, found()), one_stage)
     # Where nothing fits without microbatches, programs of whole steps in them are the hardest; of stages one is soon
-    # found, and then few of them could be quicker.
-    yield from chain(stages, whole) if math.isinf(best) else chain(whole, stages)
+    # found, and then few of them could be quicker. Within a time limit stages may leave none for them.
+    yield from chain(stages, whole) if math.isinf(best) and options.time_limit is None else chain(whole, stages)
 
 
 def _staged(request: PlanRequest, graph: Graph, best: float, lacks_memory: bool) -> Iterator[Attempt]:
@@ -75,12 +81,14 @@ def _staged(request: PlanRequest, graph: Graph, best: float, lacks_memory: bool)
         yield from _promising(request, graph, best, possible, lacks_memory)
 
 
-def _whole_steps(request: PlanRequest, graph: Graph, best: float, layout: StageLayout) -> Iterator[Attempt]:
-    """The whole step in microbatches, which saves activations where memory is short. Only numbers that could win; if
-    nothing else fits, single samples at last."""
+def _whole_steps(
+    request: PlanRequest, graph: Graph, quickest: Callable[[], float], layout: StageLayout
+) -> Iterator[Attempt]:
+    """The whole step in microbatches, which saves activations where memory is short. Only numbers that could win over
+    the ``quickest`` seconds known when it comes to them; if nothing else fits, single samples at last."""
     if request.loss is None or not request.graph.gradients:
         return
-    bound = _least_seconds(request, graph, layout)
+    bound, best = _least_seconds(request, graph, layout), quickest()
     batch = _own_batch(request)
     tried = dict.fromkeys((*microbatch_counts(batch, 1, None), *((batch,) if math.isinf(best) else ())))
     counts = tuple(n for n in tried if n > 1 and bound(n) < best)

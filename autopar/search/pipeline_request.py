@@ -64,10 +64,11 @@ class PipelineRequest:
         every = tuple(schedule_choices(stages, self.schedule, self.chunks or MOST_CHUNKS))
         matching = tuple(kind for kind in every if stages == 1 or self.chunks in (None, kind[1]))
         if not matching:
-            numbers = [n for _, n in every]
+            numbers = sorted({n for _, n in schedule_choices(stages, self.schedule)})
+            nearest = min(numbers, key=lambda n: abs(n - (self.chunks or n)))
             raise OptionsError(
                 f"interleave={self.chunks}: {self.schedule!r} runs {' or '.join(map(str, numbers))} "
-                f"chunk{'s' * (numbers != [1])} on each stage; take interleave={numbers[-1]}, or leave one of them out"
+                f"chunk{'s' * (numbers != [1])} on each stage; take interleave={nearest}, or leave one of them out"
             )
         return matching
 

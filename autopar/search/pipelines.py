@@ -44,8 +44,8 @@ MORE_MICROBATCHES_WITHIN = 1.5
 # The share of counted work that is left for microbatches and pipelines where memory is short. Chosen: programs under a
 # limit that binds take long, and those without stages may have taken most of it.
 FOR_SHORT_OF_MEMORY = 0.75
-# The share that is left for stages once the step in microbatches was tried, which takes all it may if it hardly fits.
-# Chosen: enough for the programs of two layouts.
+# The share that is left for each number of stages once another was tried, or the whole step in microbatches: each takes
+# all it may if it hardly fits. Chosen: enough for the programs of two layouts.
 FOR_STAGES = 0.25
 # The operations of a step from which on a program of few layers says first whether a pipeline could win. Chosen: of
 # Llama of 32 layers, with 6,200, that spares half of the search; of smaller ones a price of all layers takes no longer.
@@ -123,14 +123,18 @@ def with_stages(
     if lacks_memory and request.options.stages in (None, 1):
         timings.reserve(request.options, FOR_SHORT_OF_MEMORY)
     begun = set[int]()
-    for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead):
+
+    def least() -> float:
+        return found.least
+
+    for layout, counts in attempts(request, graph, best, lacks_memory, not is_ahead, least):
         quickest = min(best, found.least)
         remaining = [n for n in counts if found.settled.get((layout, n), 0.0) < quickest]
         if not remaining:
             continue
         if lacks_memory and begun and layout.stages not in begun:
             timings.reserve(request.options, FOR_STAGES)  # For each number of stages: others may have taken all.
-        # What failed ahead shows nothing of the whole step in microbatches, which comes now.
+        # What failed ahead shows nothing of the whole step in microbatches, which is tried now.
         if _is_over(request, timings, quickest, has_failed=bool(begun) and found.failure is not None):
             break
         begun.add(layout.stages)

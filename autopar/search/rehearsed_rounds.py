@@ -3,7 +3,8 @@
 That is less than what is counted of them, by up to half, and how much less depends on the placements. So what a program
 may count is sought, as it is without stages (:mod:`autopar.planner.memory_limit`): first what the quickest pipeline
 counts, less what it holds too much, then less until one fits, then more while that is quicker. Cuts may count as much
-more than the limits of their ranks as the pipeline of the round before did.
+more than the limits of their ranks as the pipeline of the round before did. Before placements save memory, the quickest
+are cut anew, which may be enough, and is all that helps where devices have unequal memory.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ COSTS_LITTLE = 0.01
 @dataclass(frozen=True)
 class _State:
     """What some rounds led to: the best that was ``found``; ``free``: seconds of the quickest without limits;
-    ``beyond`` and ``within``: what programs count, and pipelines hold on the fullest rank, by device, of the last round
-    that is to be made to fit and of the last that does; ``choices``: of the latter; ``worst``: how far what does not
-    fit is from it at best; ``failed`` and ``fitted``: how many rounds did not fit, and did; ``is_last``: whether one
-    was for schedules that just do not fit; ``has_retried``: whether one was after a program without solution."""
+    ``recut``: what fits of their placements in other cuts; ``beyond`` and ``within``: what programs count, and
+    pipelines hold on the fullest rank, by device, of the last round that is to be made to fit and of the last that
+    does; ``choices``: of the latter; ``worst``: how far what does not fit is from it at best; ``failed`` and
+    ``fitted``: how many rounds did not fit, and did; ``is_last``: whether one was for schedules that just do not fit;
+    ``has_retried``: whether one was after a program without solution."""
 
     found: PipelineSolution | None = None
     free: float = math.inf
@@ -38,6 +40,7 @@ class _State:
     within: Needed | None = None
     choices: tuple[bytes, ...] = ()
     worst: Overfull = INFINITE
+    recut: PipelineSolution | None = None
     failed: int = 0
     fitted: int = 0
     is_last: bool = False
@@ -62,8 +65,9 @@ def best_of_rehearsed(sought: Sought, slowest: float, quickest: tuple[MeshSoluti
             state, program = _after_infeasible(sought, state, program, error)
         else:
             state, program = _after(sought, replace(state, found=quickest_of(state.found, last.fits)), last)
-    if state.found is not None:
-        return state.found
+    found = quickest_of(state.found, state.recut)
+    if found is not None:
+        return found
     check_host(last.solved[0].prices.cluster, last.host_bytes, sought.request.host_limit)
     raise too_full(sought.request, state.worst)
 
@@ -84,10 +88,15 @@ def _after_free(sought: Sought, own: Round) -> Following:
     free = min((solution.seconds for solution in own.priced), default=math.inf)
     if not own.priced:
         return _State(), sought.first
-    found = own.fits or _recut(sought, own).fits
-    if found is not None and free >= MISSED * found.seconds:
-        return _State(found, free), None
-    return _too_much(sought, _State(found, free), own)
+    if own.fits is not None:
+        state = _State(own.fits, free)
+        return (state, None) if free >= MISSED * own.fits.seconds else _too_much(sought, state, own)
+    again, limits = _recut(sought, own), sought.request.limits
+    worst = min((Overfull.of(solution, limits) for solution in again.priced), default=INFINITE)
+    state = _State(free=free, recut=again.fits, worst=worst)
+    if again.fits is not None and again.fits.seconds <= (1.0 + COSTS_LITTLE) * free:
+        return state, None
+    return _too_much(sought, state, own)
 
 
 def _recut(sought: Sought, own: Round) -> Round:
@@ -180,7 +189,7 @@ def _lower(state: _State, beyond: Needed, limit: float, allowed: float) -> float
 
 def _after_infeasible(sought: Sought, state: _State, program: Program, error: InfeasibleError) -> Following:
     """After a program that has no solution: where less cannot be counted, as much may still be held."""
-    if state.found is not None:
+    if quickest_of(state.found, state.recut) is not None:
         return state, None
     if state.beyond is None or state.has_retried or isinstance(error, TooSlowError):
         raise error

@@ -202,6 +202,18 @@ def test_layouts_that_restrict_nothing_are_refused(options: dict[str, Any], said
             {"pipeline": 2, "interleave": 3, "schedule": "gpipe"},
             "'gpipe' runs 1 chunk on each stage; take interleave=1, or leave one of them out",
         ),
+        (
+            "llama",
+            2,
+            {"interleave": 1, "schedule": "zb-v"},
+            "'zb-v' runs 2 chunks on each stage; take interleave=2, or leave one of them out",
+        ),
+        (
+            "llama",
+            2,
+            {"interleave": 1, "schedule": "interleaved"},
+            "'interleaved' runs 2 or 3 or 4 chunks on each stage; take interleave=2, or leave one of them out",
+        ),
     ],
     ids=str,
 )
@@ -235,7 +247,7 @@ def test_more_tensor_ranks_than_a_matrix_has_shards_are_refused(
     if would_do is None:
         assert planned(features, (devices,), layout=layout).mesh == (devices,)
         return
-    said = f"no dim of 'up.weight' f32[64, 32] divides into {tensor} shards; tensor={would_do} would do"
+    said = f"'up.weight' f32[64, 32] has no dim with a piece for each; tensor={would_do} would do"
     with pytest.raises(OptionsError, match=re.escape(said)):
         planned(features, (devices,), layout=layout)
     assert planned(features, (devices,), layout=Layout(tensor=would_do)).predicted.step_seconds > 0

@@ -91,11 +91,24 @@ def test_a_step_in_microbatches_leaves_work_for_stages(monkeypatch: pytest.Monke
     assert set(tried) == {1, 2, 4}
 
 
-@pytest.mark.parametrize(("best", "is_first"), [(math.inf, False), (1.0, True)])
-def test_stages_come_before_a_whole_step_in_microbatches_where_nothing_fits(best: float, is_first: bool) -> None:
-    request = _open()
+@pytest.mark.parametrize(
+    ("best", "limit", "is_first"), [(math.inf, None, False), (1.0, None, True), (math.inf, 9, True)]
+)
+def test_stages_come_before_a_whole_step_in_microbatches_where_nothing_fits(
+    best: float, limit: float | None, is_first: bool
+) -> None:
+    """But within a time limit, of which they might take all."""
+    request = replace(_open(), options=replace(_open().options, time_limit=limit))
     tried = [layout.stages for layout, _ in attempts(request, pipelined_step_of(request), best, lacks_memory=True)]
     assert {1, 2, 4} <= set(tried) and (tried[0] == 1) == is_first and (tried[-1] == 1) != is_first
+
+
+def test_whole_steps_that_cannot_win_over_what_stages_found_are_not_tried() -> None:
+    request, found = _open(), [math.inf]
+    every = attempts(request, pipelined_step_of(request), math.inf, lacks_memory=True, found=lambda: found[0])
+    assert next(every)[0].stages > 1
+    found[0] = 1e-9
+    assert all(layout.stages > 1 for layout, _ in every)
 
 
 @pytest.mark.parametrize("seconds", [None, 1.001, 2.0])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar import Layout, Options
+from autopar import InfeasibleError, Layout, Options
 from autopar.cluster.description import Cluster
 from autopar.compiler.calls import Compiler
 from autopar.runtime.calls.compiled import Request
@@ -88,3 +88,27 @@ def test_a_much_slower_schedule_that_fits_does_not_lead(
     own: Any = SimpleNamespace(fits=fits, priced=(quicker, fits), tried=tried)
     found: Any = rehearsed_rounds._leading(own)
     assert found.name == leads
+
+
+def _solution(seconds: float | None) -> Any:
+    return None if seconds is None else SimpleNamespace(seconds=seconds)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(None, False), (1.005, True), (1.05, False)])
+def test_other_cuts_of_the_quickest_placements_end_the_search_if_they_cost_little(
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, ends: bool
+) -> None:
+    own, cut = SimpleNamespace(priced=(_solution(1.0),), fits=None), _solution(seconds)
+    monkeypatch.setattr(rehearsed_rounds, "_recut", lambda *_: SimpleNamespace(priced=(), fits=cut))
+    monkeypatch.setattr(rehearsed_rounds, "_too_much", lambda sought, state, own: (state, "less"))
+    sought: Any = SimpleNamespace(request=SimpleNamespace(limits=(1.0,)))
+    state, program = rehearsed_rounds._after_free(sought, own)  # type: ignore[arg-type]
+    assert state.recut is cut and state.found is None and (program is None) == ends
+
+
+def test_other_cuts_are_what_is_left_where_placements_cannot_save_memory() -> None:
+    free, cut = _solution(None), _solution(2.0)
+    state = rehearsed_rounds._State(recut=cut)
+    assert rehearsed_rounds._after_infeasible(free, state, free, InfeasibleError("less")) == (state, None)
+    with pytest.raises(InfeasibleError):
+        rehearsed_rounds._after_infeasible(free, rehearsed_rounds._State(), free, InfeasibleError("less"))

@@ -1,5 +1,5 @@
-"""Checks that a layout divides a graph: its heads, its experts, its sequence. Errors name the dim, its module and what
-would work."""
+"""Checks that a layout divides a graph: its heads, its experts, its weights, its sequence. Errors name the dim, its
+module and what would work."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_matrices(graph: Graph, parameters: Collection[str], tensor: int, words
         sizes = map(int, node.type.shape)
         if node.name in parameters and not any(chunk_bounds(size, tensor, tensor - 1)[1] for size in sizes):
             raise OptionsError(
-                f"{words}: each of {tensor} tensor ranks has a shard of every matrix of weights, and no dim of "
-                f"{node.target!r} {node.type} divides into {tensor} shards"
+                f"{words}: each of {tensor} tensor ranks reads a shard of every weight of a product, and "
+                f"{node.target!r} {node.type} has no dim with a piece for each"
             )
 
 

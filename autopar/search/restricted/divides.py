@@ -25,8 +25,8 @@ from autopar.restriction import Restriction, words_of
 
 
 def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None:
-    """Raises :class:`OptionsError` if heads, experts or the sequence do not divide among the ranks that ``restriction``
-    gives them, or if there are no experts to divide or no sequence."""
+    """Raises :class:`OptionsError` if heads, experts, weights or the sequence do not divide among the ranks that
+    ``restriction`` gives them, or if there are no experts to divide or no sequence."""
     graph = _step(request)
     tensor, context = restriction.tensor or 1, restriction.context or 1
     words = words_of(request.options.layout)
