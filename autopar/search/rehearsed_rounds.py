@@ -85,9 +85,9 @@ def _free(sought: Sought, quickest: tuple[MeshSolution, ...] | None) -> Round:
 def _after_free(sought: Sought, own: Round) -> Following:
     """After the round without limits, whose solution costs nothing but time: done if what fits is about as quick, as it
     is or in other cuts."""
-    free = min((solution.seconds for solution in own.priced), default=math.inf)
     if not own.priced:
         return _State(), sought.first
+    free = min(solution.seconds for solution in own.priced)
     if own.fits is not None:
         state = _State(own.fits, free)
         return (state, None) if free >= MISSED * own.fits.seconds else _too_much(sought, state, own)

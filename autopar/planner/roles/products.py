@@ -116,10 +116,5 @@ class Products:
         return [i for i, v in values if v.node in self.weights and self.graph.type_of(v).rank > 1]
 
 
-def products_of(graph: Graph) -> frozenset[str]:
-    """The nodes of a graph, annotated or not, that are products."""
-    return Products(graph, 0, {}).names
-
-
 def _multiplies(node: Node) -> bool:
     return node.op in OPERATIONS or node.op == _LOOKUP or family_of(node.op).matrix is not None

@@ -19,7 +19,7 @@ from autopar.planner.roles.divides import (
     written_heads,
 )
 from autopar.planner.roles.expert_blocks import expert_blocks
-from autopar.planner.roles.products import Products, products_of
+from autopar.planner.roles.products import Products
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.restriction import Restriction, words_of
 
@@ -33,7 +33,7 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     check_sequences(graph, context, words)
     check_tensor({**dict(heads_and_experts(graph)), **dict(written_heads(graph))}, tensor, words)
     if tensor > 1 and not request.cluster.groups:  # Unequal devices may divide what equal ones cannot.
-        check_matrices(graph, _matrices(request), tensor, words)
+        check_matrices(graph, _products(request).parameters, tensor, words)
     if (restriction.expert or 1) > 1:
         _check_experts(graph, restriction.expert or 1, tensor)
     needs_sequence = {"context": context > 1, "sequence_parallel": bool(restriction.sequence_parallel)}
@@ -53,9 +53,8 @@ def check_stages_divide(request: PlanRequest) -> None:
     stages, whole = restriction.pipeline or 1, request.graph
     if stages == 1:
         return
-    count = request.shared.once(
-        "products of a step", (whole,), request.loss, request.batch, make=lambda: _products(request)
-    )
+    products = _products(request)
+    count = sum(products.graph[name].phase == "forward" for name in products.names)
     if stages > count:
         others = math.prod(n or 1 for n in (restriction.data, restriction.context, restriction.tensor))
         devices, names = math.prod(request.mesh), ("data", "context", "tensor")
@@ -73,21 +72,10 @@ def _step(request: PlanRequest) -> Graph:
     return request.shared.once("bare step", (whole,), loss, batch, make=make)
 
 
-def _products(request: PlanRequest) -> int:
-    """How many forward operations of a step read matrices or tables of weights."""
-    graph = _step(request)
-    return sum(graph[name].phase == "forward" for name in products_of(graph))
-
-
-def _matrices(request: PlanRequest) -> frozenset[str]:
-    """The parameters that tensor ranks divide."""
-    whole, loss, batch = request.graph, request.loss, request.batch
-    make = partial(_divided, request)
-    return request.shared.once("divided matrices", (whole,), loss, batch, make=make)
-
-
-def _divided(request: PlanRequest) -> frozenset[str]:
-    return Products(_step(request), axes=0, batch_dims={}).parameters
+def _products(request: PlanRequest) -> Products:
+    """The operations of a step that read matrices or tables of weights."""
+    make = partial(Products, _step(request), axes=0, batch_dims={})
+    return request.shared.once("products of a step", (request.graph,), request.loss, request.batch, make=make)
 
 
 def _in_layers(graph: Graph) -> str:
