@@ -33,7 +33,7 @@ from autopar.placement.constraints import with_choices
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.parameter_choices import with_weight_in_host
 from autopar.plans.views.quantities import duration
-from autopar.solver.problem import Ints, Solution, memory_of
+from autopar.solver.problem import Ints, Solution, evaluate, memory_of
 
 Solve = Callable[[Instance, Sequence[Ints]], Solution]
 # The backends of devices whose weights can rest in host memory. A GPU's optimizer would have to visit it for updates,
@@ -65,11 +65,13 @@ class TooSlowError(InfeasibleError):
 
 class ShortOfMemoryError(InfeasibleError):
     """The quickest placements, which take so many ``seconds``, do not fit, and no others were asked for
-    (``PlanRequest.only_quickest``)."""
+    (``PlanRequest.only_quickest``). ``with_savers`` finds the seconds of the quickest that seem to fit of what a search
+    for placements that save memory begins with; infinite if there is none."""
 
-    def __init__(self, what: str, seconds: float) -> None:
+    def __init__(self, what: str, seconds: float, with_savers: Callable[[], float]) -> None:
         super().__init__(f"{what} do not fit")
         self.seconds = seconds
+        self.with_savers = with_savers
 
 
 def without_limit(instance: Instance) -> Instance:
@@ -170,11 +172,26 @@ def next_limit(allowed: float, beyond: Needed | None, within: Needed | None) -> 
 
 def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
     """Solves a widened instance. ``incumbents`` are choices of the instance before it was widened."""
+    return solve(wide, _starts(wide, incumbents))
+
+
+def _starts(wide: Instance, incumbents: Sequence[Ints]) -> list[Ints]:
+    """``incumbents`` of an instance before it was widened, and the first of them with less and less in memory."""
     recomputing = list(_recomputing(wide, incumbents))
     starts = [*incumbents, *recomputing]
     if not wide.offload:
-        return solve(wide, starts)
-    return solve(wide, [*starts, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])])
+        return starts
+    return [*starts, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])]
+
+
+def seconds_with_savers(wide: Instance, free: Needed, allowed: float, incumbents: Sequence[Ints]) -> float:
+    """Seconds of the quickest of the assignments with which :func:`solve_wide` begins for each of ``incumbents``, of
+    those that count no more than ``allowed`` and what a ``free`` solution counts in excess; infinite if there is none.
+    """
+    limit = first_limit(allowed, free)
+    starts = [choices for incumbent in incumbents for choices in _starts(wide, [incumbent])]
+    within = (choices for choices in starts if memory_of(wide.problem, choices) <= limit)
+    return min((evaluate(wide.problem, choices) for choices in within), default=math.inf)
 
 
 def may_widen(options: Options, plain: Instance) -> bool:

@@ -28,7 +28,6 @@ from .fewest_bytes import least_if_far, minimize_memory_within
 from .formulate import PROGRAMS, SOLUTIONS, formulate, untie_layers, with_memory_savers
 from .memory_limit import (
     Needed,
-    ShortOfMemoryError,
     Solve,
     TooSlowError,
     Unlimited,
@@ -44,7 +43,7 @@ from .peaks import LEAST_NODES, Peaks
 from .proven_bound import with_bound
 from .request import PlanRequest, annotated_graph, asked_mesh, folded_graph, host_limit_of, kernels_of, memory_limit_of
 from .timings import Timings, solve_in_time
-from .within_memory import MetSolutions, WithinMemory, take_cheapest
+from .within_memory import MetSolutions, WithinMemory, short_of_memory, take_cheapest
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
 BASELINE_GAP = 0.05
@@ -259,7 +258,7 @@ def _enforce_memory_limit(
         if quickest is not None and peaks.fits(quickest):
             return replace(take_cheapest(peaks, quickest, others), unlimited=free.seconds)
         if request.only_quickest:
-            raise ShortOfMemoryError(f"the quickest placements on mesh {asked_mesh(request)}", free.solution.objective)
+            raise short_of_memory(peaks, free, quickest, others)
         found = _found_within(request, free)
         larger = [each for limit, each in found.items() if limit >= peaks.allowed and peaks.fits(each)]
         if larger:

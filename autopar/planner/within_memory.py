@@ -16,21 +16,24 @@ from autopar.solver.least_memory import least_bound
 from autopar.solver.problem import Ints, Solution, evaluate
 
 from .fewest_bytes import may_fit_at_least
+from .formulate import with_memory_savers
 from .memory_limit import (
     MORE_ROUNDS,
     ROUNDS,
     SPARE,
     Needed,
+    ShortOfMemoryError,
     Solve,
     Unlimited,
     first_limit,
     next_limit,
+    seconds_with_savers,
     solve_wide,
     with_limit,
 )
 from .mesh_solution import MeshSolution
 from .peaks import LEAST_NODES, Peaks
-from .request import PlanRequest
+from .request import PlanRequest, asked_mesh
 
 # How often a search with wrong estimates goes on. Chosen: the second estimates have learned from the first.
 RETRIED = 1
@@ -102,6 +105,23 @@ def take_cheapest(peaks: Peaks, best: MeshSolution, others: Sequence[Solution]) 
             if peaks.fits(cheaper):
                 return cheaper
     return best
+
+
+def short_of_memory(
+    peaks: Peaks, free: Unlimited, quickest: MeshSolution | None, others: Sequence[Solution]
+) -> ShortOfMemoryError:
+    """Says that the ``quickest`` of a program without a limit, which is ``free``, does not fit. ``others``: solutions
+    of the program without recomputation and offload."""
+
+    def with_savers() -> float:
+        if quickest is None:
+            return math.inf
+        wide = with_memory_savers(peaks.request, free.instance)
+        known = [free.solution.choices, *(other.choices for other in others)]
+        return seconds_with_savers(wide, peaks.needed(quickest), peaks.allowed, known)
+
+    what = f"the quickest placements on mesh {asked_mesh(peaks.request)}"
+    return ShortOfMemoryError(what, free.solution.objective, with_savers)
 
 
 def peak_at(counted: float, before: Needed | None, beyond: Needed) -> float:

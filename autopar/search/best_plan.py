@@ -46,7 +46,7 @@ from .pipeline_request import MOST_CHUNKS
 from .pipelines import Staged, with_stages
 from .proposed import tried_proposals
 from .segments import stage_pins
-from .without_stages import least_without_stages, plans_without_stages, seconds_if_too_large
+from .without_stages import least_without_stages, plans_without_stages, why_too_large
 
 # Pipelines whose processes share cores took up to this many times their predicted seconds, relative to the plan of one
 # stage (benchmarks/results/two_hosts.json, pipeline_plans.json).
@@ -237,13 +237,13 @@ def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Ti
 def _ahead(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float) -> Staged:
     """The pipelines that come first: where the quickest placements without stages do not fit, those that could take
     about as long. They are soon found, and spare much of the search for placements that save memory, whose programs are
-    the hardest."""
+    the hardest. Not where some that save enough are known, and are as quick: then these spare it."""
     options = request.options
     is_open = options.stages is None and options.microbatches is None and math.prod(request.mesh) > 1
-    seconds = seconds_if_too_large(request, timings) if is_open and not never_fits(request) else 0.0
-    if seconds == 0.0:
+    short = why_too_large(request, timings) if is_open and not never_fits(request) else None
+    if short is None or short.with_savers() <= AHEAD * short.seconds:
         return Staged()
-    found = with_stages(request, pinned, timings, min(best, AHEAD * seconds), lacks_memory=True, is_ahead=True)
+    found = with_stages(request, pinned, timings, min(best, AHEAD * short.seconds), lacks_memory=True, is_ahead=True)
     timings.reserve(options, FOR_NO_STAGES)
     return found
 

@@ -50,21 +50,21 @@ def least_without_stages(request: PlanRequest, timings: Timings) -> Least:
     return Least(seconds, excluded)
 
 
-def seconds_if_too_large(request: PlanRequest, timings: Timings) -> float:
-    """Seconds of the quickest placements without stages if these do not fit; 0 if they do, if there are none, or if it
-    would take programs of several meshes to know. Solvers' work is not counted, as for :func:`least_without_stages`."""
+def why_too_large(request: PlanRequest, timings: Timings) -> ShortOfMemoryError | None:
+    """Why the quickest placements without stages do not fit; None if they do, if there are none, or if it would take
+    programs of several meshes to know. Solvers' work is not counted, as for :func:`least_without_stages`."""
     used, tried = timings.solving, divisions(request, request.batch)
     if len(tried) > 1:
-        return 0.0
+        return None
     try:
         solve_mesh(replace(on_mesh(request, tried[0]), only_quickest=True), step_of(request), timings)
     except ShortOfMemoryError as error:
-        return error.seconds if math.isfinite(error.seconds) else 0.0
+        return error if math.isfinite(error.seconds) else None
     except InfeasibleError:
-        return 0.0
+        return None
     finally:
         timings.solving = used
-    return 0.0
+    return None
 
 
 def plans_without_stages(request: PlanRequest, timings: Timings) -> Tried:

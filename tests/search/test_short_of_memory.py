@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar import InfeasibleError, Options
 from autopar.planner import solve_mesh as solve_mesh_module
-from autopar.planner.memory_limit import TooSlowError
+from autopar.planner.memory_limit import ShortOfMemoryError, TooSlowError
 from autopar.planner.mesh_solution import MeshSolution, peak_bytes
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
@@ -27,7 +27,7 @@ from autopar.search.best_plan import AHEAD
 from autopar.search.candidate import NO_STAGES, Candidate, Failure, Tried, why_excluded
 from autopar.search.pipelines import Staged, _Pipeline, with_stages
 from autopar.search.stage_meshes import layout_of
-from autopar.search.without_stages import seconds_if_too_large
+from autopar.search.without_stages import why_too_large
 from tests.helpers.planning import CLUSTER, requested
 
 LIMIT = 150_000
@@ -130,7 +130,8 @@ def test_microbatches_are_not_tried_where_saving_memory_costs_nothing(
 
     monkeypatch.setattr(best_plan_module, "with_stages", staged)
     monkeypatch.setattr(best_plan_module, "plans_without_stages", whole)
-    monkeypatch.setattr(best_plan_module, "seconds_if_too_large", lambda *_: 1.0)
+    short = ShortOfMemoryError("the quickest placements", 1.0, lambda: math.inf)
+    monkeypatch.setattr(best_plan_module, "why_too_large", lambda *_: short)
     best_plan_module._of_arrangement(_open(), {}, Timings(), math.inf)
     assert asked == [True, seconds != 1.001]
 
@@ -238,9 +239,11 @@ def _quickest_and_limited(part: float) -> tuple[MeshSolution, PlanRequest]:
 
 
 def test_pipelines_come_before_placements_that_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    quickest, request = _quickest_and_limited(0.5)
-    seconds = seconds_if_too_large(request, Timings())
-    assert seconds == pytest.approx(quickest.solution.objective) and seconds_if_too_large(_open(), Timings()) == 0.0
+    quickest, request = _quickest_and_limited(0.2)
+    short = why_too_large(request, Timings())
+    assert short is not None and why_too_large(_open(), Timings()) is None
+    seconds = short.seconds
+    assert seconds == pytest.approx(quickest.solution.objective) and short.with_savers() > AHEAD * seconds
 
     def solved(own: _Pipeline, timings: Timings, best: float) -> Candidate:
         assert best <= AHEAD * seconds
@@ -251,6 +254,36 @@ def test_pipelines_come_before_placements_that_save_memory(monkeypatch: pytest.M
     tried = best_plan_module._of_arrangement(request, {}, Timings(), math.inf)
     assert all(candidate.layout is not None for candidate in tried.candidates)
     assert any(excluded.kind == NO_STAGES for excluded in tried.excluded)
+
+
+@pytest.mark.parametrize("with_savers", [0.999 * AHEAD, 1.001 * AHEAD, math.inf])
+def test_pipelines_do_not_come_before_savers_that_are_known_and_quick(
+    monkeypatch: pytest.MonkeyPatch, with_savers: float
+) -> None:
+    asked = list[bool]()
+
+    def staged(*_: Any, is_ahead: bool = False, **__: Any) -> Staged:
+        asked.append(is_ahead)
+        return Staged()
+
+    short = ShortOfMemoryError("the quickest placements", 1.0, lambda: with_savers)
+    monkeypatch.setattr(best_plan_module, "why_too_large", lambda *_: short)
+    monkeypatch.setattr(best_plan_module, "with_stages", staged)
+    best_plan_module._of_arrangement(_open(), {}, Timings(), math.inf)
+    assert asked == ([True, False] if with_savers > AHEAD else [False])
+
+
+def test_the_quickest_known_savers_fit() -> None:
+    """Within nine tenths of what the quickest hold, recomputing some of it is enough, and takes little longer; what is
+    found by a search takes no longer than that. Within a hundredth, nothing that is known is enough."""
+    quickest, request = _quickest_and_limited(0.9)
+    short = why_too_large(request, Timings())
+    assert short is not None and short.seconds < short.with_savers() <= AHEAD * short.seconds
+    solved, _ = solve_mesh(request, step_of(request), Timings())
+    assert short.seconds < solved.solution.objective <= short.with_savers()
+    _, request = _quickest_and_limited(0.01)
+    short = why_too_large(request, Timings())
+    assert short is not None and math.isinf(short.with_savers())
 
 
 @pytest.mark.parametrize("worth", [1.05, 2.0])
