@@ -276,7 +276,7 @@ def test_pipelines_do_not_come_before_savers_that_are_known_and_quick(
 def test_the_quickest_known_savers_fit() -> None:
     """Within nine tenths of what the quickest hold, recomputing some of it is enough, and takes little longer; what is
     found by a search takes no longer than that. Within a hundredth, nothing that is known is enough."""
-    quickest, request = _quickest_and_limited(0.9)
+    _, request = _quickest_and_limited(0.9)
     short = why_too_large(request, Timings())
     assert short is not None and short.seconds < short.with_savers() <= AHEAD * short.seconds
     solved, _ = solve_mesh(request, step_of(request), Timings())
