@@ -36,9 +36,11 @@ _QUERY = {"autopar.attention.default": 0, "autopar.attention_backward.default": 
 _MASK = {"autopar.attention.default": 3, "autopar.attention_backward.default": 6}
 # Elements up to which a value is computed whole; larger ones are computed in rows. Chosen: some megabytes.
 _WHOLE = 1 << 20
-# Elements of a mask of one sample beyond which it is left as it is.
+# Elements of a mask beyond which it is left as it is, without those of samples and heads that have the same.
 # Chosen: 32 thousand positions, which take half a minute.
 _MOST = 1 << 30
+# Elements up to which a value is computed whole that cannot be computed in rows. Chosen: half a gigabyte of numbers.
+_LARGEST = 1 << 26
 # Operations besides torch's pointwise ones that give the same rows of their result for rows of their operand.
 _IN_ROWS = frozenset(
     f"aten.{name}.default" for name in ("_to_copy", "clone", "full_like", "zeros_like", "ones_like", "empty_like")
@@ -112,13 +114,14 @@ def _kind(graph: Graph, mask: Value) -> Known | None:
 
 def _kind_at(graph: Graph, mask: Value) -> Known | None:
     kind = graph.type_of(mask)
-    if not kind.dtype.is_floating_point or not 0 < int(kind.numel) <= _MOST:
+    if not kind.dtype.is_floating_point or not 0 < int(kind.shape[-2] * kind.shape[-1]) <= _MOST or not kind.numel:
         return None
-    kinds: set[Known | None] = {"causal", "nothing"}
+    kinds, seen = {"causal", "nothing"}, 0
     try:
         for first, rows in _Rows(graph).blocks(mask):
             kinds &= _kinds(rows, first)
-            if not kinds:
+            seen += rows.numel()
+            if not kinds or seen > _MOST:
                 return None
     except (_Unknown, RuntimeError, TypeError, IndexError, ValueError):
         return None
@@ -148,44 +151,52 @@ def _is_causal(hides: Tensor, hidden: int, first: int) -> bool:
 
 class _Rows:
     """The values of a concrete ``graph`` without inputs, computed for some rows (dim -2) at a time where they are
-    large."""
+    large. Samples and heads (dims before) that have the same are computed once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[Value, Tensor] = {}
+        self.distinct: dict[Value, Tensor] = {}
 
     def blocks(self, value: Value) -> Iterator[tuple[int, Tensor]]:
-        """The first row of a block, and the block, which may lack dims that are expanded."""
+        """The first row of a block, and the block, which may lack dims that are expanded, and have size 1 in others
+        before the rows."""
         *outer, rows, columns = map(int, self.graph.type_of(value).shape)
         step = max(1, _WHOLE // max(1, columns * int(torch.Size(outer).numel())))
         for first in range(0, rows, step):
             stop = min(first + step, rows)
-            yield first, self._some(value, first, stop).expand(*outer, stop - first, columns)
+            yield first, _expanded(self._some(value, first, stop), stop - first, columns)
 
     def _some(self, value: Value, first: int, stop: int) -> Tensor:
         """Rows of ``value``, or what broadcasts to them."""
         node, kind = self.graph[value.node], self.graph.type_of(value)
         if int(kind.numel) <= _WHOLE:
-            whole = self._whole(value)
-            in_rows = kind.rank >= 2 and int(kind.shape[-2]) > 1
-            return whole.narrow(-2, first, stop - first) if in_rows else whole
-        block = (*kind.shape[:-2], stop - first, kind.shape[-1])
+            return self._some_of_whole(value, first, stop)
+        height, width = stop - first, int(kind.shape[-1])
         if node.op in _FILLED:
-            filled: Tensor = self._run(replace(node, args=(block, *node.args[1:])), self._small)
+            filled: Tensor = self._run(replace(node, args=((height, width), *node.args[1:])), self._small)
             return filled
         if node.op in _TRIANGLES:
             diagonal = (node.args[1] if len(node.args) > 1 else 0) + first
-            rows = self._some(node.operands[0], first, stop).expand(block)
+            rows = _expanded(self._some(node.operands[0], first, stop), height, width)
             return rows.triu(diagonal) if node.op == "aten.triu.default" else rows.tril(diagonal)
         if node.op == "aten.expand.default":
-            return self._some(node.operands[0], first, stop).expand(block)
+            return _expanded(self._some(node.operands[0], first, stop), height, width)
         if node.op == "aten.reshape.default" and self.graph.type_of(node.operands[0]).shape[-2:] == kind.shape[-2:]:
             rows = self._some(node.operands[0], first, stop)
-            return rows.expand(*self.graph.type_of(node.operands[0]).shape[:-2], *block[-2:]).reshape(block)
+            whole = rows.expand(*self.graph.type_of(node.operands[0]).shape[:-2], height, width)
+            return whole.reshape(*kind.shape[:-2], height, width)
         if not _is_in_rows(node):
-            raise _Unknown
+            return self._some_of_whole(value, first, stop)
         some: Tensor = self._run(node, lambda operand: self._some(operand, first, stop))
         return some
+
+    def _some_of_whole(self, value: Value, first: int, stop: int) -> Tensor:
+        if value not in self.distinct:
+            self.distinct[value] = _distinct(self._small(value))
+        whole = self.distinct[value]
+        in_rows = whole.dim() >= 2 and whole.shape[-2] > 1
+        return whole.narrow(-2, first, stop - first) if in_rows else whole
 
     def _whole(self, value: Value) -> Tensor:
         if value not in self.known:
@@ -199,7 +210,7 @@ class _Rows:
         return self.known[value]
 
     def _small(self, value: Value) -> Tensor:
-        if int(self.graph.type_of(value).numel) > _WHOLE:
+        if int(self.graph.type_of(value).numel) > _LARGEST:
             raise _Unknown
         return self._whole(value)
 
@@ -214,6 +225,19 @@ class _Rows:
             raise _Unknown
         kwargs = {key: map_arg(arg, leaf) for key, arg in node.kwargs}
         return operation(*map_arg(node.args, leaf), **kwargs)
+
+
+def _expanded(rows: Tensor, height: int, width: int) -> Tensor:
+    """Rows of one sample and head, or of several, that may be the same for all columns or rows."""
+    return rows.expand(*rows.shape[:-2], height, width)
+
+
+def _distinct(whole: Tensor) -> Tensor:
+    """``whole`` with size 1 in the dims before the last two along which it is the same."""
+    for dim in range(whole.dim() - 2):
+        one = whole.narrow(dim, 0, 1) if whole.shape[dim] else whole
+        whole = one if torch.equal(one.expand_as(whole), whole) else whole
+    return whole
 
 
 def _on_processor(constant: Tensor) -> Tensor:

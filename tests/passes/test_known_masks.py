@@ -181,6 +181,30 @@ def test_large_masks_are_read_in_rows(mask: Callable[[int], Tensor], monkeypatch
     assert is_causal(graph_of(mask))
 
 
+@pytest.mark.parametrize("batch", ["4", "b"])
+def test_masks_of_many_samples_are_read_once(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model fixes the batch, so that its size is a number."""
+    monkeypatch.setattr(known_masks, "_WHOLE", 20)
+    monkeypatch.setattr(known_masks, "_MOST", 81)
+    given, expected = (text(each).replace("[b,", f"[{batch},") for each in ("%mask, False", "None, True"))
+    if batch != "b":
+        given, expected = (each.replace("graph(b=4)", "graph()") for each in (given, expected))
+    check(KnownMasks(), given, expected)
+
+
+@pytest.mark.parametrize("odd", [0, 3, None])
+def test_a_sample_with_a_mask_of_its_own_is_seen(odd: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model fixes the batch, and its mask is larger than what is computed whole."""
+    monkeypatch.setattr(known_masks, "_WHOLE", 20)
+    table = """%count: i64[4] = aten.arange.default(4)
+    %odd: b8[4] = aten.eq.Scalar(%count, ODD)
+    %odd_1: b8[4, 1, 1, 1] = aten.reshape.default(%odd, [4, 1, 1, 1])
+    %mask: f32[4, 1, 9, 9] = aten.where.self(%odd_1, %zero, %flat)""".replace("ODD", str(7 if odd is None else odd))
+    given = text().replace("%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])", table)
+    given = given.replace("[b,", "[4,").replace("graph(b=4)", "graph()")
+    check(KnownMasks(), given, given if odd is not None else given.replace("%mask, False", "None, True"))
+
+
 @pytest.mark.parametrize("whole", [20, 1 << 20])
 def test_windows_are_not_causal(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_masks, "_WHOLE", whole)
