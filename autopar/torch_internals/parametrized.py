@@ -1,5 +1,5 @@
-"""Modules whose weights are computed from others (``torch.nn.utils.parametrize``), which torch refuses to pickle: each is
-of a class made for it alone."""
+"""Modules whose weights are computed from others (``torch.nn.utils.parametrize``), which torch refuses to pickle: each
+is of a class made for it alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def reduced_if_parametrized(value: Any) -> Reduced | None:
     if not made or not is_parametrized(value):
         return None
     before = type(value).__bases__[0]
-    state = before.__getstate__(value) if hasattr(before, "__getstate__") else value.__dict__
+    state_of = getattr(before, "__getstate__", None)  # Every class has one since Python 3.11.
+    state = value.__dict__ if state_of is None else state_of(value)
     return _parametrized, (before, tuple(value.parametrizations)), state
 
 
