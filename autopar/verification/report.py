@@ -114,7 +114,7 @@ class Report:
         right = [name for name in self.noise if self.gradient_errors[name] <= self.tolerance]
         wrong = [name for name in self.noise if name not in right]
         both = "zero but for rounding (largest elements on one process and under the plan):"
-        alone = "zero but for rounding on one process, not under the plan (largest elements of both):"
+        alone = "zero but for rounding on one process, too far from that under the plan (largest elements of both):"
         lines: list[str] = []
         for heading, names in ((alone, wrong), (both, right)):
             names.sort(key=lambda name: (self.noise[name].moved is None, -self.noise[name].planned))

@@ -16,7 +16,7 @@ from torch import nn
 from autopar.api import LossFunction, Mesh, mesh_shape
 from autopar.arguments import Batch, check_model, given_plan
 from autopar.cluster.description import Cluster
-from autopar.errors import OptionsError, WorkerError
+from autopar.errors import AutoparError, OptionsError
 from autopar.files import FileName
 from autopar.keywords import suggests
 from autopar.options import Options
@@ -102,7 +102,7 @@ def _moved(task: Task, names: Collection[str], closeness: Closeness, timeout: fl
         return {}
     try:
         found = run_local(moved_by_rounding, math.prod(task.mesh), timeout=timeout, args=(task, closeness.ulp))[0]
-    except WorkerError:
+    except AutoparError:
         return {}
     return {name: found[name] for name in names if name in found}
 
