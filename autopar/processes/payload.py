@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 
 from autopar.errors import WorkerError
+from autopar.torch_internals.parametrized import reduced_if_parametrized
 
 from .custom_operations import CustomOperations, custom_operations
 from .imports import installed_modules
@@ -118,9 +119,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add(str(value.__module__))
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickles a module of a class of its own (``torch.ops``, torch's configurations) as an import, like others."""
+        """Pickles a module of a class of its own (``torch.ops``, torch's configurations) as an import, like others, and
+        layers whose weights are parametrized, which torch refuses, by how they are made."""
         if isinstance(value, ModuleType) and type(value) is not ModuleType:
             name = next((name for name, module in list(sys.modules.items()) if module is value), None)
             if name is not None:
                 return importlib.import_module, (name,)
-        return super().reducer_override(value)
+        return reduced_if_parametrized(value) or super().reducer_override(value)

@@ -4,7 +4,7 @@ the parameters and buffers after them, and an evaluation."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -56,10 +56,17 @@ class LaterErrors:
 
 
 def compare_later(
-    actual: LaterSteps, reference: LaterSteps, exact: LaterSteps | None, closeness: Closeness
+    actual: LaterSteps,
+    reference: LaterSteps,
+    exact: LaterSteps | None,
+    closeness: Closeness,
+    noisy: Collection[str] = (),
 ) -> LaterErrors:
     """Compares the steps under a plan (``actual``) with those of one process (``reference``); ``exact`` are the latter
-    in the other floating-point width."""
+    in the other floating-point width. Parameters whose gradients are nothing but rounding (``noisy``) count against
+    what changed most of all."""
+    changes = (_change(value, reference.before.get(name)) for name, value in reference.parameters.items())
+    most = max(changes, default=0.0)
     errors: dict[str, float] = {}
     losses = exact.losses if exact else (None,) * len(reference.losses)
     for number, (loss, expected, precise) in enumerate(zip(actual.losses, reference.losses, losses, strict=True), 1):
@@ -67,8 +74,8 @@ def compare_later(
             errors[f"loss of step {number}"] = closeness.loss_error(loss, expected, precise)
     for name in sorted({*actual.parameters, *reference.parameters}):
         precise = exact.parameters.get(name) if exact else None
-        start = reference.before.get(name)
-        error = _error(actual.parameters.get(name), reference.parameters.get(name), precise, start, closeness)
+        start, least = reference.before.get(name), most if name in noisy else 0.0
+        error = _error(actual.parameters.get(name), reference.parameters.get(name), precise, start, closeness, least)
         errors[f"parameter {name} after {len(reference.losses)} steps"] = error
     for name in sorted({*actual.buffers, *reference.buffers}):
         precise = exact.buffers.get(name) if exact else None
@@ -87,9 +94,11 @@ def _error(
     exact: torch.Tensor | None,
     before: torch.Tensor | None,
     closeness: Closeness,
+    least: float = 0.0,
 ) -> float:
-    """max|a - b| over the largest change since ``before`` (without ``before``, over the largest element), or over what
-    rounding of the value and of its computation allows, whichever is more. Integers must be equal."""
+    """max|a - b| over the largest change since ``before`` (without ``before``, over the largest element), over what
+    rounding of the value and of its computation allows, or over ``least``, whichever is more. Integers must be equal.
+    """
     if actual is None or reference is None or actual.shape != reference.shape:
         return math.inf
     if not reference.numel():
@@ -101,10 +110,18 @@ def _error(
         return 0.0
     error = float((a - b).abs().max())
     size = float(b.abs().max())
-    changed = size if before is None else float((b - before.to(torch.complex128)).abs().max())
+    changed = max(least, _change(reference, before))
     rounding = max(
         size * (closeness.unit if closeness.always else torch.finfo(reference.dtype).eps),
         closeness.rounding_error(reference, exact),
     )
     divisor = max(changed, APART * rounding / closeness.tolerance)
     return error / divisor if divisor else math.inf
+
+
+def _change(after: torch.Tensor, before: torch.Tensor | None) -> float:
+    """The largest change of an element since ``before``; without it, the largest element."""
+    if not after.numel():
+        return 0.0
+    whole = after.to(torch.complex128)
+    return float((whole if before is None else whole - before.to(torch.complex128)).abs().max())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.idle_axes import divides_nothing
 from autopar.plans.views.page_width import terminal_columns
 
+from .gradients import Noise, compare
 from .later_steps import LaterSteps, compare_later
 from .pieces import Pieces
 from .tolerance import Closeness, rounding
@@ -42,9 +42,12 @@ class Report:
             counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|. Without
             one, gradients where rounding changes b itself by more than a quarter of the tolerance may differ by up to
             ten tolerances (:mod:`autopar.verification.tolerance`); those that do are named in ``eased``.
-        noisy: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
-            those where max|b| is at most ten times the error of b in float32 (against float64 on one process). Their
-            differences count against a million times that error instead.
+        noise: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
+            those where max|b| is at most ten times the error of b in float32 (against float64 on one process; under a
+            16-bit policy twice). Their differences count against that error instead, of which they may be ten times
+            (four or eight). Where they are more and the difference is within the tolerance of the largest gradient, the
+            plan is run again with parameters and inputs that differ by a unit of rounding, and what that moves counts
+            if it is more: it moves rounding, not the errors of a plan.
         seconds: wall-clock time of the whole comparison.
         step_seconds: wall-clock time of one step under the plan, after a first one.
         unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, do not
@@ -53,7 +56,7 @@ class Report:
             same seed, not with the model alone.
         unset: gradients that are None on one process and zeros under the plan (an expert in a list that no token
             chose); they count as equal.
-        rounding: under a 16-bit policy, the relative distance of one process from float64.
+        rounding: under a 16-bit policy, the relative distance of one process from float64, ``noise`` left out.
         steps: how many steps were compared.
         later_errors: errors of everything besides the first loss and its gradients, by name (:mod:`.later_steps`):
             buffers after the steps, and for several steps each loss, the parameters and the outputs of an evaluation.
@@ -66,7 +69,7 @@ class Report:
     loss: float
     loss_error: float
     gradient_errors: Mapping[str, float]
-    noisy: tuple[str, ...]
+    noise: Mapping[str, Noise]
     seconds: float
     step_seconds: float
     unpriced: tuple[str, ...] = ()
@@ -106,6 +109,25 @@ class Report:
         lines = [f"{name:<60} {self.later_errors[name]:10.2e}" for name in shown]
         return lines + ([f"{len(wrong) - 8} more differ"] if len(wrong) > 8 else [])
 
+    def _noise_lines(self) -> list[str]:
+        """What is nothing but rounding on one process and under the plan, and on one process alone."""
+        right = [name for name in self.noise if self.gradient_errors[name] <= self.tolerance]
+        wrong = [name for name in self.noise if name not in right]
+        both = "zero but for rounding (largest elements on one process and under the plan):"
+        alone = "zero but for rounding on one process, too far from that under the plan (largest elements of both):"
+        lines: list[str] = []
+        for heading, names in ((alone, wrong), (both, right)):
+            names.sort(key=lambda name: (self.noise[name].moved is None, -self.noise[name].planned))
+            lines += [heading] if names else []
+            lines += [f"{'  ' + name:<51} {self.noise[name]}" for name in names[:4]]
+            lines += [f"  {len(names) - 4} more"] if len(names) > 4 else []
+        return lines
+
+    @property
+    def noisy(self) -> tuple[str, ...]:
+        """The names in ``noise``."""
+        return tuple(self.noise)
+
     @property
     def _where(self) -> str:
         """The mesh asked for, and the plan's if it arranges the devices differently."""
@@ -130,8 +152,7 @@ class Report:
         if len(self.gradient_errors) > len(worst):
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
         lines += self._later_lines()
-        if self.noisy:
-            lines.append(f"zero but for rounding, on one process too: {_some(self.noisy)}")
+        lines += self._noise_lines()
         if self.eased:
             lines.append(f"farther apart, by no more than their rounding on one process: {_some(self.eased)}")
         if self.unset:
@@ -154,17 +175,28 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
 
 
+def doubtful(actual: OneStep, expected: tuple[OneStep, OneStep | None], closeness: Closeness) -> tuple[str, ...]:
+    """The gradients that are too far apart, though both may be zero but for rounding."""
+    reference, exact = expected
+    if exact is None:
+        return ()
+    return compare(actual.gradients, reference.gradients, exact.gradients, closeness).doubtful
+
+
 def judge(
     actual: OneStep,
     expected: tuple[OneStep, OneStep | None],
     closeness: Closeness,
     seconds: float,
     mesh: tuple[int, ...] = (),
+    moved: Mapping[str, float] | None = None,
 ) -> Report:
-    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`)."""
-    errors, noisy, unset = _compare(actual, *expected, closeness)
+    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`). ``moved``: how
+    far rounding moves gradients that were doubtful without it (see :func:`doubtful`)."""
     reference, exact = expected
-    later = compare_later(actual.later, reference.later, exact.later if exact else None, closeness)
+    found = compare(actual.gradients, reference.gradients, exact.gradients if exact else None, closeness, moved)
+    noisy = {name for name in found.noise if found.errors[name] <= closeness.tolerance}
+    later = compare_later(actual.later, reference.later, exact.later if exact else None, closeness, noisy)
     assert actual.plan is not None
     return Report(
         plan=actual.plan,
@@ -173,44 +205,25 @@ def judge(
         loss_error=closeness.loss_error(actual.loss, reference.loss, exact.loss if exact else None),
         later_errors=later.errors,
         steps=max(1, len(reference.later.losses)),
-        gradient_errors=errors,
-        noisy=noisy,
+        gradient_errors=found.errors,
+        noise=found.noise,
         seconds=seconds,
         step_seconds=actual.seconds,
         unpriced=actual.unpriced,
         draws=actual.draws,
-        unset=unset,
-        rounding=rounding(reference.gradients, exact.gradients) if exact and closeness.always else None,
+        unset=found.unset,
+        rounding=_rounding(reference, exact, found.noise) if exact and closeness.always else None,
         mesh=mesh,
         eased=tuple(
             name
-            for name, error in errors.items()
+            for name, error in found.errors.items()
             if error <= closeness.tolerance
-            and name not in {*noisy, *unset}
+            and name not in {*found.noise, *found.unset}
             and closeness.is_eased(actual.gradients[name], reference.gradients[name])
         ),
     )
 
 
-def _compare(
-    actual: OneStep, reference: OneStep, exact: OneStep | None, closeness: Closeness
-) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...]]:
-    """The error of every gradient, the names of those that are zero but for rounding, and of those that are zeros here
-    and None on one process."""
-    errors: dict[str, float] = {}
-    noisy, unset = [], []
-    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
-    for name in sorted({*actual.gradients, *reference.gradients}):
-        gradient, expected = actual.gradients.get(name), reference.gradients.get(name)
-        if gradient is not None and expected is None and not gradient.any():
-            errors[name] = 0.0
-            unset.append(name)
-        elif gradient is None or expected is None or gradient.shape != expected.shape:
-            errors[name] = math.inf
-        else:
-            own_error = closeness.rounding_error(expected, exact.gradients.get(name) if exact else None)
-            errors[name], is_noise = closeness.error(
-                gradient, expected, own_error if own_error <= closeness.largest_own_error * largest else 0.0
-            )
-            noisy += [name] if is_noise else []
-    return errors, tuple(noisy), tuple(unset)
+def _rounding(reference: OneStep, exact: OneStep, noise: Collection[str]) -> float:
+    """How far one process is from float64, in the gradients that are more than rounding."""
+    return rounding({n: g for n, g in reference.gradients.items() if n not in noise}, exact.gradients)

@@ -211,26 +211,48 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def parallel_step(rank: int, world: int, task: Task) -> OneStep:
-    """The same step under the plan, on this rank; whole gradients on rank 0."""
-    model = in_training(copy.deepcopy(task.model))
+def parallelized(task: Task) -> tuple[ParallelModule, tuple[Any, ...], dict[str, Any]]:
+    """The model of ``task`` under its plan on this rank, and the inputs of its step. Collective."""
     parallel = parallelize(
-        model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
+        in_training(copy.deepcopy(task.model)),
+        task.mesh,
+        options=task.options,
+        plan=task.plan,
+        cluster=task.cluster,
+        loss_fn=task.loss_fn,
     )
     args, kwargs = split_batch(task.batch, task.targets)
-    call = parallel.prepare(args, kwargs, "loss")
+    return parallel, tuple(args), dict(kwargs)
+
+
+def step_from(
+    parallel: ParallelModule, draws: Mapping[str, int], rank: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """The loss of a step that draws from the random state ``draws``, again with a lower scale while it overflows."""
     torch.manual_seed(rank)  # Rank 0's seed is that of the single process; autopar draws with rank 0's.
-    draws = parallel.random_state()
     loss = parallel.step(*args, **kwargs)
     while parallel.overflowed and parallel.loss_scale_state()["scale"] >= 1.0:
         parallel.set_random_state(draws)
         parallel.zero_grad()
         loss = parallel.step(*args, **kwargs)
-    gradients: dict[str, torch.Tensor] = {}
-    for name, parameter in parallel.named_parameters():
-        if parameter.grad is not None:
-            gradient = parallel.full_tensor(parameter.grad)
-            gradients[name] = _infinite_where_ranks_differ(gradient.detach().cpu().double(), world)
+    return loss
+
+
+def whole_gradients(parallel: ParallelModule, world: int) -> dict[str, torch.Tensor]:
+    """The gradients in float64 on the CPU, with infinity where ranks disagree beyond rounding. Collective."""
+    return {
+        name: _infinite_where_ranks_differ(parallel.full_tensor(parameter.grad).detach().cpu().double(), world)
+        for name, parameter in parallel.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def parallel_step(rank: int, world: int, task: Task) -> OneStep:
+    """The same step under the plan, on this rank; whole gradients on rank 0."""
+    parallel, args, kwargs = parallelized(task)
+    call = parallel.prepare(args, kwargs, "loss")
+    loss = step_from(parallel, parallel.random_state(), rank, args, kwargs)
+    gradients = whole_gradients(parallel, world)
     later = _later(parallel, task, args, kwargs, loss, world)
     parallel.zero_grad()
     if world > 1:

@@ -3,13 +3,14 @@
 Errors are relative to the largest element of what is compared, max|a - b| / max|b|. Where a value on one process is
 already mostly rounding (against float64), a difference counts against that rounding instead.
 
-In float32 such values are those that are zero but for rounding. In 16 bits rounding is a matter of degree: where sums
-cancel, the error of one process itself is far more than a unit of rounding. A plan adds in another order and rounds its
-partial sums, so its own error is as large. The two may differ by the sum of both errors, and twice that is allowed. The
-same holds for the few values in float32 that cancel so far that the error of one process is about the tolerance itself
-(the weights of a norm before a convolution that is normalised again), up to ten tolerances: a larger difference from
-float64 may have another cause, since some models compute something else there, such as norms whose epsilon is that of
-the dtype.
+In float32 such values are those that are zero but for rounding. How large it is on one process may be luck, so where
+that does not explain a difference, what rounding does under the plan is measured too (:mod:`.perturbation`). In 16 bits
+rounding is a matter of degree: where sums cancel, the error of one process itself is far more than a unit of rounding.
+A plan adds in another order and rounds its partial sums, so its own error is as large. The two may differ by the sum of
+both errors, and twice that is allowed. The same holds for the few values in float32 that cancel so far that the error
+of one process is about the tolerance itself (the weights of a norm before a convolution that is normalised again), up
+to ten tolerances: a larger difference from float64 may have another cause, since some models compute something else
+there, such as norms whose epsilon is that of the dtype.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Closeness:
     double: bool = False
 
     @property
+    def ulp(self) -> float:
+        """A unit of rounding of the dtype, relative."""
+        return self.unit if self.always else torch.finfo(torch.float64 if self.double else torch.float32).eps
+
+    @property
     def largest_own_error(self) -> float:
         """The largest error of a gradient that rounding explains, over the largest element of all gradients; where the
         difference from the other width is larger, the model computes something else there."""
@@ -72,13 +78,18 @@ class Closeness:
             return 0.0, False
         error = float((actual.double() - expected.double()).abs().max())
         size = float(expected.double().abs().max())
-        # Ten times its own rounding in float32: chosen, since that is known from one sample only.
-        noise = 0.0 < size <= (1 if self.always else 10) * own_error
+        noise = own_error > 0.0 and self.is_noise(size, own_error)
         if error == 0.0:
             return 0.0, noise
         eased = min(APART * own_error / self.tolerance, MOST_TOLERANCES * size)
         divisor = max(size, own_error / self.unit if self.always or noise else eased)
         return (error / divisor if divisor else float("inf")), noise
+
+    def is_noise(self, size: float, own_error: float) -> bool:
+        """Whether a value of this ``size`` is zero but for rounding, by its ``own_error``."""
+        # In float32 ten times its own rounding: chosen, since that is known from one sample only. In 16 bits at least
+        # half of it: others may be off by a tenth too.
+        return size <= (2 if self.always else 10) * own_error
 
     def loss_error(self, actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None) -> float:
         """The error of a loss. A loss is a sum that may cancel to almost nothing, so its difference counts against the

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from autopar.api import LossFunction, Mesh, mesh_shape
 from autopar.arguments import Batch, check_model, given_plan
 from autopar.cluster.description import Cluster
-from autopar.errors import OptionsError
+from autopar.errors import AutoparError, OptionsError
 from autopar.files import FileName
 from autopar.keywords import suggests
 from autopar.options import Options
@@ -24,7 +25,8 @@ from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
 from autopar.sync import EVERY_STEP
 
-from .report import Report, judge
+from .perturbation import moved_by_rounding
+from .report import Report, doubtful, judge
 from .steps import Task, one_process, parallel_step, parameter_dtypes
 from .tolerance import Closeness
 
@@ -90,7 +92,19 @@ def verify(
     assert expected is not None
     closeness = Closeness.of(settings.precision, parameter_dtypes(ready))
     closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
-    return judge(actual, expected, closeness, time.perf_counter() - start, task.mesh)
+    moved = _moved(replace(task, plan=actual.plan), doubtful(actual, expected, closeness), closeness, timeout)
+    return judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, moved)
+
+
+def _moved(task: Task, names: Collection[str], closeness: Closeness, timeout: float) -> Mapping[str, float]:
+    """How far rounding moves the gradients ``names`` under the plan of ``task``; nothing where that cannot be run."""
+    if not names:
+        return {}
+    try:
+        found = run_local(moved_by_rounding, math.prod(task.mesh), timeout=timeout, args=(task, closeness.ulp))[0]
+    except AutoparError:
+        return {}
+    return {name: found[name] for name in names if name in found}
 
 
 def _check_sync(settings: Options) -> None:

@@ -19,6 +19,7 @@ from autopar.cluster.description import Cluster, local_file
 from autopar.command_line import main, make_parser
 from autopar.errors import InfeasibleError, WorkerError
 from autopar.plans.plan import Plan
+from autopar.verification.gradients import Noise
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL_FILE = """
@@ -197,6 +198,7 @@ def fake_report(ok: bool) -> Any:
         loss_error=0.0,
         max_error=0.1,
         gradient_errors={"w": 0.1},
+        noise={"b": Noise(1e-16, 2e-8)},
         steps=1,
         later_errors={},
         seconds=1.0,
@@ -238,6 +240,7 @@ def test_verify_status_and_arguments(
         "loss_error": 0.0,
         "max_error": 0.1,
         "gradient_errors": {"w": 0.1},
+        "noise": {"b": {"alone": 1e-16, "planned": 2e-8, "moved": None}},
         "steps": 1,
         "later_errors": {},
         "seconds": 1.0,

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from autopar.errors import WorkerError
 from autopar.processes.imports import installed_modules
@@ -107,6 +109,39 @@ def test_what_cannot_be_sent_says_so() -> None:
     lock = threading.Lock()
     with pytest.raises(WorkerError, match=r"(?s)cannot be sent.*lock.*inside the function"):
         one(lambda rank, world: lock.locked())
+
+
+class Scaled(nn.Module):
+    """A layer of a user's own class, which counts what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.randn(5, 3)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x @ self.weight
+
+
+def test_layers_with_parametrized_weights_are_sent() -> None:
+    """Torch refuses to pickle them. Two that share a layer share it afterwards too, and both compute the same."""
+    scaled = parametrizations.weight_norm(Scaled())
+    between = parametrizations.spectral_norm(nn.Linear(3, 5))
+    model = nn.Sequential(parametrizations.orthogonal(nn.Linear(5, 5)), scaled, between, scaled).eval()
+    x = torch.randn(4, 5)
+    expected = model(x).detach()
+
+    def work(rank: int, world: int) -> Any:
+        found = model(x)
+        found.sum().backward()
+        gradients = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
+        same = model[1] is model[3]
+        model[1].weight = torch.ones(5, 3)
+        return found.detach(), gradients, same, scaled.calls, parametrize.is_parametrized(model[0])
+
+    found, gradients, *others = one(work)
+    assert torch.equal(found, expected) and others == [True, scaled.calls + 2, True]
+    assert gradients == {name: True for name, _ in model.named_parameters()} and len(gradients) == 6
 
 
 def test_copies_of_copies_come_from_the_same_template() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from autopar.cli.arguments import TARGET_HELP, add_mesh, add_planning, checked, load_target, options_from, positive
 from autopar.cli.output import Output
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         "loss_error": report.loss_error,
         "max_error": report.max_error,
         "gradient_errors": report.gradient_errors,
+        "noise": {name: asdict(sizes) for name, sizes in report.noise.items()},
         "steps": report.steps,
         "later_errors": report.later_errors,
         "seconds": report.seconds,
