@@ -172,6 +172,8 @@ class _Rows:
         node, kind = self.graph[value.node], self.graph.type_of(value)
         if int(kind.numel) <= _WHOLE:
             return self._some_of_whole(value, first, stop)
+        if kind.shape[-2] == 1:  # The same for all rows.
+            first, stop = 0, 1
         height, width = stop - first, int(kind.shape[-1])
         if node.op in _FILLED:
             filled: Tensor = self._run(replace(node, args=((height, width), *node.args[1:])), self._small)

@@ -206,6 +206,18 @@ def test_a_sample_with_a_mask_of_its_own_is_seen(odd: int | None, monkeypatch: p
 
 
 @pytest.mark.parametrize("whole", [20, 1 << 20])
+def test_a_triangle_of_one_row_is_the_same_for_all_rows(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hides all positions but the first from every query."""
+    monkeypatch.setattr(known_masks, "_WHOLE", whole)
+    row = """%every: f32[4, 1, 1, 9] = aten.full.default([4, 1, 1, 9], float('-inf'), dtype=torch.float32)
+    %row: f32[4, 1, 1, 9] = aten.triu.default(%every, 1)
+    %mask: f32[4, 1, 9, 9] = aten.expand.default(%row, [4, 1, 9, 9])"""
+    given = text().replace("%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])", row)
+    given = given.replace("[b,", "[4,").replace("graph(b=4)", "graph()")
+    check(KnownMasks(), given, given)
+
+
+@pytest.mark.parametrize("whole", [20, 1 << 20])
 def test_windows_are_not_causal(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_masks, "_WHOLE", whole)
     assert not is_causal(graph_of(window))
