@@ -114,7 +114,7 @@ def short_of_memory(
     of the program without recomputation and offload."""
 
     def with_savers() -> float:
-        if quickest is None:
+        if quickest is None or free.instance.is_wide:  # What is required to save memory does so already.
             return math.inf
         wide = with_memory_savers(peaks.request, free.instance)
         known = [free.solution.choices, *(other.choices for other in others)]

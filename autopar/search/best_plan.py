@@ -241,7 +241,11 @@ def _ahead(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, be
     options = request.options
     is_open = options.stages is None and options.microbatches is None and math.prod(request.mesh) > 1
     short = why_too_large(request, timings) if is_open and not never_fits(request) else None
-    if short is None or short.with_savers() <= AHEAD * short.seconds:
+    if short is None:
+        return Staged()
+    with timings.phase("price"):
+        with_savers = short.with_savers()
+    if with_savers <= AHEAD * short.seconds:
         return Staged()
     found = with_stages(request, pinned, timings, min(best, AHEAD * short.seconds), lacks_memory=True, is_ahead=True)
     timings.reserve(options, FOR_NO_STAGES)

@@ -39,7 +39,8 @@ _WHOLE = 1 << 20
 # Elements of a mask beyond which it is left as it is, without those of samples and heads that have the same.
 # Chosen: 32 thousand positions, which take half a minute.
 _MOST = 1 << 30
-# Elements up to which a value is computed whole that cannot be computed in rows. Chosen: half a gigabyte of numbers.
+# Elements, of all together, of values that are computed whole since they cannot be computed in rows. Chosen: half a
+# gigabyte of numbers.
 _LARGEST = 1 << 26
 # Operations besides torch's pointwise ones that give the same rows of their result for rows of their operand.
 _IN_ROWS = frozenset(
@@ -157,6 +158,7 @@ class _Rows:
         self.graph = graph
         self.known: dict[Value, Tensor] = {}
         self.distinct: dict[Value, Tensor] = {}
+        self.left = _LARGEST
 
     def blocks(self, value: Value) -> Iterator[tuple[int, Tensor]]:
         """The first row of a block, and the block, which may lack dims that are expanded, and have size 1 in others
@@ -186,6 +188,8 @@ class _Rows:
             return _expanded(self._some(node.operands[0], first, stop), height, width)
         if node.op == "aten.reshape.default" and self.graph.type_of(node.operands[0]).shape[-2:] == kind.shape[-2:]:
             rows = self._some(node.operands[0], first, stop)
+            if rows.shape[:-2].numel() == 1:
+                return _expanded(rows.reshape(rows.shape[-2:]), height, width)
             whole = rows.expand(*self.graph.type_of(node.operands[0]).shape[:-2], height, width)
             return whole.reshape(*kind.shape[:-2], height, width)
         if not _is_in_rows(node):
@@ -212,7 +216,10 @@ class _Rows:
         return self.known[value]
 
     def _small(self, value: Value) -> Tensor:
-        if int(self.graph.type_of(value).numel) > _LARGEST:
+        numel = int(self.graph.type_of(value).numel)
+        if numel > _WHOLE and value not in self.known:
+            self.left -= numel
+        if self.left < 0:
             raise _Unknown
         return self._whole(value)
 

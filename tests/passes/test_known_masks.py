@@ -192,6 +192,29 @@ def test_masks_of_many_samples_are_read_once(batch: str, monkeypatch: pytest.Mon
     check(KnownMasks(), given, expected)
 
 
+def test_samples_that_are_folded_into_heads_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_masks, "_WHOLE", 20)
+    monkeypatch.setattr(known_masks, "_MOST", 81)
+    folded = """%every: f32[4, 1, 9, 9] = aten.expand.default(%flat, [4, 1, 9, 9])
+    %folded: f32[4, 9, 9] = aten.reshape.default(%every, [4, 9, 9])
+    %mask: f32[4, 1, 9, 9] = aten.reshape.default(%folded, [4, 1, 9, 9])"""
+    given = text().replace("%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])", folded)
+    given = given.replace("[b,", "[4,").replace("graph(b=4)", "graph()")
+    check(KnownMasks(), given, given.replace("%mask, False", "None, True"))
+
+
+@pytest.mark.parametrize("most", [4 * 81, 4 * 81 - 1])
+def test_what_is_computed_whole_is_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values that cannot be computed in rows, and the two large ones from which they are computed."""
+    monkeypatch.setattr(known_masks, "_WHOLE", 20)
+    monkeypatch.setattr(known_masks, "_LARGEST", most)
+    turned = """%one: f32[9, 9] = aten.permute.default(%flat, [1, 0])
+    %two: f32[9, 9] = aten.permute.default(%one, [1, 0])
+    %mask: f32[b, 1, 9, 9] = aten.expand.default(%two, [b, 1, 9, 9])"""
+    given = text().replace("%mask: f32[b, 1, 9, 9] = aten.expand.default(%flat, [b, 1, 9, 9])", turned)
+    check(KnownMasks(), given, given.replace("%mask, False", "None, True") if most == 4 * 81 else given)
+
+
 @pytest.mark.parametrize("odd", [0, 3, None])
 def test_a_sample_with_a_mask_of_its_own_is_seen(odd: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model fixes the batch, and its mask is larger than what is computed whole."""

@@ -286,6 +286,15 @@ def test_the_quickest_known_savers_fit() -> None:
     assert short is not None and math.isinf(short.with_savers())
 
 
+@pytest.mark.parametrize("required", [{"recompute": "full"}, {"offload": {"activations": "host"}}])
+def test_no_savers_are_known_where_they_are_required(required: dict[str, Any]) -> None:
+    free = requested("stack", (2, 2), cluster="dgx-a100-80gb", mesh_search=True, **required)
+    quickest, _ = solve_mesh(free, step_of(free), Timings())
+    limit = int(0.8 * peak_bytes(quickest))
+    short = why_too_large(replace(free, options=replace(free.options, memory_limit=limit)), Timings())
+    assert short is not None and math.isinf(short.with_savers())
+
+
 @pytest.mark.parametrize("worth", [1.05, 2.0])
 def test_placements_that_save_memory_are_given_up_once_they_take_too_long(worth: float) -> None:
     """Within 0.3 of what the quickest hold, they take 1.27 times as long."""
