@@ -8,6 +8,8 @@ are in tables of their own::
               "rows": {"mm": [0, 0, [1, 2], ""], "mm_1": [0, 1, [1, 2], 9]}},
     "lines": {"kinds": [["compute", "forward", 1e-05, [], 1, 0]], "rows": [[0, "mm"], [0, "mm_1"]]}
 
+The actions of the ranks of a pipeline are folded by :mod:`.folded_runs`.
+
 Invariant: :func:`unfolded` of :func:`folded` is what was folded.
 """
 
@@ -20,22 +22,35 @@ from typing import Any
 
 from autopar.errors import OptionsError
 
-from . import entries
+from . import entries, folded_runs
 from .entries import entry, rows, shown, texts
 
 Table = dict[str, Any]
 
 
 def folded(data: Mapping[str, Any]) -> Table:
-    """The plan's data with folded ``nodes`` and ``lines``."""
-    return {**data, "nodes": _folded_nodes(data["nodes"]), "lines": _folded_lines(data["lines"], data["nodes"])}
+    """The plan's data with folded ``nodes``, ``lines`` and actions of the ``pipeline``."""
+    nodes, lines = _folded_nodes(data["nodes"]), _folded_lines(data["lines"], data["nodes"])
+    return {**data, "nodes": nodes, "lines": lines, "pipeline": _with_actions(data["pipeline"], folded_runs.folded)}
 
 
 def unfolded(data: Mapping[str, Any]) -> Table:
     """The plan's data as it was before it was folded. Raises :class:`OptionsError` that names the table, and the row,
     that was not."""
     nodes = _unfolded_nodes(_tables("nodes", entry(data, "nodes"), ("kinds", "modules", "rows")))
-    return {**data, "nodes": nodes, "lines": _unfolded_lines(_tables("lines", entry(data, "lines"), _OF_LINES), nodes)}
+    lines = _unfolded_lines(_tables("lines", entry(data, "lines"), _OF_LINES), nodes)
+    pipeline = _with_actions(entry(data, "pipeline"), folded_runs.unfolded)
+    return {**data, "nodes": nodes, "lines": lines, "pipeline": pipeline}
+
+
+def _with_actions(pipeline: Any, change: Callable[[str], str]) -> Any:
+    """A pipeline whose lists of actions are changed; as it is if it has none: then its reader says what is wrong."""
+    schedule = pipeline.get("schedule") if isinstance(pipeline, Mapping) else None
+    ranks = schedule.get("ranks") if isinstance(schedule, Mapping) else None
+    if not isinstance(schedule, Mapping) or not isinstance(ranks, (list, tuple)):
+        return pipeline
+    changed = [change(rank) if isinstance(rank, str) else rank for rank in ranks]
+    return {**pipeline, "schedule": {**schedule, "ranks": changed}}
 
 
 _OF_LINES = ("kinds", "rows")

@@ -7,12 +7,13 @@ number of its own.
 
 from __future__ import annotations
 
-# Of plans as they are, and with folded tables. Raised when every field had a digest.
-VERSION, FOLDED = 10, 11
+# Of plans as they are, and with folded tables. Raised when every field had a digest; the latter when actions of
+# pipelines were folded as well.
+VERSION, FOLDED = 10, 12
 # Version 7 had another name for the operation that saves an activation; 7 to 9 may have no digests.
 READABLE = (7, 8, VERSION)
 # What a folded version is when it is unfolded.
-UNFOLDED = {9: 8, FOLDED: VERSION}
+UNFOLDED = {9: 8, 11: VERSION, FOLDED: VERSION}
 # The first version of which every field has a digest, that is not a choice.
 SIGNED = 10
 STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
