@@ -21,6 +21,7 @@ from autopar.cluster.device import Device
 from autopar.cost.kernels.grouping import Fusing, find_kernels
 from autopar.cost.kernels.kernel import Kernel, Kernels, is_alias, is_lookup, origin, readers
 from autopar.cost.kernels.share import FREE, Share, shares_of
+from autopar.cost.kernels.sums_apart import share_of_both, with_sums_apart
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among, outermost_layer
@@ -52,13 +53,15 @@ class FusedKernels:
     classes: Mapping[str, str]
 
     @staticmethod
-    def of(graph: Graph, device: Device) -> FusedKernels:
-        """The kernels of a concrete graph with saved activations on such a device."""
-        kernels = compiled_kernels(graph, device)
+    def of(graph: Graph, device: Device, of_library: bool = False) -> FusedKernels:
+        """The kernels of a concrete graph with saved activations on such a device: those that Inductor makes of the
+        program, or ``of_library``, those of a library for training, whose backward computes again what it can."""
+        kernels, apart = compiled_kernels(graph, device, of_library)
         fused = [kernel for kernel in kernels.kernels if kernel.heavy is None and not _runs_alone(kernel)]
         shares = {node.name: FREE for node in kernels.graph.nodes if node.op in VIEWS}
         for kernel in fused:
             shares.update(shares_of(kernels.graph, kernel))
+        shares |= {name: share_of_both(shares[name], shares[copy]) for copy, name in apart.items()}
         numbers = {node.name: number for number, kernel in enumerate(fused) for node in kernel.nodes}
         classes = graph.classes or fold_layers(graph).classes
         inside = {
@@ -88,19 +91,34 @@ class FusedKernels:
         return self.classes.get(name, name)
 
 
-def compiled_kernels(graph: Graph, device: Device) -> Kernels:
-    """The kernels of a graph whose pieces are compiled for such a device."""
-    piece = _pieces(graph)
+def compiled_kernels(graph: Graph, device: Device, of_library: bool = False) -> tuple[Kernels, Mapping[str, str]]:
+    """The kernels of a graph whose pieces are compiled for such a device, and the operations that are two there
+    (:mod:`autopar.cost.kernels.sums_apart`); ``of_library``: see :meth:`FusedKernels.of`.
+
+    Programs for Inductor say themselves what backward computes again (:mod:`autopar.passes.recompute.compute_again`).
+    Forward and backward are compiled apart, so that the rest is saved. On CPUs Inductor joins tensors by a kernel for
+    each that does not compute it (``cat`` in ``torch/_inductor/lowering.py``, 2.13)."""
+    whole: Graph = _with_biases(graph)
+    apart: Mapping[str, str] = {}
+    if not (device.is_gpu or of_library):
+        whole, apart = with_sums_apart(whole)
+    piece = _pieces(whole)
 
     def parted(producer: Node, consumer: Node) -> bool:
         return piece[producer.name] != piece[consumer.name]
 
     def size(value: Value) -> int:
-        return int(graph.type_of(value).bytes)
+        return int(whole.type_of(value).bytes)
 
-    native = _native_results(graph)
-    fusing = Fusing(device.is_gpu, looks_up=True, one_hot=False, kept=lambda node: node.name in native)
-    return find_kernels(_with_biases(graph), parted, _is_eager, size, fusing)
+    native = _native_results(graph) if of_library else frozenset()
+    fusing = Fusing(
+        device.is_gpu,
+        looks_up=True,
+        one_hot=False,
+        joined=device.is_gpu or of_library,
+        kept=lambda node: not of_library or node.name in native,
+    )
+    return find_kernels(whole, parted, _is_eager, size, fusing), apart
 
 
 def _native_results(graph: Graph) -> frozenset[str]:
@@ -126,19 +144,19 @@ def _with_biases(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _pieces(graph: Graph) -> Mapping[str, int]:
-    """The number of the piece that each operation is in: another begins with each layer, forward or backward. What the
-    model's own forward does belongs to the piece before it."""
-    layers, pieces = layers_among({node.module for node in graph.nodes}), dict[str, int]()
-    number, blocks = 0, {"forward": "", "backward": ""}
-    last = "forward"
+def _pieces(graph: Graph) -> Mapping[str, tuple[str, int]]:
+    """The phase of each operation and the number of its piece there: another begins with each layer. What the model's
+    own forward does belongs to the piece before it. Phases are sections of their own, so that an operation of backward
+    among those of forward, such as a view of a saved value, ends no piece."""
+    layers, pieces = layers_among({node.module for node in graph.nodes}), dict[str, tuple[str, int]]()
+    numbers, blocks = {"forward": 0, "backward": 0}, {"forward": "", "backward": ""}
     for node in graph.nodes:
         if node.is_placeholder:
             continue
         block = outermost_layer(node.module, layers) if node.module else blocks[node.phase]
-        number += block != blocks[node.phase] or node.phase != last
-        blocks[node.phase], last = block, node.phase
-        pieces[node.name] = number
+        numbers[node.phase] += block != blocks[node.phase]
+        blocks[node.phase] = block
+        pieces[node.name] = node.phase, numbers[node.phase]
     return pieces
 
 
@@ -165,7 +183,7 @@ def _is_eager(node: Node) -> bool:
 
 def _into_products(graph: Graph, with_biases: Graph) -> Iterator[tuple[Value, str]]:
     """The results of products, and the sums that are computed with them."""
-    both = zip(graph.nodes, with_biases.nodes, strict=True)
+    both = ((node, with_biases[node.name]) for node in graph.nodes)
     yield from ((joined.operands[0], node.name) for node, joined in both if joined.op != node.op)
 
 

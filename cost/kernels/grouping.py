@@ -21,6 +21,7 @@ from .recomputed import Alone, Size, with_recomputed
 from .reductions import Late, without_reductions_across
 
 Moves = Callable[[Node, Node], bool]
+_CONCATENATION = "aten.cat.default"
 
 
 def _nothing(node: Node) -> bool:
@@ -32,12 +33,14 @@ class Fusing:
     """What shares kernels.
 
     ``mixes``: reductions across rows with what they reduce (:mod:`.reductions`). ``looks_up``: look-ups with what takes
-    the rows. ``one_hot``: rows with one entry, which are scattered into zeros, with what reads them. ``kept(node)``:
-    whether forward saves results of the node even if they could be recomputed."""
+    the rows. ``one_hot``: rows with one entry, which are scattered into zeros, with what reads them. ``joined``:
+    concatenations with what reads them. ``kept(node)``: whether forward saves results of the node even if they could be
+    recomputed."""
 
     mixes: bool = True
     looks_up: bool = False
     one_hot: bool = True
+    joined: bool = True
     kept: Alone = _nothing
 
 
@@ -58,6 +61,8 @@ def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size, fusing: F
     def joins(producer: Node, consumer: Node) -> bool:
         light = fuses(producer) and fuses(consumer)
         if not light or producer.phase != consumer.phase or moves(producer, consumer):
+            return False
+        if producer.op == _CONCATENATION and not fusing.joined:
             return False
         return late.may_follow(producer, consumer) and (fusing.one_hot or not is_heavy(producer))
 

@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 
 from .kernel import Kernel, real_operands
+from .sums_apart import is_sum_apart
 
 # Which dims a reduction sums over: the last ones, all of them, or others.
 Over = Literal["rows", "whole", "across"]
@@ -25,6 +26,8 @@ _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "a
 
 def reduced_over(graph: Graph, node: Node) -> Over | None:
     """What an operation reduces; None if it is no reduction."""
+    if is_sum_apart(node):
+        return "across"
     namespace, _, name = node.op.partition(".")
     if namespace != "aten" or name.partition(".")[0] not in _REDUCTIONS or not node.operands:
         return None

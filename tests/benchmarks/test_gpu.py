@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import messages, programs, supervise, tables, train, worker
+from benchmarks.gpu import messages, models, programs, supervise, tables, train, worker
 from benchmarks.gpu.setting import Row, Setting
 from benchmarks.gpu.worker import Work
 
@@ -131,5 +131,5 @@ def test_parts_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {part: found["rows"] for part, found in figures["parts"].items()}
     assert all(row["equal"] for part in ("messages", "programs") for row in rows[part])
     assert len(rows["programs"]) == 4
-    assert {row["case"].split(" ")[0] for row in rows["ops"]} == {"llama", "gpt2"}
+    assert {row["case"].split(" ")[0] for row in rows["ops"]} == set(models.TRAINED)
     assert "0 failed, 0 were left" in " ".join(capsys.readouterr().out.split())

@@ -110,6 +110,84 @@ def test_shares_of_kernels_are_their_bytes() -> None:
             assert counted == sum(int(graph.type_of(value).bytes) for value in (*kernel.reads, *kernel.writes))
 
 
+def test_an_operation_of_backward_among_those_of_forward_ends_no_kernel() -> None:
+    """Such as a view of a saved value, which traces have where its module was left."""
+    text = """graph()
+        %x: f32[1024, 1024] = input("x")
+        %a: f32[1024, 1024] = aten.neg.default(%x)  @norm
+        %s: f32[1024, 1024] = autopar.saved(%a)  @norm
+        backward %v: f32[1048576] = aten.reshape.default(%s, [1048576])  @norm
+        %b: f32[1024, 1024] = aten.mul.Tensor(%a, %x)  @norm
+        backward %g: f32[1048576] = aten.neg.default(%v)  @norm
+        return output "0" = %b
+        return gradient "w" = %g
+        """
+    kernels = FusedKernels.of(Graph.from_text(text), GPU.device).kernels.kernels
+    assert [[node.name for node in kernel.nodes] for kernel in kernels] == [["a", "b"], ["g"]]
+
+
+NORMS = """graph()
+    %p: f32[1024, 1024] = input("p")
+    %r: f32[1024, 1024] = input("r")
+    %w: f32[1024] = param("w")
+    %b: f32[1024] = param("b")
+    %d: f32[1024, 1024] = tangent("0")
+    %h: f32[1024, 1024] = aten.neg.default(%p)
+    %x: f32[1024, 1024] = aten.add.Tensor(%h, %r)
+    %s: f32[1024, 1024] = autopar.saved(%x)
+    %n: f32[1024, 1024], %n.1: f32[1024, 1], %n.2: f32[1024, 1] = aten.native_layer_norm.default(%s, [1024], %w, %b, 1e-5)
+    %m: f32[1024, 1] = autopar.saved(%n.1)
+    %i: f32[1024, 1] = autopar.saved(%n.2)
+    backward %f: f32[1024, 1024] = aten.neg.default(%d)
+    backward %g: f32[1024, 1024], %g.1: f32[1024], %g.2: f32[1024] = aten.native_layer_norm_backward.default(%f, %s, [1024], %m, %i, %w, %b, [True, True, True])
+    return output "0" = %n
+    return gradient "p" = %g
+    return gradient "w" = %g.1
+    return gradient "b" = %g.2
+    """  # noqa: E501
+
+
+def test_programs_compute_again_what_they_say_and_libraries_what_they_can() -> None:
+    """Backward of a norm reads the gradient and the sum, and a library's, instead of the sum, what it is of."""
+    graph = Graph.from_text(NORMS)
+    read = [
+        {str(value) for value in FusedKernels.of(graph, GPU.device, of_library).kernels.kernels[-1].reads}
+        for of_library in (False, True)
+    ]
+    assert "%x" in read[0] and not {"%p", "%r"} & read[0]
+    assert {"%p", "%r"} <= read[1]
+
+
+def test_sums_of_a_norms_gradient_are_a_kernel_of_their_own_on_cpus() -> None:
+    """It computes the gradient that the norm is given again, and reads the norm's operand again."""
+    graph = Graph.from_text(NORMS)
+    moved = {}
+    for cluster in (GPU, CPU):
+        fused = FusedKernels.of(graph, cluster.device)
+        sizes = [
+            sum(int(fused.kernels.graph.type_of(v).bytes) for v in (*kernel.reads, *kernel.writes)) // MIB
+            for kernel in fused.kernels.kernels
+            if kernel.phase == "backward"
+        ]
+        share = fused.shares["g"]
+        moved[cluster.name] = sorted(sizes), share.reads[1], share.writes
+        assert fused.shares["f"].launches + share.launches == pytest.approx(len(sizes))
+    assert moved == {GPU.name: ([12], 1.0, (1.0, 1.0, 1.0)), CPU.name: ([8, 12], 2.0, (1.0, 1.0, 1.0))}
+
+
+def test_what_reads_joined_tensors_is_another_kernel_on_cpus() -> None:
+    text = """graph()
+        %x: f32[512, 1024] = input("x")
+        %a: f32[512, 1024] = aten.neg.default(%x)
+        %c: f32[1024, 1024] = aten.cat.default([%a, %x])
+        %y: f32[1024, 1024] = aten.neg.default(%c)
+        return output "0" = %y
+        """
+    graph = Graph.from_text(text)
+    found = [[len(k.nodes) for k in FusedKernels.of(graph, one.device).kernels.kernels] for one in (GPU, CPU)]
+    assert found == [[3], [2, 1]]
+
+
 def test_a_bias_is_part_of_its_product() -> None:
     text = """graph()
         %x: f32[64, 32] = input("x")
