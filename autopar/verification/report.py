@@ -44,10 +44,10 @@ class Report:
             ten tolerances (:mod:`autopar.verification.tolerance`); those that do are named in ``eased``.
         noise: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
             those where max|b| is at most ten times the error of b in float32 (against float64 on one process; under a
-            16-bit policy twice). Their differences count against that error instead, of which they may be ten times
-            (four or eight). Where they are more and the difference is within the tolerance of the largest gradient, the
-            plan is run again with parameters and inputs that differ by a unit of rounding, and what that moves counts
-            if it is more: it moves rounding, not the errors of a plan.
+            16-bit policy those that are at most the error of b in float64). Their differences count against that error
+            instead, of which they may be ten times (four or eight). Where they are more and the difference is within
+            the tolerance of the largest gradient, the plan is run again with parameters and inputs that differ by a
+            unit of rounding, and what that moves counts if it is more: it moves rounding, not the errors of a plan.
         seconds: wall-clock time of the whole comparison.
         step_seconds: wall-clock time of one step under the plan, after a first one.
         unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, do not

@@ -169,6 +169,11 @@ def test_rounding_is_small_and_finite() -> None:
     for off, wrong in ((1e-9, []), (0.9e-5, []), (1.2e-5, ["b"]), (math.inf, ["b"]), (math.nan, ["b"])):
         planned = alone | {"b": torch.tensor([off, 0.0])}
         assert _wrong(_judged(alone, planned, exact, {"b": 1.0})) == wrong
+    # Ranks that disagreed while it was measured, or values without an end, tell nothing of it.
+    planned = alone | {"b": torch.tensor([0.9e-5, 0.0])}
+    for far in (math.inf, math.nan):
+        found = compare(planned, alone, exact, Closeness(), {"b": far})
+        assert _wrong(found) == ["b"] and found.noise["b"].moved is None
     # Nothing is known of a model that does not run in float64.
     assert compare(alone | {"b": torch.tensor([1e-9, 0.0])}, alone, None, Closeness()).doubtful == ()
 
@@ -195,18 +200,24 @@ def test_a_gradient_of_exact_zeros_may_be_rounding_under_a_plan() -> None:
     assert _wrong(_judged(alone, planned, alone, {"b": 1e-12})) == ["b"]
 
 
-def test_parameters_that_only_rounding_moves_are_compared_with_the_others() -> None:
+@pytest.mark.parametrize("start", [0.0, 0.3])
+def test_parameters_that_only_rounding_moves_are_compared_with_the_others(start: float) -> None:
     """A bias of zeros before a norm is what rounding makes of it, on one process and under a plan."""
-    zeros, weight = torch.zeros(2), torch.ones(2)
-    before = {"w": weight, "b": zeros}
+    weight = torch.ones(2)
+    before = {"w": weight, "b": torch.full((2,), start)}
 
-    def steps(bias: float) -> LaterSteps:
-        return LaterSteps((), before=before, parameters={"w": weight + 0.1, "b": torch.tensor([bias, 0.0])})
+    def steps(change: float, most: float = 0.1) -> LaterSteps:
+        bias = before["b"] + torch.tensor([change, 0.0])
+        return LaterSteps((), before=before, parameters={"w": weight + most, "b": bias})
 
-    def error(found: float, noisy: tuple[str, ...]) -> float:
-        return compare_later(steps(found), steps(1e-17), None, Closeness(), noisy).errors["parameter b after 0 steps"]
+    def error(found: LaterSteps, reference: LaterSteps, exact: LaterSteps, *noisy: str) -> float:
+        return compare_later(found, reference, exact, Closeness(), noisy).errors["parameter b after 0 steps"]
 
-    assert error(1e-10, ()) > 1e-5 and error(1e-10, ("b",)) < 1e-5 < error(1e-5, ("b",))
+    alone, exact, far = steps(1e-17), steps(1e-26), steps(1e-10)
+    assert error(far, alone, exact, "b") < 1e-5 < error(steps(1e-5), alone, exact, "b")
+    assert (error(far, alone, exact) > 1e-5) == (start == 0.0)  # What rounds to nothing in 0.3 is equal anyway.
+    # Only its first gradient is rounding: it must change as on one process, however much others change.
+    assert error(steps(0.0, 100.0), steps(9e-4, 100.0), steps(9e-4, 100.0), "b") > 1e-2
 
 
 def test_a_report_counts_no_rounding_of_rounding() -> None:
@@ -217,3 +228,13 @@ def test_a_report_counts_no_rounding_of_rounding() -> None:
     exact = OneStep(loss, {"w": weight, "b": torch.full((2,), 1e-20)})
     report = judge(alone, (alone, exact), Closeness.of("bf16"), 0.0)
     assert report.ok and report.noisy == ("b",) and report.rounding == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_gradient_that_float64_does_not_find_to_be_small_is_no_rounding() -> None:
+    """Of which 16 bits lose a third: that is what the report tells of the rounding, and it is no noise."""
+    plan = autopar.plan(nn.Linear(4, 4), (1,), torch.randn(4, 4), cluster=CLUSTER, loss_fn=torch.sum)
+    alone = OneStep(torch.tensor(1.0), {"w": torch.ones(2)}, plan=plan)
+    for value, noisy, far in ((1.5, (), 1 / 3), (0.1, ("w",), 0.0)):
+        exact = OneStep(torch.tensor(1.0), {"w": torch.full((2,), value)})
+        report = judge(alone, (alone, exact), Closeness.of("bf16"), 0.0)
+        assert report.ok and report.noisy == noisy and report.rounding == pytest.approx(far)
