@@ -74,9 +74,9 @@ def compare_later(
             errors[f"loss of step {number}"] = closeness.loss_error(loss, expected, precise)
     for name in sorted({*actual.parameters, *reference.parameters}):
         precise = exact.parameters.get(name) if exact else None
-        start, expected = reference.before.get(name), reference.parameters.get(name)
-        still = name in noisy and _changes_by_rounding(expected, precise, start, closeness)
-        error = _error(actual.parameters.get(name), expected, precise, start, closeness, most if still else 0.0)
+        start, alone = reference.before.get(name), reference.parameters.get(name)
+        least = most if name in noisy and _changes_by_rounding(alone, precise, start, closeness) else 0.0
+        error = _error(actual.parameters.get(name), alone, precise, start, closeness, least)
         errors[f"parameter {name} after {len(reference.losses)} steps"] = error
     for name in sorted({*actual.buffers, *reference.buffers}):
         precise = exact.buffers.get(name) if exact else None
