@@ -62,6 +62,8 @@ class Report:
             buffers after the steps, and for several steps each loss, the parameters and the outputs of an evaluation.
         mesh: the mesh asked for; ``plan.mesh`` may arrange the devices differently.
         eased: gradients that differ by more than the tolerance, but by no more than rounding explains on both sides.
+        unmeasured: why the plan could not be run again to measure what rounding does to gradients that were in doubt,
+            which then fail; empty if it could, or none was.
     """
 
     plan: Plan
@@ -80,6 +82,7 @@ class Report:
     mesh: tuple[int, ...] = ()
     steps: int = 1
     later_errors: Mapping[str, float] = field(default_factory=dict)
+    unmeasured: str = ""
 
     @property
     def max_error(self) -> float:
@@ -153,6 +156,8 @@ class Report:
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
         lines += self._later_lines()
         lines += self._noise_lines()
+        if self.unmeasured:
+            lines.append(f"what rounding does under the plan was not measured: {self.unmeasured}")
         if self.eased:
             lines.append(f"farther apart, by no more than their rounding on one process: {_some(self.eased)}")
         if self.unset:
