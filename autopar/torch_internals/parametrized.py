@@ -29,8 +29,9 @@ def reduced_if_parametrized(value: Any) -> Reduced | None:
 
 
 def _parametrized(before: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """A module without state of the class that parametrizing ``names`` of a ``before`` makes."""
-    module = before.__new__(before)
+    """A module without state of the class that parametrizing ``names`` of a ``before`` makes. A ``__new__`` of its own
+    may ask for arguments, and whatever it does is in the state."""
+    module = nn.Module.__new__(before)
     _inject_new_class(module)
     for name in names:
         _inject_property(module, name)

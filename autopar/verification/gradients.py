@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .tolerance import Closeness, distance
+from .tolerance import Closeness, distance, largest
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -53,8 +53,9 @@ def compare(
 ) -> Comparison:
     """Compares gradients under a plan with those of the ``reference``, one process; ``exact`` are the latter in the
     other floating-point width. ``moved``: how far rounding alone moves those under the plan, where it was measured
-    (:mod:`.perturbation`)."""
-    largest = max((float(g.abs().max()) for g in reference.values() if g.numel()), default=0.0)
+    (:mod:`.perturbation`); infinity and NaN, where ranks disagreed, measure nothing."""
+    measured = {name: far for name, far in (moved or {}).items() if math.isfinite(far)}
+    most = max((float(g.abs().max()) for g in reference.values() if g.numel()), default=0.0)
     result, unset, doubtful = Comparison(), [], []
     for name in sorted({*actual, *reference}):
         gradient, expected = actual.get(name), reference.get(name)
@@ -65,11 +66,11 @@ def compare(
             result.errors[name] = math.inf
         else:
             precise = exact.get(name) if exact else None
-            one = _Pair(gradient, expected, precise, largest, closeness)
-            far = (moved or {}).get(name) if one.is_small else None
-            result.errors[name], is_noise = closeness.error(gradient, expected, max(one.own_error, far or 0.0))
+            one = _Pair(gradient, expected, precise, most, closeness)
+            far = measured.get(name) if one.is_small else None
+            result.errors[name], is_noise = closeness.error(gradient, expected, max(one.own_error, far or 0.0), precise)
             if is_noise:
-                result.noise[name] = Noise(_size(expected), _size(gradient), far)
+                result.noise[name] = Noise(largest(expected), largest(gradient), far)
             if one.may_be_noise and not result.errors[name] <= closeness.tolerance:
                 doubtful.append(name)
     return Comparison(result.errors, result.noise, tuple(unset), tuple(doubtful))
@@ -102,8 +103,4 @@ class _Pair:
         """Whether one process has nothing but rounding here, of which one sample is known, and the plan no more than
         rounding could be."""
         known = self.exact is not None and self.exact.shape == self.expected.shape
-        return known and self.is_small and self.closeness.is_noise(_size(self.expected), self.own_error)
-
-
-def _size(tensor: torch.Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+        return known and self.is_small and self.closeness.is_noise(self.expected, self.exact, self.own_error)

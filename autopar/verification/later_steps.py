@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .tolerance import APART, Closeness
+from .tolerance import APART, MOST_OF_NOISE, Closeness
 
 # Plain SGD: a method that divides by the size of a gradient would amplify those that are zero but for rounding.
 # Chosen: the defaults of torch.optim.SGD's rate, and the usual momentum.
@@ -63,8 +63,8 @@ def compare_later(
     noisy: Collection[str] = (),
 ) -> LaterErrors:
     """Compares the steps under a plan (``actual``) with those of one process (``reference``); ``exact`` are the latter
-    in the other floating-point width. Parameters whose gradients are nothing but rounding (``noisy``) count against
-    what changed most of all."""
+    in the other floating-point width. Parameters whose first gradients are nothing but rounding (``noisy``) count
+    against what changed most of all, if rounding is all that later steps change them by, too."""
     changes = (_change(value, reference.before.get(name)) for name, value in reference.parameters.items())
     most = max(changes, default=0.0)
     errors: dict[str, float] = {}
@@ -74,8 +74,9 @@ def compare_later(
             errors[f"loss of step {number}"] = closeness.loss_error(loss, expected, precise)
     for name in sorted({*actual.parameters, *reference.parameters}):
         precise = exact.parameters.get(name) if exact else None
-        start, least = reference.before.get(name), most if name in noisy else 0.0
-        error = _error(actual.parameters.get(name), reference.parameters.get(name), precise, start, closeness, least)
+        start, alone = reference.before.get(name), reference.parameters.get(name)
+        least = most if name in noisy and _changes_by_rounding(alone, precise, start, closeness) else 0.0
+        error = _error(actual.parameters.get(name), alone, precise, start, closeness, least)
         errors[f"parameter {name} after {len(reference.losses)} steps"] = error
     for name in sorted({*actual.buffers, *reference.buffers}):
         precise = exact.buffers.get(name) if exact else None
@@ -117,6 +118,15 @@ def _error(
     )
     divisor = max(changed, APART * rounding / closeness.tolerance)
     return error / divisor if divisor else math.inf
+
+
+def _changes_by_rounding(
+    after: torch.Tensor | None, exact: torch.Tensor | None, before: torch.Tensor | None, closeness: Closeness
+) -> bool:
+    """Whether one process changes a parameter by nothing but rounding: as gradients are that."""
+    if after is None or before is None:
+        return False
+    return _change(after, before) <= MOST_OF_NOISE * closeness.rounding_error(after, exact)
 
 
 def _change(after: torch.Tensor, before: torch.Tensor | None) -> float:

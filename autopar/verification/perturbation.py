@@ -5,20 +5,24 @@ under a plan, and the two may be of very different sizes: a kernel that sums in 
 millionth of what another leaves. One of them says little about the other, so the plan's is measured. When parameters
 and inputs change by a unit of rounding, a gradient changes by that part of itself, unless it is rounding: then it
 becomes another sample of it, as far from the first as the first is from zero. Errors of a plan are results of the same
-operations, and stay. (Stochastic arithmetic: Parker, Monte Carlo arithmetic, 1997; Vignes, CADNA, 1993.)
+operations, and stay. Those that come and go, as in a race between streams, do not: they widen what is measured. No
+difference is excused so that exceeds the tolerance of the largest gradient (:mod:`.gradients`). (Stochastic arithmetic:
+Parker, Monte Carlo arithmetic, 1997; Vignes, CADNA, 1993.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from autopar.torch_internals.state_versions import with_versions
 from autopar.torch_internals.trees import tree_map
 
 from .steps import Task, parallelized, step_from, whole_gradients
+from .tolerance import largest
 
 # Steps on perturbed values. Chosen: with the plan's own, six samples of a normal distribution span 2.5 of its standard
 # deviations, and less than a quarter of one only once in some thousand times.
@@ -39,38 +43,38 @@ def perturbed(tensor: torch.Tensor, unit: float, number: int) -> torch.Tensor:
     return torch.where(chosen, wide * (1 + unit), wide).to(tensor.dtype)
 
 
-def moved_by_rounding(rank: int, world: int, task: Task, unit: float) -> dict[str, float]:
-    """How far every gradient under ``task.plan`` is moved by ``unit`` of rounding. Collective."""
+def moved_by_rounding(rank: int, world: int, task: Task, unit: float, names: Collection[str]) -> dict[str, float]:
+    """How far the gradients ``names`` under ``task.plan`` are moved by ``unit`` of rounding. Collective: every rank is
+    given the same names."""
     parallel, args, kwargs = parallelized(task)
     parallel.prepare(args, kwargs, "loss")
-    draws = parallel.random_state()
+    draws, whole = parallel.random_state(), task.model.state_dict()
 
-    def gradients(state: dict[str, Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch.Tensor]:
-        parallel.load_state_dict(state)
+    def gradients(state: Mapping[str, Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch.Tensor]:
+        parallel.load_state_dict(with_versions(state, whole))
         parallel.set_random_state(draws)
         parallel.zero_grad()
         step_from(parallel, draws, rank, *inputs)
-        return whole_gradients(parallel, world)
+        return whole_gradients(parallel, world, names)
 
-    return ranges(gradients, dict(task.model.state_dict()), (args, kwargs), unit)
+    return ranges(gradients, whole, (args, kwargs), unit)
 
 
 def ranges(
     gradients: Callable[[Any, Any], Mapping[str, torch.Tensor]], state: Any, inputs: Any, unit: float
 ) -> dict[str, float]:
     """The largest range of any element of each of the ``gradients``, a function of ``state`` and ``inputs``, over these
-    and :data:`SAMPLES` times others that are perturbed by ``unit``."""
-    samples = [gradients(state, inputs)]
+    and :data:`SAMPLES` times others that are perturbed by ``unit``. Two samples are held, the least and the most."""
+    least = dict(gradients(state, inputs))
+    most = dict(least)
     for number in range(1, SAMPLES + 1):
-        samples.append(gradients(*tree_map(partial(_moved, unit=unit, number=number), (state, inputs))))
-    return {name: _range([sample[name] for sample in samples if name in sample]) for name in samples[0]}
+        sample = gradients(*tree_map(partial(_moved, unit=unit, number=number), (state, inputs)))
+        for name in least.keys() & sample.keys():
+            least[name] = torch.minimum(least[name], sample[name])
+            most[name] = torch.maximum(most[name], sample[name])
+        del sample
+    return {name: largest(most[name] - least[name]) for name in least}
 
 
 def _moved(leaf: Any, unit: float, number: int) -> Any:
     return perturbed(leaf, unit, number) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _range(samples: list[torch.Tensor]) -> float:
-    """The largest difference between values of one element."""
-    stacked = torch.stack(samples)
-    return float((stacked.amax(0) - stacked.amin(0)).max()) if stacked.numel() else 0.0

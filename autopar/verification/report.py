@@ -44,10 +44,10 @@ class Report:
             ten tolerances (:mod:`autopar.verification.tolerance`); those that do are named in ``eased``.
         noise: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
             those where max|b| is at most ten times the error of b in float32 (against float64 on one process; under a
-            16-bit policy twice). Their differences count against that error instead, of which they may be ten times
-            (four or eight). Where they are more and the difference is within the tolerance of the largest gradient, the
-            plan is run again with parameters and inputs that differ by a unit of rounding, and what that moves counts
-            if it is more: it moves rounding, not the errors of a plan.
+            16-bit policy those that are at most the error of b in float64). Their differences count against that error
+            instead, of which they may be ten times (four or eight). Where they are more and the difference is within
+            the tolerance of the largest gradient, the plan is run again with parameters and inputs that differ by a
+            unit of rounding, and what that moves counts if it is more: it moves rounding, not the errors of a plan.
         seconds: wall-clock time of the whole comparison.
         step_seconds: wall-clock time of one step under the plan, after a first one.
         unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, do not
@@ -62,6 +62,8 @@ class Report:
             buffers after the steps, and for several steps each loss, the parameters and the outputs of an evaluation.
         mesh: the mesh asked for; ``plan.mesh`` may arrange the devices differently.
         eased: gradients that differ by more than the tolerance, but by no more than rounding explains on both sides.
+        unmeasured: why the plan could not be run again to measure what rounding does to gradients that were in doubt,
+            which then fail; empty if it could, or none was.
     """
 
     plan: Plan
@@ -80,6 +82,7 @@ class Report:
     mesh: tuple[int, ...] = ()
     steps: int = 1
     later_errors: Mapping[str, float] = field(default_factory=dict)
+    unmeasured: str = ""
 
     @property
     def max_error(self) -> float:
@@ -153,6 +156,8 @@ class Report:
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
         lines += self._later_lines()
         lines += self._noise_lines()
+        if self.unmeasured:
+            lines.append(f"what rounding does under the plan was not measured: {self.unmeasured}")
         if self.eased:
             lines.append(f"farther apart, by no more than their rounding on one process: {_some(self.eased)}")
         if self.unset:

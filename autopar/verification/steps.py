@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,12 +238,15 @@ def step_from(
     return loss
 
 
-def whole_gradients(parallel: ParallelModule, world: int) -> dict[str, torch.Tensor]:
-    """The gradients in float64 on the CPU, with infinity where ranks disagree beyond rounding. Collective."""
+def whole_gradients(
+    parallel: ParallelModule, world: int, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The gradients, of ``names`` alone if given, in float64 on the CPU, with infinity where ranks disagree beyond
+    rounding. Collective."""
     return {
         name: _infinite_where_ranks_differ(parallel.full_tensor(parameter.grad).detach().cpu().double(), world)
         for name, parameter in parallel.named_parameters()
-        if parameter.grad is not None
+        if parameter.grad is not None and (names is None or name in names)
     }
 
 

@@ -34,6 +34,9 @@ APART = 4
 STORED = 8
 # The limit of eased errors (see the module docstring). Chosen: the error of a wrong step is far larger.
 MOST_TOLERANCES = 10
+# What is at most so many times its own rounding is zero but for rounding, in float32 and float64. Chosen: ten, since
+# rounding is known from one sample only.
+MOST_OF_NOISE = 10
 # Chosen: ten tolerances, as MOST_TOLERANCES.
 LARGEST_OWN_ERROR = 1e-4
 
@@ -71,25 +74,29 @@ class Closeness:
             return Closeness(double=set(dtypes) == {torch.float64})
         return Closeness((STORED if stored == unit else APART) * unit, unit, always=True)
 
-    def error(self, actual: torch.Tensor, expected: torch.Tensor, own_error: float) -> tuple[float, bool]:
+    def error(
+        self, actual: torch.Tensor, expected: torch.Tensor, own_error: float, exact: torch.Tensor | None = None
+    ) -> tuple[float, bool]:
         """The error of ``actual``, and whether ``expected``, whose own error is ``own_error``, is zero but for
-        rounding."""
+        rounding (as :meth:`is_noise`)."""
         if not expected.numel():
             return 0.0, False
         error = float((actual.double() - expected.double()).abs().max())
-        size = float(expected.double().abs().max())
-        noise = own_error > 0.0 and self.is_noise(size, own_error)
+        size = largest(expected)
+        noise = own_error > 0.0 and self.is_noise(expected, exact, own_error)
         if error == 0.0:
             return 0.0, noise
         eased = min(APART * own_error / self.tolerance, MOST_TOLERANCES * size)
         divisor = max(size, own_error / self.unit if self.always or noise else eased)
         return (error / divisor if divisor else float("inf")), noise
 
-    def is_noise(self, size: float, own_error: float) -> bool:
-        """Whether a value of this ``size`` is zero but for rounding, by its ``own_error``."""
-        # In float32 ten times its own rounding: chosen, since that is known from one sample only. In 16 bits at least
-        # half of it: others may be off by a tenth too.
-        return size <= (2 if self.always else 10) * own_error
+    def is_noise(self, value: torch.Tensor, exact: torch.Tensor | None, own_error: float) -> bool:
+        """Whether a ``value`` with ``own_error`` is zero but for rounding. In float32 and float64: whether a tenth of
+        it or more is rounding. In 16 bits, where that is so of values that merely cancel too: whether its ``exact``
+        value in float64 is at most that error."""
+        if self.always:
+            return exact is not None and largest(exact) <= own_error
+        return largest(value) <= MOST_OF_NOISE * own_error
 
     def loss_error(self, actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None) -> float:
         """The error of a loss. A loss is a sum that may cancel to almost nothing, so its difference counts against the
@@ -98,7 +105,7 @@ class Closeness:
         own_error = self.rounding_error(expected, exact)
         if self.always:
             return self.error(actual, expected, own_error)[0]
-        size = float(expected.double().abs().max()) if expected.numel() else 0.0
+        size = largest(expected)
         if not own_error <= LARGEST_OWN_ERROR * max(1.0, size):
             # The model computes something else in the other width.
             return self.error(actual, expected, 0.0)[0]
@@ -108,7 +115,7 @@ class Closeness:
 
     def is_eased(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether ``actual`` differs by more than the tolerance of its largest element, in float32 or float64."""
-        size = float(expected.double().abs().max()) if expected.numel() else 0.0
+        size = largest(expected)
         return not self.always and distance(actual, expected) > self.tolerance * size
 
     def rounding_error(self, value: torch.Tensor, exact: torch.Tensor | None) -> float:
@@ -116,6 +123,11 @@ class Closeness:
         apart = distance(value, exact)
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if self.double else 1.0
         return apart * ratio if math.isfinite(apart) else 0.0
+
+
+def largest(value: torch.Tensor) -> float:
+    """The largest element of a ``value`` of any dtype and shape, without signs; 0 if it has none."""
+    return float(value.double().abs().max()) if value.numel() else 0.0
 
 
 def distance(value: torch.Tensor, exact: torch.Tensor | None) -> float:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from .perturbation import moved_by_rounding
 from .report import Report, doubtful, judge
 from .steps import Task, one_process, parallel_step, parameter_dtypes
 from .tolerance import Closeness
+
+# Of why something was not measured, in characters. Chosen: two or three lines of a report.
+_LONGEST = 200
 
 
 @suggests
@@ -92,19 +96,24 @@ def verify(
     assert expected is not None
     closeness = Closeness.of(settings.precision, parameter_dtypes(ready))
     closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
-    moved = _moved(replace(task, plan=actual.plan), doubtful(actual, expected, closeness), closeness, timeout)
-    return judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, moved)
+    names = doubtful(actual, expected, closeness)
+    moved, unmeasured = _moved(replace(task, plan=actual.plan), names, closeness, timeout)
+    report = judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, moved)
+    return replace(report, unmeasured=unmeasured)
 
 
-def _moved(task: Task, names: Collection[str], closeness: Closeness, timeout: float) -> Mapping[str, float]:
-    """How far rounding moves the gradients ``names`` under the plan of ``task``; nothing where that cannot be run."""
+def _moved(task: Task, names: Collection[str], closeness: Closeness, timeout: float) -> tuple[Mapping[str, float], str]:
+    """How far rounding moves the gradients ``names`` under the plan of ``task``, and why that is not known of all."""
     if not names:
-        return {}
+        return {}, ""
+    arguments = (task, closeness.ulp, names)
     try:
-        found = run_local(moved_by_rounding, math.prod(task.mesh), timeout=timeout, args=(task, closeness.ulp))[0]
-    except AutoparError:
-        return {}
-    return {name: found[name] for name in names if name in found}
+        found = run_local(moved_by_rounding, math.prod(task.mesh), timeout=timeout, args=arguments)[0]
+    except AutoparError as error:
+        return {}, shorten(str(error), _LONGEST, placeholder=" ...")
+    endless = [name for name in names if not math.isfinite(found.get(name, math.nan))]
+    why = f"ranks disagree or values are not finite in {', '.join(endless)}" if endless else ""
+    return found, shorten(why, _LONGEST, placeholder=" ...")
 
 
 def _check_sync(settings: Options) -> None:

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.faults.watch import Watch
 from autopar.runtime.state.parameters import broadcast_first
 from autopar.runtime.state.weights import Weights
+from autopar.torch_internals.state_versions import with_versions
 
 from .full_params import is_first, whole_parameters
 
@@ -132,7 +133,7 @@ class Delegating(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As :meth:`torch.nn.Module.load_state_dict`; also accepts whole plain tensors for distributed parameters."""
-        return super().load_state_dict(self.own_values(state_dict), strict, assign)
+        return super().load_state_dict(with_versions(self.own_values(state_dict), state_dict), strict, assign)
 
     def own_values(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """``state_dict`` with DTensors, placed as the parameters are, for whole plain tensors."""

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -112,11 +112,14 @@ def test_what_cannot_be_sent_says_so() -> None:
 
 
 class Scaled(nn.Module):
-    """A layer of a user's own class, which counts what it has computed."""
+    """A layer of a user's own class, which counts what it has computed and is made from arguments."""
 
-    def __init__(self) -> None:
+    def __new__(cls, width: int) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.calls = nn.Parameter(torch.randn(5, 3)), 0
+        self.weight, self.calls = nn.Parameter(torch.randn(5, width)), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -125,7 +128,7 @@ class Scaled(nn.Module):
 
 def test_layers_with_parametrized_weights_are_sent() -> None:
     """Torch refuses to pickle them. Two that share a layer share it afterwards too, and both compute the same."""
-    scaled = parametrizations.weight_norm(Scaled())
+    scaled = parametrizations.weight_norm(Scaled(3))
     between = parametrizations.spectral_norm(nn.Linear(3, 5))
     model = nn.Sequential(parametrizations.orthogonal(nn.Linear(5, 5)), scaled, between, scaled).eval()
     x = torch.randn(4, 5)

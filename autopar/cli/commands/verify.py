@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         "max_error": report.max_error,
         "gradient_errors": report.gradient_errors,
         "noise": {name: asdict(sizes) for name, sizes in report.noise.items()},
+        "unmeasured": report.unmeasured,
         "steps": report.steps,
         "later_errors": report.later_errors,
         "seconds": report.seconds,
