@@ -53,10 +53,9 @@ class FusedKernels:
     classes: Mapping[str, str]
 
     @staticmethod
-    def of(graph: Graph, device: Device, of_library: bool = False) -> FusedKernels:
-        """The kernels of a concrete graph with saved activations on such a device: those that Inductor makes of the
-        program, or ``of_library``, those of a library for training, whose backward computes again what it can."""
-        kernels, apart = compiled_kernels(graph, device, of_library)
+    def of(graph: Graph, device: Device) -> FusedKernels:
+        """The kernels of a concrete graph with saved activations on such a device."""
+        kernels, apart = compiled_kernels(graph, device)
         fused = [kernel for kernel in kernels.kernels if kernel.heavy is None and not _runs_alone(kernel)]
         shares = {node.name: FREE for node in kernels.graph.nodes if node.op in VIEWS}
         for kernel in fused:
@@ -91,16 +90,13 @@ class FusedKernels:
         return self.classes.get(name, name)
 
 
-def compiled_kernels(graph: Graph, device: Device, of_library: bool = False) -> tuple[Kernels, Mapping[str, str]]:
+def compiled_kernels(graph: Graph, device: Device) -> tuple[Kernels, Mapping[str, str]]:
     """The kernels of a graph whose pieces are compiled for such a device, and the operations that are two there
-    (:mod:`autopar.cost.kernels.sums_apart`); ``of_library``: see :meth:`FusedKernels.of`.
-
-    Programs for Inductor say themselves what backward computes again (:mod:`autopar.passes.recompute.compute_again`).
-    Forward and backward are compiled apart, so that the rest is saved. On CPUs Inductor joins tensors by a kernel for
-    each that does not compute it (``cat`` in ``torch/_inductor/lowering.py``, 2.13)."""
+    (:mod:`autopar.cost.kernels.sums_apart`). On CPUs Inductor joins tensors by a kernel for each that does not compute
+    it (``cat`` in ``torch/_inductor/lowering.py``, 2.13)."""
     whole: Graph = _with_biases(graph)
     apart: Mapping[str, str] = {}
-    if not (device.is_gpu or of_library):
+    if not device.is_gpu:
         whole, apart = with_sums_apart(whole)
     piece = _pieces(whole)
 
@@ -110,13 +106,9 @@ def compiled_kernels(graph: Graph, device: Device, of_library: bool = False) -> 
     def size(value: Value) -> int:
         return int(whole.type_of(value).bytes)
 
-    native = _native_results(graph) if of_library else frozenset()
+    native = _native_results(graph)
     fusing = Fusing(
-        device.is_gpu,
-        looks_up=True,
-        one_hot=False,
-        joined=device.is_gpu or of_library,
-        kept=lambda node: not of_library or node.name in native,
+        device.is_gpu, looks_up=True, one_hot=False, joined=device.is_gpu, kept=lambda node: node.name in native
     )
     return find_kernels(whole, parted, _is_eager, size, fusing), apart
 

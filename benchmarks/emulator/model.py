@@ -123,7 +123,7 @@ class LayoutModel:
         key = microbatch, device.is_gpu
         if key not in self._graphs:
             graph = step_graph(self.prepared.graph, self.prepared.loss, microbatch)
-            self._graphs[key] = graph, FusedKernels.of(graph, device, of_library=True)
+            self._graphs[key] = graph, FusedKernels.of(graph, device)
         return self._graphs[key]
 
 

@@ -16,7 +16,7 @@ from tests.helpers.planning import make_request, on
 # Of the bytes that kernels move, and of their number: of those that move at least LEAST bytes, since others are scalars
 # and vectors of channels. Batch norms are priced as they are written out: Inductor finds mean and variance in one, and
 # centers values inside of the kernels that use them.
-BYTES, NUMBER, NUMBER_WITH_BATCH_NORM, LEAST = 0.15, 0.3, 0.4, 1 << 15
+USUAL, WITH_BATCH_NORM, LEAST = (0.15, 0.3), (0.2, 0.6), 1 << 15
 
 
 @pytest.mark.parametrize("name", slow_but(["GPT-2"], ["GPT-2", "Llama", "BERT", "ViT", "ResNet"]))
@@ -35,6 +35,6 @@ def test_kernels_are_those_of_inductor(name: str) -> None:
 
     ((figures),) = on(1, work)
     own, inductor = ([size for size in figures[name] if size >= LEAST] for name in ("own", "inductor"))
-    number = NUMBER_WITH_BATCH_NORM if name == "ResNet" else NUMBER
-    assert sum(own) == pytest.approx(sum(inductor), rel=BYTES), figures
-    assert len(own) == pytest.approx(len(inductor), rel=number), figures
+    in_bytes, in_number = WITH_BATCH_NORM if name == "ResNet" else USUAL
+    assert sum(own) == pytest.approx(sum(inductor), rel=in_bytes), figures
+    assert len(own) == pytest.approx(len(inductor), rel=in_number), figures
