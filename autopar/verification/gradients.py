@@ -55,7 +55,7 @@ def compare(
     other floating-point width. ``moved``: how far rounding alone moves those under the plan, where it was measured
     (:mod:`.perturbation`); infinity and NaN, where ranks disagreed, measure nothing."""
     measured = {name: far for name, far in (moved or {}).items() if math.isfinite(far)}
-    most = max((float(g.abs().max()) for g in reference.values() if g.numel()), default=0.0)
+    most = max(map(largest, reference.values()), default=0.0)
     result, unset, doubtful = Comparison(), [], []
     for name in sorted({*actual, *reference}):
         gradient, expected = actual.get(name), reference.get(name)

@@ -12,7 +12,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.idle_axes import divides_nothing
 from autopar.plans.views.page_width import terminal_columns
 
-from .gradients import Noise, compare
+from .gradients import Comparison, Noise, compare
 from .later_steps import LaterSteps, compare_later
 from .pieces import Pieces
 from .tolerance import Closeness, rounding
@@ -180,12 +180,15 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
 
 
-def doubtful(actual: OneStep, expected: tuple[OneStep, OneStep | None], closeness: Closeness) -> tuple[str, ...]:
-    """The gradients that are too far apart, though both may be zero but for rounding."""
+def compared(
+    actual: OneStep,
+    expected: tuple[OneStep, OneStep | None],
+    closeness: Closeness,
+    moved: Mapping[str, float] | None = None,
+) -> Comparison:
+    """The gradients of a step under a plan beside the ``expected`` ones. ``moved``: as for :func:`compare`."""
     reference, exact = expected
-    if exact is None:
-        return ()
-    return compare(actual.gradients, reference.gradients, exact.gradients, closeness).doubtful
+    return compare(actual.gradients, reference.gradients, exact.gradients if exact else None, closeness, moved)
 
 
 def judge(
@@ -194,12 +197,12 @@ def judge(
     closeness: Closeness,
     seconds: float,
     mesh: tuple[int, ...] = (),
-    moved: Mapping[str, float] | None = None,
+    gradients: Comparison | None = None,
 ) -> Report:
-    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`). ``moved``: how
-    far rounding moves gradients that were doubtful without it (see :func:`doubtful`)."""
+    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`). ``gradients``:
+    what is known of these (see :func:`compared`)."""
     reference, exact = expected
-    found = compare(actual.gradients, reference.gradients, exact.gradients if exact else None, closeness, moved)
+    found = gradients or compared(actual, expected, closeness)
     noisy = {name for name in found.noise if found.errors[name] <= closeness.tolerance}
     later = compare_later(actual.later, reference.later, exact.later if exact else None, closeness, noisy)
     assert actual.plan is not None

@@ -27,7 +27,7 @@ from autopar.runtime.launch import run_local
 from autopar.sync import EVERY_STEP
 
 from .perturbation import moved_by_rounding
-from .report import Report, doubtful, judge
+from .report import Report, compared, judge
 from .steps import Task, one_process, parallel_step, parameter_dtypes
 from .tolerance import Closeness
 
@@ -96,9 +96,10 @@ def verify(
     assert expected is not None
     closeness = Closeness.of(settings.precision, parameter_dtypes(ready))
     closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
-    names = doubtful(actual, expected, closeness)
-    moved, unmeasured = _moved(replace(task, plan=actual.plan), names, closeness, timeout)
-    report = judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, moved)
+    gradients = compared(actual, expected, closeness)
+    moved, unmeasured = _moved(replace(task, plan=actual.plan), gradients.doubtful, closeness, timeout)
+    gradients = compared(actual, expected, closeness, moved) if moved else gradients
+    report = judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, gradients)
     return replace(report, unmeasured=unmeasured)
 
 
