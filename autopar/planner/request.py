@@ -42,13 +42,15 @@ class Proposals:
     """Layouts worth trying, the most promising first, and what a rule of thumb chooses (None: nothing). ``quick``: what
     these take in seconds by prices that are quick to have, and what others take at least: infinite if they do not
     fit. ``estimated``: what each layout takes that has an estimate of its own. ``slow``: of those that are left out
-    because they take longer than ``PlanRequest.worth``, the quickest, if there are any."""
+    because they take longer than ``PlanRequest.worth``, the quickest, if there are any, as far as is known;
+    ``slow_seconds``: what all of these take at least."""
 
     layouts: tuple[Layout, ...] = ()
     rule: Layout | None = None
     quick: Mapping[Layout, float] = field(default_factory=dict)
     estimated: Mapping[Layout, float] = field(default_factory=dict)
     slow: Layout | None = None
+    slow_seconds: float = math.inf
 
     def is_near(self, layout: Layout) -> bool:
         """Whether quick prices leave open that ``layout`` is the quickest. They do where it has none."""

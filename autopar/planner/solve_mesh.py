@@ -60,8 +60,8 @@ IN_DOUBT = 1.25
 # planning (GPT of 128 layers).
 UNTIED_NODES = 10_000
 # How many times the seconds worth while a program takes that is given up although its limit of memory proves nothing.
-# Chosen: the limits of further programs are near, and mostly lower.
-NOT_WORTH = 1.1
+# Chosen: the limits of further programs are near, and mostly lower: of GPT 1T by 3%, at which steps take as long.
+NOT_WORTH = 1.05
 # Baselines by name; None: not possible.
 Priced = dict[str, Predicted | None]
 

@@ -98,15 +98,15 @@ class ProposedSearch:
         """Says what the quickest takes of the layouts that are left out because plans without stages are quicker."""
         slow = self.proposals.slow
         if slow is not None:
-            error = TooSlowError(words_of(slow), self.proposals.quick[slow], is_proven=False, is_least=True)
+            error = TooSlowError(words_of(slow), self.proposals.slow_seconds, is_proven=False, is_least=True)
             self.tried += Tried(excluded=(Excluded(STAGES, error, layout=str(slow)),))
 
     def solve_ahead(self, propose: Callable[[float], Proposals]) -> bool:
         """Solves plans without stages before layouts while all of these are left out, and tells whether it found one.
         None is sought once those that fit are known to take longer than the quickest layout: how long they take at
         least then decides anew what is left out. Where none that quick fits, all layouts come first."""
-        while (slow := self.proposals.slow) is not None and not self.proposals.layouts:
-            self.solve_without_stages(self.proposals.quick[slow])
+        while self.proposals.slow is not None and not self.proposals.layouts:
+            self.solve_without_stages(self.proposals.slow_seconds)
             if self.tried.candidates:
                 return True
             tried, self.tried = self.tried, Tried()

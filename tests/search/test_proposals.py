@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -190,7 +191,7 @@ def within(worth: float) -> Proposals:
     prices = {TWO_STAGES: 100.0, FOUR_STAGES: 110.0}
     found = [layout for layout, seconds in prices.items() if seconds <= worth]
     slow = next((layout for layout in prices if layout not in found), None)
-    return Proposals(tuple(found), None, prices, slow=slow)
+    return Proposals(tuple(found), None, prices, slow=slow, slow_seconds=prices.get(slow, math.inf))
 
 
 def test_where_all_quick_prices_are_far_behind_no_stages_come_first() -> None:

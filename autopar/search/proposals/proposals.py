@@ -31,18 +31,17 @@ def proposed_layouts(request: PlanRequest) -> Proposals:
         return Proposals()
     rule = rule_of_thumb(ranking)  # First: its program tells what many others take at least.
     found: dict[tuple[int, int], Layout] = {}
-    slow: Layout | None = None
+    slow, slow_seconds = None, math.inf
     for layout in ranking.best_first(request.worth):
         if ranking.known[layout] > request.worth:
-            slow = layout
+            slow, slow_seconds = layout, ranking.known[layout]
             break
         found.setdefault((layout.tensor, layout.pipeline), layout)
         if len(found) == PROPOSED:
             break
     quick = {each: ranking.bound(each) for each in ranking.every() if (each.tensor, each.pipeline) in found}
-    quick |= {} if slow is None else {slow: ranking.known[slow]}
     quick |= {} if rule is None else {rule: ranking.estimate(rule)}
-    proposals = Proposals(tuple(found.values()), rule, quick, slow=slow)
+    proposals = Proposals(tuple(found.values()), rule, quick, slow=slow, slow_seconds=slow_seconds)
     estimated = {layout: seconds for layout, seconds in ranking.estimated.items() if math.isfinite(seconds)}
     return replace(proposals, layouts=tuple(filter(proposals.is_near, proposals.layouts)), estimated=estimated)
 
