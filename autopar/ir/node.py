@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from sys import intern
@@ -316,6 +316,14 @@ class Output:
     kind: OutputKind
     name: str
     value: Value | None
+
+
+def fresh_name(name: str, taken: set[str], others: Container[str] = ()) -> str:
+    """``name``, with underscores until it is neither ``taken``, to which it is added, nor one of ``others``."""
+    while name in taken or name in others:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def symbol(name: str) -> sympy.Symbol:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Node, Value
+from autopar.ir.node import Node, Value, fresh_name
 
 from .share import Share
 
@@ -39,7 +39,7 @@ def with_sums_apart(graph: Graph) -> tuple[Graph, Mapping[str, str]]:
         if not across or node.types[0] is None:
             nodes.append(node)
             continue
-        copies[node.name] = _fresh(node.name + _COPY, names)
+        copies[node.name] = fresh_name(node.name + _COPY, names)
         rows = tuple(None if i in across else kind for i, kind in enumerate(node.types))
         sums = tuple(kind if i in across else None for i, kind in enumerate(node.types))
         nodes += [replace(node, types=rows), replace(node, name=copies[node.name], types=sums)]
@@ -57,10 +57,3 @@ def share_of_both(first: Share, second: Share) -> Share:
     reads = tuple(map(sum, zip(first.reads, second.reads, strict=True)))
     writes = tuple(map(max, zip(first.writes, second.writes, strict=True)))
     return Share(first.launches + second.launches, reads, writes)
-
-
-def _fresh(name: str, names: set[str]) -> str:
-    while name in names:
-        name += "_"
-    names.add(name)
-    return name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from autopar.ir.node import Value
+from autopar.ir.node import Value, fresh_name
 from autopar.ir.program import Instruction, Section
 
 
@@ -42,11 +42,7 @@ def _carried_names(carried: tuple[Value, ...], taken: set[str]) -> dict[Value, V
     names: dict[Value, Value] = {}
     for value in carried:
         if value.index:
-            name = f"{value.node}_result{value.index}"
-            while name in taken:
-                name += "_"
-            taken.add(name)
-            names[value] = Value(name)
+            names[value] = Value(fresh_name(f"{value.node}_result{value.index}", taken))
     return names
 
 

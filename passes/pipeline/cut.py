@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import Node, Output, Phase, Value
+from autopar.ir.node import Node, Output, Phase, Value, fresh_name
 from autopar.ir.program import is_random
 from autopar.ir.staged_graph import Edge, Staged
 
@@ -198,10 +198,7 @@ class _Writer:
             self.local[value] = value if name == node.name else Value(name, index)
 
     def _fresh(self, name: str) -> str:
-        while name in self.graph or name in self.taken:
-            name += "_"
-        self.taken.add(name)
-        return name
+        return fresh_name(name, self.taken, self.graph)
 
     def finished(self, sends: Iterable[Value]) -> Graph:
         """The chunk's graph, without dead nodes; ``sends``: the values that other chunks need."""

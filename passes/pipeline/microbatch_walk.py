@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.tensor import Shard
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Arg, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.ir.node import Arg, Node, Output, Phase, TensorType, Value, fresh_name, map_arg
 from autopar.ir.placements import (
     PARTIAL_SUM,
     REPLICATE,
@@ -268,7 +268,7 @@ class Walk:
                 self._take_part(value, phase)
             elif remake is not None and price <= self._prelude_cost(value, place):
                 node = self.graph[value.node]
-                copy = self._emit(node, self.fresh(f"{node.name}_piece"), remake, phase)
+                copy = self._emit(node, fresh_name(f"{node.name}_piece", self.taken), remake, phase)
                 self._several.update(Value(node.name, index) for index in range(len(remake.outputs)))
                 for index, output_place in enumerate(remake.outputs):
                     self.forms.setdefault((Value(node.name, index), output_place), Value(copy.name, index))
@@ -280,7 +280,7 @@ class Walk:
         """Writes an equal part of a replicated value."""
         node = self.graph[value.node]
         args = (self.forms[value, REPLICATE], 1.0 / self.count)
-        name = self.fresh(f"{node.name}_part")
+        name = fresh_name(f"{node.name}_part", self.taken)
         kind = self.graph.type_of(value)
         self.nodes.append(
             Node(
@@ -301,20 +301,13 @@ class Walk:
         dim = shard_dim(place)
         target = f"prelude.{str(value)[1:]}" + ("" if dim is None else f".pieces{dim}")
         kind = self.local_type(self.graph.type_of(value), place)
-        name = self.fresh(f"{value.node}_whole" if dim is None else f"{value.node}_pieces")
+        name = fresh_name(f"{value.node}_{'whole' if dim is None else 'pieces'}", self.taken)
         self.placeholders.append(
             Node(name=name, op="input", args=(target,), kwargs=(), types=(kind,), module=self.graph[value.node].module)
         )
         self.from_prelude[target] = (value, dim)
         self.forms[value, place] = Value(name)
         self._several.add(value)
-
-    def fresh(self, name: str) -> str:
-        """A name that is not in the graph."""
-        while name in self.taken:
-            name += "_"
-        self.taken.add(name)
-        return name
 
     def _emit(self, node: Node, name: str, strategy: AxisStrategy, phase: Phase) -> Node:
         operands = [self.take(v, p, phase) for v, p in zip(node.operands, strategy.inputs, strict=True)]

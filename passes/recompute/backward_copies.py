@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import CAST, VIEWS, Node, Value
+from autopar.ir.node import CAST, VIEWS, Node, Value, fresh_name
 from autopar.torch_internals.operators import OpOverload
 
 
@@ -30,18 +30,11 @@ def with_copies(graph: Graph, chains: Mapping[str, tuple[str, ...]], ending: str
                 for original in chains.get(value.node, ()):
                     if original not in copied:
                         source = graph[original].map_values(moved)
-                        copied[original] = _fresh(f"{original}{ending}", names)
+                        copied[original] = fresh_name(f"{original}{ending}", names)
                         nodes.append(source.named(copied[original], "backward"))
             node = node.map_values(lambda value: moved(value) if value.node in chains else value)
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
-
-
-def _fresh(name: str, names: set[str]) -> str:
-    while name in names:
-        name += "_"
-    names.add(name)
-    return name
 
 
 def is_step(node: Node) -> bool:

@@ -13,12 +13,12 @@ Random draws are such steps, too: their numbers are a function of the state of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from autopar.ir.module_paths import layers_among, outermost_layer
-from autopar.ir.node import CAST, Value
+from autopar.ir.node import CAST, Value, fresh_name
 from autopar.ir.program import Instruction, Program, Section
 from autopar.ops.random_streams import STREAMED
 
@@ -170,28 +170,15 @@ def _is_step(instruction: Instruction) -> bool:
     return _is_elementwise(instruction) or instruction.op in (*_WHOLE_VIEWS, CAST)
 
 
-@dataclass
-class _Names:
-    """Unused names of backward."""
-
-    taken: set[str]
-
-    def fresh(self, name: str) -> str:
-        while name in self.taken:
-            name += "_"
-        self.taken.add(name)
-        return name
-
-
 def _with_steps(backward: Section, saved: list[Value], kept: list[Value], forward: _Forward) -> Section:
     """``backward``, which takes the ``kept`` values in place of the ``saved`` ones, and computes the others before they
     are first read."""
-    names = _Names({*backward.inputs, *(i.name for i in backward.instructions)})
+    taken = {*backward.inputs, *(i.name for i in backward.instructions)}
     inputs = dict(reversed(list(zip(saved, backward.inputs, strict=False))))
     read_as: dict[Value, list[str]] = {}
     for value, name in zip(saved, backward.inputs, strict=False):
         read_as.setdefault(value, []).append(name)
-    known = {value: Value(inputs.get(value) or names.fresh(f"{value.node}_kept")) for value in kept}
+    known = {value: Value(inputs.get(value) or fresh_name(f"{value.node}_kept", taken)) for value in kept}
     late: dict[Value, Value] = {Value(n): value for value, each in read_as.items() for n in each}
     done: list[Instruction] = []
     renamed = {Value(n): known[value] for value, each in read_as.items() if value in known for n in each}
@@ -204,7 +191,7 @@ def _with_steps(backward: Section, saved: list[Value], kept: list[Value], forwar
                 compute(view.operands)
                 done.append(view.with_values(renamed))
             elif value in late and value not in renamed:
-                done.extend(_computed(late[value], forward, known, names))
+                done.extend(_computed(late[value], forward, known, taken))
                 renamed.update({Value(n): known[late[value]] for n in read_as[late[value]]})
 
     for instruction in backward.instructions:
@@ -221,10 +208,10 @@ def _with_steps(backward: Section, saved: list[Value], kept: list[Value], forwar
     return Section(backward.name, (*(known[value].node for value in kept), *rest), tuple(done), outputs)
 
 
-def _computed(value: Value, forward: _Forward, known: dict[Value, Value], names: _Names) -> Iterator[Instruction]:
+def _computed(value: Value, forward: _Forward, known: dict[Value, Value], taken: set[str]) -> Iterator[Instruction]:
     for step in forward.steps_to(value):
         if Value(step.name) in known:
             continue
-        name = names.fresh(f"{step.name}_fused")
+        name = fresh_name(f"{step.name}_fused", taken)
         yield replace(step, name=name).with_values(known)
         known.update({Value(step.name, n): Value(name, n) for n in range(step.results)})

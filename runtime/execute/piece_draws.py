@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.ir.node import Value
+from autopar.ir.node import Value, fresh_name
 from autopar.ir.program import Instruction, Section
 from autopar.ops.random import position_strides
 from autopar.ops.random_streams import MOST_ITERATIONS, STREAMED, STREAMS
@@ -73,10 +73,7 @@ def _streams(
     taken = {*section.inputs, *(i.name for i in section.instructions)}
     for state in dict.fromkeys(draw.state for draw in draws):
         own = [draw for draw in draws if draw.state == state]
-        name = "streams"
-        while name in taken:
-            name += "_"
-        taken.add(name)
+        name = fresh_name("streams", taken)
         args = (state, *(tuple(getattr(draw, field) for draw in own) for field in ("place", "first", "distance")))
         kwargs = (("device", dict(own[0].instruction.kwargs)["device"]),)
         makes = Instruction(name, STREAMS, args, kwargs, len(own))
