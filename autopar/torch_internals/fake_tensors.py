@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from typing import Any
 
 import sympy
 import torch
@@ -27,6 +29,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 # Functions that torch adds to sympy: integer division, rounding, minimum and maximum (2.11).
 from torch.utils._sympy import functions as sympy_functions
 
+# What computes an expression of sizes by torch's operations on symbolic numbers (2.11).
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -36,12 +42,14 @@ __all__ = [
     "ShapeEnv",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "computed_again",
     "conditions",
     "enable_python_dispatcher",
     "expression_of",
     "hint_of",
     "new_symbol",
     "shape_environment",
+    "symbols_among",
     "sympy_functions",
     "without_error_log",
 ]
@@ -69,6 +77,25 @@ def expression_of(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> symp
 def hint_of(size: torch.SymInt) -> int:
     """The number that ``size`` compares like. Relies on ``SymNode.hint`` (2.11)."""
     return int(size.node.hint)
+
+
+def symbols_among(tensors: Iterable[torch.Tensor]) -> dict[sympy.Symbol, torch.SymInt]:
+    """The sizes of ``tensors`` that are a symbol, by that."""
+    found: dict[sympy.Symbol, torch.SymInt] = {}
+    sizes: Iterable[Any] = chain.from_iterable(tensor.shape for tensor in tensors)  # Whole numbers, say torch's types.
+    for size in sizes:
+        expression = expression_of(size) if isinstance(size, torch.SymInt) else None
+        if isinstance(expression, sympy.Symbol):
+            found[expression] = size
+    return found
+
+
+def computed_again(number: torch.SymFloat, sizes: Mapping[sympy.Symbol, torch.SymInt]) -> torch.SymFloat:
+    """``number`` computed anew from the ``sizes`` of its symbols, by operations that a tracer records. Torch's tracer
+    does that for a number that it has not seen, but for one made from a whole number (``ToFloat``, 2.11 to 2.15).
+    Relies on the names of ``sympy_interp`` and ``PythonReferenceAnalysis``."""
+    again: torch.SymFloat = sympy_interp(PythonReferenceAnalysis, dict(sizes), expression_of(number))
+    return again
 
 
 def conditions(environment: ShapeEnv) -> Iterator[sympy.Basic]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import fx, nn
 
-from autopar.torch_internals.fake_tensors import FakeTensorMode
+from autopar.torch_internals.fake_tensors import FakeTensorMode, computed_again, symbols_among
 from autopar.torch_internals.joint_graphs import (
     GradAOTOutput,
     PlainAOTInput,
@@ -41,6 +42,7 @@ FORWARD = torch.ops.autopar_trace.forward.default
 BACKWARD = torch.ops.autopar_trace.backward.default
 TOKEN = "token"
 
+Sizes: TypeAlias = Mapping[sympy.Symbol, torch.SymInt]
 Export = Callable[[nn.Module, Sequence[torch.Tensor]], fx.GraphModule]
 
 
@@ -139,8 +141,14 @@ class _Outline(torch.autograd.Function):
         return None, None, *input_gradients
 
 
-def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) -> None:
-    """Runs one operation again; records ``place`` on its nodes, if given, instead of its path."""
+def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], sizes: Sizes, place: int | None) -> None:
+    """Runs one operation again; records ``place`` on its nodes, if given, instead of its path. ``sizes``: what its
+    numbers are made of."""
+
+    def computed(arg: Any) -> Any:
+        arg = replaced(arg, Ref, lambda ref: tensors[ref.number])
+        return replaced(arg, torch.SymFloat, lambda number: computed_again(number, sizes))
+
     operands = [tensors[number] for number in step.operands]
     if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in operands) != step.requires_grad:
         raise UnrecordedError(f"{step.op} would have another derivative")
@@ -150,9 +158,7 @@ def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) 
     grad_mode = torch.is_grad_enabled()
     try:
         torch.set_grad_enabled(grad_mode and step.grad_mode)
-        args, kwargs = (
-            replaced(arg, Ref, lambda ref: tensors[ref.number]) for arg in (step.args, tuple(step.kwargs.values()))
-        )
+        args, kwargs = computed(step.args), computed(tuple(step.kwargs.values()))
         output = step.op(*args, **dict(zip(step.kwargs, kwargs, strict=True)))
     finally:
         torch.set_grad_enabled(grad_mode)
@@ -183,13 +189,14 @@ class OutlinedModule(nn.Module):
         tensors: dict[int, torch.Tensor] = dict(enumerate(inputs))
         tensors.update((number, members[f"t{number - outlined.given}"]) for number in shown)
         tensors.update(program.constants)
+        sizes = symbols_among(inputs)
         for step in outlined.steps():
             if isinstance(step, Run):
                 tokens = [members[f"{TOKEN}{step.index}"]] if step.learns else []
                 results = _Outline.apply(step, outlined, *(tensors[number] for number in step.inputs), *tokens)
                 tensors.update(zip(step.outputs, results, strict=True))
             else:
-                _run(step, tensors, None)
+                _run(step, tensors, sizes, None)
         return tuple(tensors[number] for number in program.outputs)
 
 
@@ -203,8 +210,9 @@ class BodyModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors = dict(zip(self.body.inputs, inputs[self.symbol_inputs :], strict=True))
+        sizes = symbols_among(inputs[: self.symbol_inputs])
         for place, step in enumerate(self.body.instructions):
-            _run(step, tensors, place)
+            _run(step, tensors, sizes, place)
         results = [tensors[number] for number in self.body.outputs]
         # Copies, so that no result is an input or another result.
         return tuple(t.clone() if i in self.received else t.detach().clone() for i, t in enumerate(results))

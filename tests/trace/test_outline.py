@@ -120,6 +120,13 @@ class Scaled(Stack):
         return block(x, 1.0 + index // 4)
 
 
+class ByNumbers(Stack):
+    """Numbers made of the batch size, within layers and outside of them, as losses that balance experts make."""
+
+    def step(self, index: int, block: nn.Module, x: Tensor) -> Any:
+        return block(x, 2.0 * x.shape[0] / 3) / (x.shape[0] * x.shape[1] + 0.5)
+
+
 class UsedTwice(Stack):
     def step(self, index: int, block: nn.Module, x: Tensor) -> Any:
         return self.blocks[index // 2](x)
@@ -218,10 +225,10 @@ class Normalises(Stack):
 # The first block differs from the others: its input needs no gradient. Two equal blocks are too few to pay.
 CASES: list[tuple[type[Stack], int]] = [
     (Stack, 7), (OneDiffers, 6), (Scaled, 7), (UsedTwice, 7), (Skips, 7), (Tied, 7), (Appends, 5), (Dropping, 7),
-    (Auxiliary, 4), (Frozen, 7), (WritesInside, 7), (Checkpointed, 7), (Transposed, 7),
+    (Auxiliary, 4), (Frozen, 7), (WritesInside, 7), (Checkpointed, 7), (Transposed, 7), (ByNumbers, 7),
 ]  # fmt: skip
-# One that differs, one with tied weights, one that draws.
-QUICK = (1, 5, 7)
+# One that differs, one with tied weights, one that draws, one with numbers made of sizes.
+QUICK = (1, 5, 7, 13)
 
 
 @pytest.mark.parametrize(
