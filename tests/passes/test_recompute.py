@@ -24,9 +24,10 @@ from autopar.passes.recompute.attention import inside_attention
 from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.recompute import Recompute, recomputed
 from autopar.placement.prices import BUCKET_BYTES
-from autopar.planner import solve_mesh as planner
+from autopar.planner import peaks
 from autopar.planner.memory_limit import widened
 from autopar.planner.request import PlanRequest
+from autopar.planner.shared_work import SharedWork
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
@@ -206,10 +207,11 @@ def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
 ) -> None:
     """What the program deems to fit, and the rehearsal of the step not, fits with values recomputed."""
     request, free = wide_and_free()
-    rehearsed = planner.peak_bytes
+    rehearsed = peaks.peak_bytes
     more = int(0.3 * free.predicted.peak_bytes)
-    monkeypatch.setattr(planner, "peak_bytes", lambda found: rehearsed(found) + more)
-    found = planned(request, memory_limit=int(1.1 * free.predicted.peak_bytes))
+    monkeypatch.setattr(peaks, "peak_bytes", lambda found: rehearsed(found) + more)
+    own = replace(request, shared=SharedWork())  # Without what was measured already.
+    found = planned(own, memory_limit=int(1.1 * free.predicted.peak_bytes))
     assert found.recomputed and found.predicted.peak_bytes + more <= found.memory_limit
 
 
