@@ -96,6 +96,15 @@ def has_equal_attributes(parts: Parts, reads: Reads) -> bool:
     return True
 
 
+def are_alike(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two modules are alike in all but the values of their tensors: whatever their code reads."""
+    parts = corresponding_parts(first, second)
+    members = ((members_of(a), members_of(b)) for a, b in parts or ())
+    names = ((own, other, name) for own, other in members for name in {**own, **other} if name not in MACHINERY)
+    equal = all(_are_equal(own.get(name, MISSING), other.get(name, MISSING)) for own, other, name in names)
+    return parts is not None and equal
+
+
 def _are_equal(first: object, second: object) -> bool:
     """Whether two values are one object, or equal and plain. Tensors are compared by :func:`corresponding_tensors`, and
     modules by :func:`corresponding_parts`."""

@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 from unittest.mock import patch
 
@@ -27,6 +28,8 @@ from autopar.ops.experts import experts
 from autopar.torch_internals.hugging_face import gate_of, is_expert_parallel
 from autopar.torch_internals.joint_graphs import make_fx
 from autopar.torch_internals.operators import OpOverload
+
+from .alike_modules import are_alike
 
 _MODULE = "transformers.integrations.moe"
 # Numbers of rows. The one that does not divide the width is used: where it appears in a graph, it is the number of
@@ -44,7 +47,9 @@ def experts_as_operations(model: nn.Module, autocast: torch.dtype | None = None)
         yield
         return
     dtypes = (None,) if autocast is None else (None, autocast)
-    texts = {(id(m), d): text for m in model.modules() for d in dtypes if (text := _activation(m, d)) is not None}
+    known: list[_Known] = []
+    every = ((module, dtype, _activation(module, dtype, known)) for module in model.modules() for dtype in dtypes)
+    texts = {(id(module), dtype): text for module, dtype, text in every if text is not None}
 
     def get_interface(_interface: Any, _name: str, _default: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -97,9 +102,20 @@ def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str, autoca
     return out.to(x.dtype)
 
 
-def _activation(module: Any, dtype: torch.dtype | None) -> str | None:
+@dataclass(frozen=True)
+class _Known:
+    """The ``text`` of a block, in ``dtype`` on rows of so many columns; None if it has none."""
+
+    module: nn.Module
+    width: int
+    dtype: torch.dtype
+    text: str | None
+
+
+def _activation(module: Any, dtype: torch.dtype | None, known: list[_Known]) -> str | None:
     """The text of what ``module`` computes between its two matrices, in ``dtype`` or that of the matrices; None if it
-    is not such a block, or if the operation cannot express it."""
+    is not such a block, or if the operation cannot express it. ``known``: those of other blocks, to which it is added:
+    to find one takes half a second, and the blocks of a model are mostly alike."""
     has_all = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
     if not has_all or getattr(module, "has_post_expert_norm", False) or is_expert_parallel(module):
         return None
@@ -107,8 +123,13 @@ def _activation(module: Any, dtype: torch.dtype | None) -> str | None:
     if not (_is_stacked(up) and _is_stacked(module.down_proj)):
         return None
     width = int(up.shape[2 if module.is_transposed else 1])
+    dtype = dtype or up.dtype
+    for other in known:
+        if (other.width, other.dtype) == (width, dtype) and are_alike(other.module, module):
+            return other.text
     function = gate_of(module) if module.has_gate else module.act_fn
-    return activation_text(function, width, dtype or up.dtype)
+    known.append(_Known(module, width, dtype, activation_text(function, width, dtype)))
+    return known[-1].text
 
 
 def _is_stacked(matrix: object) -> TypeGuard[Tensor]:

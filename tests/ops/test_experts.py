@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.placements import shard_dim
 from autopar.planner.timings import Timings
 from autopar.search.best_plan import best_plan
-from autopar.trace.moe_blocks import activation_text
+from autopar.trace import moe_blocks
+from autopar.trace.moe_blocks import activation_text, experts_as_operations
 from autopar.trace.tracer import trace
 from tests.helpers.marks import slow_but
 from tests.helpers.planning import make_request
@@ -90,6 +92,19 @@ def test_every_implementation_is_traced_alike_and_left_as_it_was(implementation:
     assert operations(model, batch).count("autopar.experts.default") == 1
     assert model.config._experts_implementation == implementation
     assert set(model.model.layers[0].mlp.experts.__dict__) == set(one_layer()[0].model.layers[0].mlp.experts.__dict__)
+
+
+def test_blocks_alike_have_one_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is found by tracing it, which took half of the trace of a Mixtral of 24 layers."""
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**_SIZES | {"num_hidden_layers": 4}, num_local_experts=4))
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    experts[1].act_fn = nn.ReLU()
+    experts[2].up_to_here = 2  # Whatever an activation might read.
+    found = Mock(side_effect=activation_text)
+    monkeypatch.setattr(moe_blocks, "activation_text", found)
+    with experts_as_operations(model):
+        pass
+    assert [call.args[0].__self__ for call in found.call_args_list] == experts[:3]
 
 
 @pytest.mark.slow
