@@ -100,7 +100,9 @@ def _placed(data: Mapping[str, Any]) -> list[Any]:
 def _compare(values: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if made[name] != _digest(name, value):
-            rest = ", but for placements," if name in _FIXED else f" is {shown(value)}, which"
+            # A folded form has a number of its own, which is not that of its data.
+            own = ", the number of its form," if name == "version" else f" is {shown(value)}, which"
+            rest = ", but for placements," if name in _FIXED else own
             raise OptionsError(f"{name}{rest} is not what autopar wrote there: {_RULE}")
 
 

@@ -37,6 +37,7 @@ from .format import (
     RECORDS,
     REQUIRED,
     STRINGS,
+    UNFOLDED,
 )
 from .pipeline_json import pipeline_from_data
 
@@ -58,8 +59,7 @@ def fields_from_dict(data: Any) -> _Fields:
         raise OptionsError("this is not a plan: it has no version, as what Plan.to_json() writes has")
     version = data["version"]
     if type(version) is not int or version not in READABLE:
-        # Folded tables, which have versions of their own, were unfolded before.
-        versions = ", ".join(map(str, READABLE))
+        versions = ", ".join(map(str, sorted({*READABLE, *UNFOLDED})))
         raise OptionsError(
             f"this plan has format version {shown(version)}, but this autopar reads versions {versions}; plan the "
             "model again"

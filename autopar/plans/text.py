@@ -66,7 +66,10 @@ def data_from_lines(text: str) -> dict[str, Any]:
     stripped = enumerate(map(str.strip, text.removeprefix(BYTE_ORDER_MARK).split("\n")), 1)
     rows = [(number, row) for number, row in stripped if row and not row.startswith("#")]
     if not rows or not rows[0][1].startswith(f"{HEAD} "):
-        raise OptionsError(f"this is not a plan: it does not start with {HEAD!r} {VERSION}; Plan.to_text() writes one")
+        raise OptionsError(
+            "this is not a plan: it is no JSON object, as Plan.to_json() writes, and does not start with "
+            f"'{HEAD} {VERSION}', as what Plan.to_text() writes does"
+        )
     if rows[-1][1] != "end":
         raise OptionsError(f"this plan is cut off: its last line, {rows[-1][0]}, is not 'end'")
     version = rows[0][1].removeprefix(HEAD).strip()

@@ -134,10 +134,17 @@ def test_a_plan_of_version_7_is_read(plan: Plan, printed: Callable[[Plan], str])
     older = older.replace("autopar plan 10\n", "autopar plan 7\n")
     read = Plan.from_json if printed is Plan.to_json else Plan.from_text
     assert older != text
-    with pytest.raises(OptionsError, match=r"version is 7, which is not what autopar wrote there"):
+    with pytest.raises(OptionsError, match=r"version, the number of its form, is not what autopar wrote there"):
         read(older)
     unsigned = re.sub(r', "written": \{[^}]*\}|\[written\]\n("[^\n]*\n)*', "", older)
     assert len(unsigned) < len(older) and read(unsigned) == plan
+
+
+def test_versions_that_are_read_are_named(plan: Plan) -> None:
+    """Of folded files too, which have numbers of their own."""
+    with pytest.raises(OptionsError, match=r"version 99, but this autopar reads versions 7, 8, 9, 10, 11, 12;"):
+        Plan.from_json(plan.to_json().replace('"version": 12', '"version": 99'))
+    assert Plan.from_json(plan.to_json().replace('"version": 12', '"version": 11')) == plan
 
 
 def test_options_that_prices_depend_on_are_written_if_they_are_not_the_defaults(plan: Plan) -> None:

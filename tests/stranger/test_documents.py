@@ -59,7 +59,7 @@ WAYS = [
 # Commands that are not run, by how they begin, and why.
 NOT_RUN = {
     "autopar run --nproc 4 examples/train_llm.py": "tests/integrations/test_train_llm.py trains it",
-    'pip install "autopar[ray]"': "needs a package index",
+    "pip install 'autopar[ray]'": "needs a package index",  # As commands() quotes it.
     "pip install submitit": "needs a package index",
     "python examples/ray_train.py": "tests/integrations/test_ray.py trains it",
     "python examples/submitit_train.py": "tests/integrations/test_submitit.py trains it",
