@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -41,7 +42,8 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
         step_seconds=seconds,
         compute_seconds=compute,
         comm_seconds=busy - compute,
-        bubble_seconds=seconds - (busy - freed),
+        # Sums in another order differ by their rounding, which is no bubble.
+        bubble_seconds=0.0 if math.isclose(seconds, busy - freed, rel_tol=1e-12) else seconds - (busy - freed),
         peak_bytes=breakdown.peaks[breakdown.fullest],
         weight_bytes=sum(m.weights for m in memories),
         gradient_bytes=sum(m.gradients for m in memories),
