@@ -223,7 +223,7 @@ class _Finder:
     def _written(self) -> dict[int, _Memory]:
         """The memories that some operation writes to."""
         program = self.program
-        written = {number for instruction in program.instructions for number in _written_by(instruction)}
+        written = {number for instruction in program.instructions for number in written_by(instruction)}
         memories = {_memory(program.tensors[number]): _Memory([], []) for number in written}
 
         def see(position: int, numbers: Iterable[int], writes: Iterable[int] = ()) -> None:
@@ -235,7 +235,7 @@ class _Finder:
         see(-1, (*range(program.inputs), *program.constants))
         for position, instruction in enumerate(program.instructions if memories else ()):
             results = (number for number in instruction.results if number is not None)
-            see(position, (*instruction.operands, *results), _written_by(instruction))
+            see(position, (*instruction.operands, *results), written_by(instruction))
         return memories
 
     def _writes_across(self, region: Region) -> bool:
@@ -330,7 +330,7 @@ class _Runs:
         )
 
 
-def _written_by(instruction: RecordedOp) -> list[int]:
+def written_by(instruction: RecordedOp) -> list[int]:
     """The operands that an operation writes to."""
     schema = schema_of(instruction.op)
     if not schema.is_mutable:

@@ -42,7 +42,7 @@ from .alike_modules import (
     has_equal_attributes,
     read_alike,
 )
-from .outline import plain, tensor_kind
+from .outline import plain, tensor_kind, written_by
 from .record import PATH, RecordedOp, Recorder, Ref, Region, replaced
 
 # Fewer operations are run: chosen, not measured.
@@ -246,12 +246,12 @@ class RepeatedCalls:
             raise _UnlikeError  # Copies of it might have other strides.
 
     def _writes_own(self, template: _Template, step: RecordedOp, given: set[int]) -> bool:
-        """Whether a step that writes to memory has operands that the call itself made, in memory of their own: the sum
-        within a norm, to which a constant is added."""
-        tensors = self.recorder.tensors
+        """Whether a step writes to what the call itself made, in memory of its own: the sum within a norm, to which a
+        constant is added, or the weights of chosen experts, divided by their sum."""
+        tensors, written = self.recorder.tensors, written_by(step)
         foreign = {storage_key(tensors[n].untyped_storage()) for n in given if n >= 0}
-        memories = {storage_key(tensors[n].untyped_storage()) for n in step.operands}
-        is_own = all(n in template.numbers for n in step.operands) and not memories & foreign
+        memories = {storage_key(tensors[n].untyped_storage()) for n in written}
+        is_own = all(n in template.numbers for n in written) and not memories & foreign
         # No views of it: copies could not share its memory.
         kinds = {tensor_kind(tensors[n]) for n in self._sharing(template, memories)}
         return is_own and len(memories) == 1 == len(kinds)
@@ -266,7 +266,7 @@ class RepeatedCalls:
         same. ``first``: the number of its first new tensor."""
         recorder, region = self.recorder, template.region
         steps = recorder.instructions[region.start : region.end]
-        written = [step.operands[0] for step in steps if is_mutable(step.op)]
+        written = [number for step in steps for number in written_by(step)]
         for memory in {storage_key(recorder.tensors[n].untyped_storage()) for n in written}:
             own: torch.Tensor | None = None
             for old in self._sharing(template, {memory}):

@@ -168,6 +168,24 @@ class OwnSums(Layer):
         return (x * 2.0).add_(1.0)
 
 
+class Weights(Layer):
+    """Divides what it made by its sum, as routers of experts do."""
+
+    def also(self, x: Tensor) -> Tensor:
+        weights = x.sigmoid()
+        weights /= weights.sum(-1, keepdim=True)
+        return x * weights
+
+
+class ByTheirFirst(Layer):
+    """Divides what it made by a part of it."""
+
+    def also(self, x: Tensor) -> Tensor:
+        weights = x.sigmoid()
+        weights /= weights[:, :1]
+        return x * weights
+
+
 class WrittenViews(Layer):
     """Writes to a part of what it made, and reads the whole."""
 
@@ -260,6 +278,8 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "in place": (lambda: Stack(InPlace), 0),
     "norms": (lambda: Stack(Normed), LAYERS - 2),
     "own sums": (lambda: Stack(OwnSums), LAYERS - 2),
+    "weights": (lambda: Stack(Weights), LAYERS - 2),
+    "by their first": (lambda: Stack(ByTheirFirst), 0),
     "written views": (lambda: Stack(WrittenViews), 0),
     "views": (lambda: Stack(Viewing), LAYERS - 2),
     "tied": (lambda: Stack(Layer, _tie), LAYERS - 2),
