@@ -172,17 +172,8 @@ class Weights(Layer):
     """Divides what it made by its sum, as routers of experts do."""
 
     def also(self, x: Tensor) -> Tensor:
-        weights = x.sigmoid()
+        weights = x.tanh() + 2.0
         weights /= weights.sum(-1, keepdim=True)
-        return x * weights
-
-
-class ByTheirFirst(Layer):
-    """Divides what it made by a part of it."""
-
-    def also(self, x: Tensor) -> Tensor:
-        weights = x.sigmoid()
-        weights /= weights[:, :1]
         return x * weights
 
 
@@ -279,7 +270,6 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "norms": (lambda: Stack(Normed), LAYERS - 2),
     "own sums": (lambda: Stack(OwnSums), LAYERS - 2),
     "weights": (lambda: Stack(Weights), LAYERS - 2),
-    "by their first": (lambda: Stack(ByTheirFirst), 0),
     "written views": (lambda: Stack(WrittenViews), 0),
     "views": (lambda: Stack(Viewing), LAYERS - 2),
     "tied": (lambda: Stack(Layer, _tie), LAYERS - 2),
