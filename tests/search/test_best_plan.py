@@ -75,7 +75,6 @@ def plan(mesh: tuple[int, ...], batch: int = 8, cluster: Cluster | str = CLUSTER
         ((2, 2), {"stages": 2, "microbatches": 2}),
         ((3,), {"stages": 3, "microbatches": 2, "schedule": "gpipe"}),
         ((2, 2), {"stages": 1, "microbatches": 4}),
-        ((3,), {"stages": 1, "microbatches": 2, "zero": 3}),
     ],
 )
 def test_a_staged_plan_holds_together(mesh: tuple[int, ...], options: dict[str, object]) -> None:
@@ -89,8 +88,7 @@ def test_a_staged_plan_holds_together(mesh: tuple[int, ...], options: dict[str, 
     made = parts.compute_seconds + parts.comm_seconds + parts.bubble_seconds
     assert parts.step_seconds == pytest.approx(made)
     if found.stages == 1:
-        assert parts.step_seconds == pytest.approx(found.objective, rel=1e-9)
-        assert parts.bubble_seconds == 0.0, "not even a rounding error"
+        assert parts.step_seconds == pytest.approx(found.objective, rel=1e-9) and parts.bubble_seconds == 0.0
     by_stage = [sum(line.seconds for line in found.lines if line.stage == s) for s in range(found.stages)]
     assert max(by_stage) == pytest.approx(parts.compute_seconds + parts.comm_seconds)
     assert sum(h.bytes for h in found.holdings) + parts.temporary_bytes == parts.peak_bytes
