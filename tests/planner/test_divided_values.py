@@ -34,7 +34,7 @@ def places_of(samples: int, mesh: tuple[int, ...], dim: int, value: str) -> set[
         %scores: f32[{rows}, 8, 8] = aten.bmm.default(%rows, %keys)
         return output "0" = %scores
         """
-    found = shards_of(annotate(Graph.from_text(text), mesh), len(mesh) - 1, {"q": dim}, frozenset())
+    found = shards_of(annotate(Graph.from_text(text), mesh), len(mesh) - 1, {"q": dim}, {})
     return {",".join(map(str, places)) for places in found.get(Value(value), ())}
 
 
