@@ -13,15 +13,16 @@ from torch.distributed.tensor import Partial
 from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
-from autopar.placement.choices import Choice
 from autopar.layout import degrees
+from autopar.placement.choices import Choice
 from autopar.placement.constraints import with_choices, without_moves
 from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
 
-from .divided_values import ending, with_gradients
+from .divided_values import Shards, ending, with_gradients
 from .divides import heads_and_experts, written_heads
 from .products import Products
 
@@ -52,26 +53,40 @@ def divided_between(instance: Instance, products: Products, axis: int, sequence_
     if not sequence_parallel:
         return with_choices(instance, lambda node, choice: _is_whole(products, axis, node, choice))
     _check_rows(products, axis, instance.prices.mesh[axis])
-    sums = _sums(products, axis)
-    positions = with_gradients(products.graph, axis, products.positions[axis], sums)
+    sums, followed = _sums(products, axis), products.positions[axis]
+    positions = with_gradients(products.graph, axis, followed, sums)
 
     def rule(edge: TensorEdge) -> tuple[frozenset[Placements], Forbidden] | None:
         value = Value(edge.producer, edge.result)
         known = positions.get(value, frozenset())
         if edge.role == "gradient" or edge.producer in products.weights or not known:
             return None
-        scattered = value in sums
+        scattered, is_followed = value in sums, value in followed
 
         def forbidden(source: Seen, target: Seen) -> bool:
             (left, _), (needed, is_of_positions) = source, target
             if is_shard(left):
-                return is_shard(needed) and left != needed
+                return is_followed and is_shard(needed) and left != needed
             is_left = isinstance(left, Partial) and scattered
             return is_left and (needed == REPLICATE or (is_shard(needed) and not is_of_positions))
 
         return known, forbidden
 
-    return _without_moves(instance, axis, rule)
+    def allowed(node: Node, choice: Choice) -> bool:
+        return not _cuts_sums(node, choice, axis, sums, positions)
+
+    return _without_moves(with_choices(instance, allowed), axis, rule)
+
+
+def _cuts_sums(node: Node, choice: Choice, axis: int, sums: set[Value], positions: Shards) -> bool:
+    """Whether an operation of forward takes partial ``sums`` with a row for each of ``positions``, and makes some with
+    other rows: these could only be summed on every device. (Backward makes gradients of weights, which are.)"""
+    if isinstance(choice, ParameterPlacement) or node.is_placeholder or node.phase != "forward":
+        return False
+    taken = zip(node.operands, choice.inputs, strict=True)
+    have_rows = [value in positions for value, place in taken if value in sums and isinstance(place[axis], Partial)]
+    results = (Value(node.name, index) for index in range(len(node.types)))
+    return any(have_rows) and any(result in sums and result not in positions for result in results)
 
 
 def _check_rows(products: Products, axis: int, ranks: int) -> None:
