@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.cluster.description import Cluster
+from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
 from autopar.ir.placements import is_shard
 from autopar.layout import Layout
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
-from autopar.planner.roles.divided_values import shards_of
-from benchmarks.layout_grid import VOCABULARY, Loss
+from autopar.planner.roles.divided_values import shards_of, with_gradients
+from benchmarks.layout_grid import VOCABULARY, Loss, collectives
 from tests.helpers.marks import slow_rows_but
-from tests.helpers.models import Case
+from tests.helpers.models import Case, Stack, text
 from tests.helpers.planning import CLUSTER, planned
 
 
@@ -34,7 +36,7 @@ def places_of(samples: int, mesh: tuple[int, ...], dim: int, value: str) -> set[
         %scores: f32[{rows}, 8, 8] = aten.bmm.default(%rows, %keys)
         return output "0" = %scores
         """
-    found = shards_of(annotate(Graph.from_text(text), mesh), len(mesh) - 1, {"q": dim}, frozenset())
+    found = shards_of(annotate(Graph.from_text(text), mesh), len(mesh) - 1, {"q": dim}, {})
     return {",".join(map(str, places)) for places in found.get(Value(value), ())}
 
 
@@ -99,3 +101,87 @@ def test_written_attention_under_a_layout_on_processes() -> None:
     report = autopar.verify(model, 4, batch, options=options, cluster=slower(), timeout=120)
     assert report.ok, str(report)
     assert undivided(report.plan) == []
+
+
+class Positioned(nn.Module):
+    """Layers under a tied head, with a weight for each position: of ``shape`` it is added to the embedding, with
+    ``prefix`` it comes ahead of it. The loss is of the next token, for which the scores of the last are left out."""
+
+    def __init__(self, shape: tuple[int, ...], prefix: bool = False) -> None:
+        super().__init__()
+        self.stack, self.positions, self.prefix = Stack(2), nn.Parameter(0.1 * torch.randn(shape)), prefix
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stack.embed(input_ids)
+        x = torch.cat([self.positions.expand(len(x), -1, -1), x], 1) if self.prefix else x + self.positions
+        for layer in self.stack.layers:
+            x = x + layer(x)
+        scores = self.stack.head(x)[:, -input_ids.shape[1] : -1]
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def positioned(shape: tuple[int, ...], length: int = 8, prefix: bool = False) -> Case:
+    torch.manual_seed(0)
+    return Positioned(shape, prefix), text(6, length)
+
+
+DIVIDED = Layout(tensor=2, data=1, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (1, 8, 16)], ids=str)
+def test_weights_of_positions_leave_sequences_divided(shape: tuple[int, ...]) -> None:
+    """Each tensor rank adds its own rows of them."""
+    plan = planned(lambda: positioned(shape), (2,), layout=DIVIDED)
+    assert "reduce_scatter" in collectives(plan, "tp")
+    assert not {"all_reduce", "all_to_all"} & collectives(plan, "tp")
+
+
+def test_weights_of_positions_are_whole_without_sequence_parallelism() -> None:
+    layout = Layout(tensor=2, data=1, sequence_parallel=False)
+    found = collectives(planned(lambda: positioned((8, 16)), (2,), layout=layout), "tp")
+    assert "all_reduce" in found and "reduce_scatter" not in found
+
+
+def test_gradients_behind_a_cut_are_of_what_they_meet() -> None:
+    """``%rows`` follow from no input that is divided, and are added to positions."""
+    graph = """graph()
+        %q: f32[4, 8, 6] = input("q")
+        %rows: f32[32, 6] = input("rows")
+        %cut: f32[4, 8, 6] = aten.view.default(%rows, [4, 8, 6])
+        %sum: f32[4, 8, 6] = aten.add.Tensor(%cut, %q)
+        return output "0" = %sum
+        """
+    annotated = annotate(Graph.from_text(graph), (2,))
+    found = shards_of(annotated, 0, {"q": 1}, {})
+    assert Value("cut") not in found
+    known = with_gradients(annotated, 0, found, {Value("cut"), Value("rows")})
+    places = {name: {str(place[0]) for place in known[Value(name)]} for name in ("q", "rows", "cut", "sum")}
+    assert places == {"q": {"S(1)"}, "rows": {"S(0/4)"}, "cut": {"S(1)"}, "sum": {"S(1)"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (lambda: positioned((9, 16), 9), "'input_ids' i64[6, 9] has a sequence of 9 (dim 1), which does not divide; "),
+        (lambda: positioned((2, 16), 8, prefix=True), "(aten.cat.default) takes no parts of the sequence on 2 tensor "),
+    ],
+)
+def test_a_sequence_that_tensor_ranks_cannot_divide_is_refused(source: Any, said: str) -> None:
+    """Before, the layout was not heard: sums of products were summed on every rank."""
+    with pytest.raises(OptionsError) as caught:
+        planned(source, (2,), layout=DIVIDED)
+    assert said in str(caught.value)
+
+
+def test_a_rank_with_one_sample_need_not_divide_its_sequence_evenly() -> None:
+    layout = Layout(tensor=2, data=1, microbatch=1, sequence_parallel=True)
+    plan = planned(lambda: positioned((9, 16), 9), (2,), layout=layout)
+    assert "reduce_scatter" in collectives(plan, "tp") and "all_reduce" not in collectives(plan, "tp")
+
+
+@pytest.mark.slow
+def test_divided_weights_of_positions_on_processes() -> None:
+    model, batch = positioned((8, 16))
+    report = autopar.verify(model, 2, batch, options=Options(layout=DIVIDED), cluster=CLUSTER, timeout=120)
+    assert report.ok, str(report)
+    assert "all_reduce" not in collectives(report.plan, "tp")

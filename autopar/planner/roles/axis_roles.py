@@ -14,7 +14,7 @@ each matrix rests in the shards in which it is read, and that ``sequence_paralle
 
 - False: no value is in shards of the sequence or of samples on the tensor axis;
 - True: sums of products are scattered along the sequence on the tensor axis and never summed on every device, and no
-  value goes from shards of one dim to shards of another there.
+  value of which :mod:`.divided_values` knows the positions goes from shards of one dim to shards of another there.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ the values between products."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,13 +13,17 @@ from torch.distributed.tensor import Partial
 from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 from autopar.ir.placements import REPLICATE, Placement, Placements, is_shard
+from autopar.layout import degrees
 from autopar.placement.choices import Choice
 from autopar.placement.constraints import with_choices, without_moves
 from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
 
+from .divided_values import Shards, ending, with_gradients
+from .divides import heads_and_experts, written_heads
 from .products import Products
 
 # What a rule looks at of a value's placements: that on one axis, and whether it is a shard of positions.
@@ -42,37 +47,75 @@ def keep_in_shards(instance: Instance, products: Products, axis: int) -> Instanc
 
 def divided_between(instance: Instance, products: Products, axis: int, sequence_parallel: bool | None) -> Instance:
     """The instance in which values between products are divided along the sequence on ``axis``, or not at all; None:
-    as is cheapest. Raises :class:`OptionsError` if there is no sequence."""
+    as is cheapest. Raises :class:`OptionsError` if there is no sequence, or none that tensor ranks can divide."""
     if sequence_parallel is None:
         return instance
     if not sequence_parallel:
         return with_choices(instance, lambda node, choice: _is_whole(products, axis, node, choice))
-    positions = products.positions[axis]
-    if not any(Value(name) in positions for name in products.names):
-        raise OptionsError(
-            "Layout(sequence_parallel=True): no product computes one row for each position of a sequence, which is dim "
-            "1 of every input; leave sequence_parallel out"
-        )
-
-    sums = _sums(products, axis)
+    _check_rows(products, axis, instance.prices.mesh[axis])
+    sums, followed = _sums(products, axis), products.positions[axis]
+    positions = with_gradients(products.graph, axis, followed, sums)
 
     def rule(edge: TensorEdge) -> tuple[frozenset[Placements], Forbidden] | None:
         value = Value(edge.producer, edge.result)
         known = positions.get(value, frozenset())
         if edge.role == "gradient" or edge.producer in products.weights or not known:
             return None
-        scattered = value in sums
+        scattered, is_followed = value in sums, value in followed
 
         def forbidden(source: Seen, target: Seen) -> bool:
             (left, _), (needed, is_of_positions) = source, target
             if is_shard(left):
-                return is_shard(needed) and left != needed
+                return is_followed and is_shard(needed) and left != needed
             is_left = isinstance(left, Partial) and scattered
             return is_left and (needed == REPLICATE or (is_shard(needed) and not is_of_positions))
 
         return known, forbidden
 
-    return _without_moves(instance, axis, rule)
+    def allowed(node: Node, choice: Choice) -> bool:
+        return not _cuts_sums(node, choice, axis, sums, positions)
+
+    return _without_moves(with_choices(instance, allowed), axis, rule)
+
+
+def _cuts_sums(node: Node, choice: Choice, axis: int, sums: set[Value], positions: Shards) -> bool:
+    """Whether an operation of forward takes partial ``sums`` with a row for each of ``positions``, and makes some with
+    other rows: these could only be summed on every device. (Backward makes gradients of weights, which are.)"""
+    if isinstance(choice, ParameterPlacement) or node.is_placeholder or node.phase != "forward":
+        return False
+    taken = zip(node.operands, choice.inputs, strict=True)
+    have_rows = [value in positions for value, place in taken if value in sums and isinstance(place[axis], Partial)]
+    results = (Value(node.name, index) for index in range(len(node.types)))
+    return any(have_rows) and any(result in sums and result not in positions for result in results)
+
+
+def _check_rows(products: Products, axis: int, ranks: int) -> None:
+    """Raises :class:`OptionsError` if no product computes one row for each position, or none behind lookups does so on
+    ``ranks``, since an operation between needs the whole sequence."""
+    graph, positions = products.graph, products.positions[axis]
+    rows = {name for name in products.names if Value(name) in positions}
+    if not rows:
+        raise OptionsError(
+            "Layout(sequence_parallel=True): no product computes one row for each position of a sequence, which is dim "
+            "1 of every input; leave sequence_parallel out"
+        )
+    end = ending(graph, positions) if rows <= products.lookups else None
+    if end is not None:
+        raise OptionsError(
+            f"Layout(sequence_parallel=True): {end.module or end.name} ({end.op}) takes no parts of the sequence on "
+            f"{ranks} tensor ranks{_undivided(graph, ranks)}; leave sequence_parallel out"
+        )
+
+
+def _undivided(graph: Graph, ranks: int) -> str:
+    """Which input has a sequence that does not divide among so many ``ranks``, and how many divide it and the heads."""
+    heads = math.gcd(*dict((*heads_and_experts(graph), *written_heads(graph))).values())
+    for node in graph.placeholders("input"):
+        size = int(node.type.shape[1]) if node.type.rank > 1 else 0
+        if size % ranks:
+            works = degrees("tensor", math.gcd(size, heads), ranks)
+            return f": {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not divide; {works}"
+    return ""
 
 
 def _is_whole(products: Products, axis: int, node: Node, choice: Choice) -> bool:

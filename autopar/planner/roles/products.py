@@ -38,6 +38,11 @@ class Products:
         return frozenset(self._sources)
 
     @cached_property
+    def lookups(self) -> frozenset[str]:
+        """Those that look rows of a table up."""
+        return frozenset(name for name in self.names if self.graph[name].op == _LOOKUP)
+
+    @cached_property
     def parameters(self) -> frozenset[str]:
         """The matrices that tensor ranks divide: what products read, except those that choose experts. By the names of
         their nodes."""
@@ -60,14 +65,14 @@ class Products:
     @cached_property
     def samples(self) -> tuple[Shards, ...]:
         """For each axis: the placements whose shards on it mean different samples."""
-        return tuple(shards_of(self.graph, axis, self.batch_dims, self.weights) for axis in range(self.axes))
+        return tuple(shards_of(self.graph, axis, self.batch_dims, self._read) for axis in range(self.axes))
 
     @cached_property
     def positions(self) -> tuple[Shards, ...]:
         """For each axis: the placements whose shards on it mean different positions of the sequence, dim 1 of every
         input."""
         dims = {node.target: 1 for node in self.graph.placeholders("input") if node.type.rank > 1}
-        return tuple(shards_of(self.graph, axis, dims, self.weights) for axis in range(self.axes))
+        return tuple(shards_of(self.graph, axis, dims, self._read) for axis in range(self.axes))
 
     def divided(self, node: Node, choice: Choice, axis: int) -> str:
         """How ``choice`` divides a product on ``axis``: by ``"data"``, ``"context"`` or ``"tensor"``, or ``"none"``;
@@ -94,6 +99,12 @@ class Products:
             if matrices:
                 sources[node.name] = frozenset().union(*(self._origins[node.operands[i].node] for i in matrices))
         return sources
+
+    @cached_property
+    def _read(self) -> dict[str, list[int]]:
+        """Which operands of each product are weights."""
+        nodes = (self.graph[name] for name in self.names)
+        return {n.name: [i for i, value in enumerate(n.operands) if value.node in self.weights] for n in nodes}
 
     @cached_property
     def _origins(self) -> dict[str, frozenset[str]]:
