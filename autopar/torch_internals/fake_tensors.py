@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from operator import truediv
 from typing import Any
 
 import sympy
@@ -79,6 +80,12 @@ def hint_of(size: torch.SymInt) -> int:
     return int(size.node.hint)
 
 
+class _Numbers(PythonReferenceAnalysis):
+    """With division, which is one of expressions there."""
+
+    int_truediv = staticmethod(truediv)
+
+
 def symbols_among(tensors: Iterable[torch.Tensor]) -> dict[sympy.Symbol, torch.SymInt]:
     """The sizes of ``tensors`` that are a symbol, by that."""
     found: dict[sympy.Symbol, torch.SymInt] = {}
@@ -94,7 +101,7 @@ def computed_again(number: torch.SymFloat, sizes: Mapping[sympy.Symbol, torch.Sy
     """``number`` computed anew from the ``sizes`` of its symbols, by operations that a tracer records. Torch's tracer
     does that for a number that it has not seen, but for one made from a whole number (``ToFloat``, 2.11 to 2.15).
     Relies on the names of ``sympy_interp`` and ``PythonReferenceAnalysis``."""
-    again: torch.SymFloat = sympy_interp(PythonReferenceAnalysis, dict(sizes), expression_of(number))
+    again: torch.SymFloat = sympy_interp(_Numbers, dict(sizes), expression_of(number))
     return again
 
 

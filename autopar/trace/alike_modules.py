@@ -97,7 +97,7 @@ def has_equal_attributes(parts: Parts, reads: Reads) -> bool:
 
 
 def are_alike(first: nn.Module, second: nn.Module) -> bool:
-    """Whether two modules are alike in all but the values of their tensors: whatever their code reads."""
+    """Whether two modules are alike in all but their tensors: whatever else their code reads."""
     parts = corresponding_parts(first, second)
     members = ((members_of(a), members_of(b)) for a, b in parts or ())
     names = ((own, other, name) for own, other in members for name in {**own, **other} if name not in MACHINERY)

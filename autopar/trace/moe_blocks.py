@@ -29,7 +29,7 @@ from autopar.torch_internals.hugging_face import gate_of, is_expert_parallel
 from autopar.torch_internals.joint_graphs import make_fx
 from autopar.torch_internals.operators import OpOverload
 
-from .alike_modules import are_alike
+from .alike_modules import are_alike, members_of
 
 _MODULE = "transformers.integrations.moe"
 # Numbers of rows. The one that does not divide the width is used: where it appears in a graph, it is the number of
@@ -123,13 +123,22 @@ def _activation(module: Any, dtype: torch.dtype | None, known: list[_Known]) -> 
     if not (_is_stacked(up) and _is_stacked(module.down_proj)):
         return None
     width = int(up.shape[2 if module.is_transposed else 1])
-    dtype = dtype or up.dtype
-    for other in known:
+    dtype, is_plain = dtype or up.dtype, _has_matrices_alone(module)
+    for other in known if is_plain else ():
         if (other.width, other.dtype) == (width, dtype) and are_alike(other.module, module):
             return other.text
     function = gate_of(module) if module.has_gate else module.act_fn
-    known.append(_Known(module, width, dtype, activation_text(function, width, dtype)))
-    return known[-1].text
+    text = activation_text(function, width, dtype)
+    if is_plain:
+        known.append(_Known(module, width, dtype, text))
+    return text
+
+
+def _has_matrices_alone(module: nn.Module) -> bool:
+    """Whether a block has no tensors whose values an activation might read."""
+    named = (name for each in (module.named_parameters(), module.named_buffers()) for name, _ in each)
+    plain = any(isinstance(value, Tensor) for part in module.modules() for value in members_of(part).values())
+    return {name.removesuffix("_bias") for name in named} <= {"gate_up_proj", "up_proj", "down_proj"} and not plain
 
 
 def _is_stacked(matrix: object) -> TypeGuard[Tensor]:

@@ -96,15 +96,16 @@ def test_every_implementation_is_traced_alike_and_left_as_it_was(implementation:
 
 def test_blocks_alike_have_one_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is found by tracing it, which took half of the trace of a Mixtral of 24 layers."""
-    model = hf.MixtralForCausalLM(hf.MixtralConfig(**_SIZES | {"num_hidden_layers": 4}, num_local_experts=4))
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**_SIZES | {"num_hidden_layers": 5}, num_local_experts=4))
     experts = [layer.mlp.experts for layer in model.model.layers]
     experts[1].act_fn = nn.ReLU()
     experts[2].up_to_here = 2  # Whatever an activation might read.
+    experts[3].register_buffer("limit", torch.ones(()))
     found = Mock(side_effect=activation_text)
     monkeypatch.setattr(moe_blocks, "activation_text", found)
     with experts_as_operations(model):
         pass
-    assert [call.args[0].__self__ for call in found.call_args_list] == experts[:3]
+    assert [call.args[0].__self__ for call in found.call_args_list] == experts[:4]
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class ByNumbers(Stack):
     """Numbers made of the batch size, within layers and outside of them, as losses that balance experts make."""
 
     def step(self, index: int, block: nn.Module, x: Tensor) -> Any:
-        return block(x, 2.0 * x.shape[0] / 3) / (x.shape[0] * x.shape[1] + 0.5)
+        return block(x, 2.0 * x.shape[0] / 3) / (x.shape[0] / 2 + x.shape[1] + 0.5)
 
 
 class UsedTwice(Stack):
