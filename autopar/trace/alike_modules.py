@@ -85,12 +85,13 @@ def corresponding_tensors(parts: Parts) -> list[tuple[torch.Tensor, torch.Tensor
     return found
 
 
-def has_equal_attributes(parts: Parts, reads: Reads) -> bool:
-    """Whether whatever was read of the first ones' attributes is equal in the second ones."""
+def has_equal_attributes(parts: Parts, reads: Reads | None = None) -> bool:
+    """Whether whatever was read of the first ones' attributes is equal in the second ones; without ``reads``, whether
+    all of them are."""
     for a, b in parts:
         own, other = members_of(a), members_of(b)
         for name in {**own, **other}:
-            was_read = (id(a), name) in reads.read
+            was_read = reads is None or (id(a), name) in reads.read
             if was_read and name not in MACHINERY and not _are_equal(own.get(name, MISSING), other.get(name, MISSING)):
                 return False
     return True
@@ -99,10 +100,7 @@ def has_equal_attributes(parts: Parts, reads: Reads) -> bool:
 def are_alike(first: nn.Module, second: nn.Module) -> bool:
     """Whether two modules are alike in all but their tensors: whatever else their code reads."""
     parts = corresponding_parts(first, second)
-    members = ((members_of(a), members_of(b)) for a, b in parts or ())
-    names = ((own, other, name) for own, other in members for name in {**own, **other} if name not in MACHINERY)
-    equal = all(_are_equal(own.get(name, MISSING), other.get(name, MISSING)) for own, other, name in names)
-    return parts is not None and equal
+    return parts is not None and has_equal_attributes(parts)
 
 
 def _are_equal(first: object, second: object) -> bool:

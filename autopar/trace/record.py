@@ -90,8 +90,8 @@ def leaves(arg: Any, kind: type[Leaf]) -> Iterator[Leaf]:
             yield from leaves(item, kind)
 
 
-def replaced(arg: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """``arg`` with every leaf of that type replaced by ``function`` of it."""
+def replaced(arg: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """``arg`` with every leaf of that type, or of one of those types, replaced by ``function`` of it."""
     if isinstance(arg, kind):
         return function(arg)
     if isinstance(arg, (tuple, list)):

@@ -145,9 +145,8 @@ def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], sizes: Sizes, place
     """Runs one operation again; records ``place`` on its nodes, if given, instead of its path. ``sizes``: what its
     numbers are made of."""
 
-    def computed(arg: Any) -> Any:
-        arg = replaced(arg, Ref, lambda ref: tensors[ref.number])
-        return replaced(arg, torch.SymFloat, lambda number: computed_again(number, sizes))
+    def leaf(arg: Ref | torch.SymFloat) -> torch.Tensor | torch.SymFloat:
+        return tensors[arg.number] if isinstance(arg, Ref) else computed_again(arg, sizes)
 
     operands = [tensors[number] for number in step.operands]
     if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in operands) != step.requires_grad:
@@ -158,7 +157,8 @@ def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], sizes: Sizes, place
     grad_mode = torch.is_grad_enabled()
     try:
         torch.set_grad_enabled(grad_mode and step.grad_mode)
-        args, kwargs = computed(step.args), computed(tuple(step.kwargs.values()))
+        kinds = Ref, torch.SymFloat
+        args, kwargs = (replaced(arg, kinds, leaf) for arg in (step.args, tuple(step.kwargs.values())))
         output = step.op(*args, **dict(zip(step.kwargs, kwargs, strict=True)))
     finally:
         torch.set_grad_enabled(grad_mode)

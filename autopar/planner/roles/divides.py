@@ -72,6 +72,11 @@ def written_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
             yield node, count
 
 
+def divided_by_tensor(graph: Graph) -> dict[Node, int]:
+    """The operations of :func:`heads_and_experts` and :func:`written_heads`, with their numbers."""
+    return dict((*heads_and_experts(graph), *written_heads(graph)))
+
+
 def check_sequences(graph: Graph, context: int, words: object, advised: bool = False) -> None:
     """Raises :class:`OptionsError` for an input of a concrete step graph without a sequence, or whose sequence does not
     divide among ``context`` ranks of a layout, in ``words``. ``advised``: as of :func:`check_tensor`."""

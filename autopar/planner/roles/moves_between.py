@@ -23,7 +23,7 @@ from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
 
 from .divided_values import Shards, ending, with_gradients
-from .divides import heads_and_experts, written_heads
+from .divides import divided_by_tensor
 from .products import Products
 
 # What a rule looks at of a value's placements: that on one axis, and whether it is a shard of positions.
@@ -109,7 +109,7 @@ def _check_rows(products: Products, axis: int, ranks: int) -> None:
 
 def _undivided(graph: Graph, ranks: int) -> str:
     """Which input has a sequence that does not divide among so many ``ranks``, and how many divide it and the heads."""
-    heads = math.gcd(*dict((*heads_and_experts(graph), *written_heads(graph))).values())
+    heads = math.gcd(*divided_by_tensor(graph).values())
     for node in graph.placeholders("input"):
         size = int(node.type.shape[1]) if node.type.rank > 1 else 0
         if size % ranks:

@@ -103,8 +103,7 @@ class Products:
     @cached_property
     def _read(self) -> dict[str, list[int]]:
         """Which operands of each product are weights."""
-        nodes = (self.graph[name] for name in self.names)
-        return {n.name: [i for i, value in enumerate(n.operands) if value.node in self.weights] for n in nodes}
+        return {name: self._weights_of(self.graph[name]) for name in self.names}
 
     @cached_property
     def _origins(self) -> dict[str, frozenset[str]]:
@@ -123,8 +122,10 @@ class Products:
 
     def _matrices(self, node: Node) -> list[int]:
         """The operands of a node that are matrices or tables of weights."""
-        values = enumerate(node.operands)
-        return [i for i, v in values if v.node in self.weights and self.graph.type_of(v).rank > 1]
+        return [i for i in self._weights_of(node) if self.graph.type_of(node.operands[i]).rank > 1]
+
+    def _weights_of(self, node: Node) -> list[int]:
+        return [i for i, value in enumerate(node.operands) if value.node in self.weights]
 
 
 def _multiplies(node: Node) -> bool:

@@ -15,8 +15,7 @@ from autopar.planner.roles.divides import (
     check_matrices,
     check_sequences,
     check_tensor,
-    heads_and_experts,
-    written_heads,
+    divided_by_tensor,
 )
 from autopar.planner.roles.expert_blocks import expert_blocks
 from autopar.planner.roles.products import Products
@@ -31,7 +30,7 @@ def check_layout_divides(request: PlanRequest, restriction: Restriction) -> None
     tensor, context = restriction.tensor or 1, restriction.context or 1
     words = words_of(request.options.layout)
     check_sequences(graph, context, words)
-    check_tensor({**dict(heads_and_experts(graph)), **dict(written_heads(graph))}, tensor, words)
+    check_tensor(divided_by_tensor(graph), tensor, words)
     if tensor > 1 and not request.cluster.groups:  # Unequal devices may divide what equal ones cannot.
         check_matrices(graph, _products(request).parameters, tensor, words)
     if (restriction.expert or 1) > 1:
