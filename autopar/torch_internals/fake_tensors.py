@@ -87,7 +87,7 @@ class _Numbers(PythonReferenceAnalysis):
 
 
 def symbols_among(tensors: Iterable[torch.Tensor]) -> dict[sympy.Symbol, torch.SymInt]:
-    """The sizes of ``tensors`` that are a symbol, by that."""
+    """The sizes of ``tensors`` that are a symbol, by that. Relies on :func:`expression_of` (2.11)."""
     found: dict[sympy.Symbol, torch.SymInt] = {}
     sizes: Iterable[Any] = chain.from_iterable(tensor.shape for tensor in tensors)  # Whole numbers, say torch's types.
     for size in sizes:
