@@ -2,9 +2,8 @@
 
 If the options fix neither stages nor schedule, a layout is tried only if it could win: if its bound
 (:mod:`.division_bounds`), which is proven, is below the best plan's seconds. Of those that could, the ones are tried
-that are expected to be quickest: a pipeline probably idles for at least a sixth of the time that 1F1B idles, as ZB-V
-does with equal chunks, and its first microbatch waits for its messages. Where memory is short, the step without stages
-is tried in microbatches as well.
+that are expected to be quickest (:meth:`.Bounds.expected`, and the messages of the first microbatch). Where memory is
+short, the step without stages is tried in microbatches as well.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, pairwise
 
-from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import rate_between
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.planner.request import PlanRequest, axes_are_fixed
 from autopar.restriction import Restriction, words_of
 
-from .division_bounds import Division, bounds_of
-from .stage_meshes import StageLayout, layout_of, layouts, microbatch_counts, unequal_layouts
+from .division_bounds import Division, bounds_of, estimates_of
+from .stage_meshes import StageLayout, layout_of, layouts, microbatch_counts, nearest_counts, unequal_layouts
 
 # How many placement programs, times operations of the graph, may be solved to see whether stages pay; at least one
 # program is solved.
@@ -32,6 +30,13 @@ EFFORT = 2000
 # Layouts of unequal stages that are solved for a number of stages that the options fix.
 # Chosen: each takes a placement program for every kind of stage.
 MOST_UNEQUAL = 4
+
+# In about so many microbatches a whole step is tried.
+WHOLE_STEPS = (2, 4, 8)
+
+# Of the quickest pipeline, the next numbers of microbatches are solved that are expected to take at most so many times
+# as long. Chosen: of numbers next to each other, what is expected of one relative to the other was off by as much.
+ABOUT = 1.1
 
 # From so many devices on, layouts are proposed. Chosen: there are more ways to divide them than can be solved.
 MANY_DEVICES = 128
@@ -56,7 +61,7 @@ def attempts(
     if may_lack_stages and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     is_open = options.microbatches is None and options.schedule is None
-    whole, stages = iter(list[Attempt]()), _staged(request, graph, best, lacks_memory)
+    whole, stages = iter(list[Attempt]()), _staged(request, graph, best, lacks_memory, found)
     if may_lack_stages and is_open and lacks_memory and with_whole:
         whole = _whole_steps(request, graph, lambda: min(best, found()), one_stage)
     # Where nothing fits without microbatches, programs of whole steps in them are the hardest; of stages one is soon
@@ -64,7 +69,9 @@ def attempts(
     yield from chain(stages, whole) if math.isinf(best) and options.time_limit is None else chain(whole, stages)
 
 
-def _staged(request: PlanRequest, graph: Graph, best: float, lacks_memory: bool) -> Iterator[Attempt]:
+def _staged(
+    request: PlanRequest, graph: Graph, best: float, lacks_memory: bool, found: Callable[[], float]
+) -> Iterator[Attempt]:
     """Those of stages. Arguments as for :func:`attempts`."""
     options = request.options
     is_whole = math.prod(request.mesh) == 1 or keeps_axes(request)
@@ -76,9 +83,28 @@ def _staged(request: PlanRequest, graph: Graph, best: float, lacks_memory: bool)
         if not request.roles or request.mesh[0] % layout.stages == 0
     ]
     if options.stages is not None or options.schedule is not None or asks_for_chunks(request):
-        yield from possible
+        yield from (_from_expected(request, graph, *attempt) for attempt in possible)
     else:
-        yield from _promising(request, graph, best, possible, lacks_memory)
+        yield from _promising(request, graph, best, possible, lacks_memory, found)
+
+
+def _from_expected(request: PlanRequest, graph: Graph, layout: StageLayout, counts: tuple[int, ...]) -> Attempt:
+    """A layout with the number of microbatches that is expected to be quickest, and with more, which hold less."""
+    expect = _expected_seconds(request, graph, layout)
+    first = min(counts, key=lambda n: (expect(n), n))
+    return layout, tuple(n for n in counts if n >= first)
+
+
+def beside(
+    request: PlanRequest, graph: Graph, layout: StageLayout, count: int, seconds: float, best: float
+) -> tuple[int, ...]:
+    """The next numbers of microbatches, fewer and more than ``count``, with which the stages of ``layout``, which take
+    ``seconds``, are expected to be about as quick as the ``best`` plan, and might be quicker by their bounds."""
+    counts = microbatch_counts(_own_batch(request), layout.stages, request.options.microbatches)
+    fewer, more = [n for n in counts if n < count], [n for n in counts if n > count]
+    bound, expect = least_seconds(request, graph, layout), _expected_seconds(request, graph, layout)
+    worth = expect(count) * best / seconds * (ABOUT if seconds <= best else 1.0)
+    return tuple(n for n in (*fewer[-1:], *more[:1]) if bound(n) < best and expect(n) < worth)
 
 
 def _whole_steps(
@@ -88,9 +114,9 @@ def _whole_steps(
     the ``quickest`` seconds known when it comes to them; if nothing else fits, single samples at last."""
     if request.loss is None or not request.graph.gradients:
         return
-    bound, best = _least_seconds(request, graph, layout), quickest()
+    bound, best = least_seconds(request, graph, layout), quickest()
     batch = _own_batch(request)
-    tried = dict.fromkeys((*microbatch_counts(batch, 1, None), *((batch,) if math.isinf(best) else ())))
+    tried = dict.fromkeys((*nearest_counts(batch, WHOLE_STEPS), *((batch,) if math.isinf(best) else ())))
     counts = tuple(n for n in tried if n > 1 and bound(n) < best)
     if counts:
         yield layout, counts
@@ -108,7 +134,7 @@ def _layouts(request: PlanRequest, graph: Graph) -> tuple[StageLayout, ...]:
     unequal = unequal_layouts(request.cluster, math.prod(mesh)) if _why_not_unequal(request) is None else ()
     if stages is not None:
         asked = [layout for layout in unequal if layout.stages == stages]
-        unequal = tuple(sorted(asked, key=lambda layout: _least_seconds(request, graph, layout)(1))[:MOST_UNEQUAL])
+        unequal = tuple(sorted(asked, key=lambda layout: least_seconds(request, graph, layout)(1))[:MOST_UNEQUAL])
     return (*layouts(mesh, stages, others=bool(unequal)), *unequal)
 
 
@@ -168,37 +194,49 @@ def _own_batch(request: PlanRequest) -> int:
 
 
 def _promising(
-    request: PlanRequest, graph: Graph, best: float, possible: list[Attempt], lacks_memory: bool
+    request: PlanRequest,
+    graph: Graph,
+    best: float,
+    possible: list[Attempt],
+    lacks_memory: bool,
+    found: Callable[[], float],
 ) -> Iterator[Attempt]:
     """Of all possible attempts those that could win, as many as the effort allows. The attempts of each layout that are
-    expected to be quickest come first. Where memory is short, more microbatches follow, which hold less, and the
-    layouts with fewest devices in a stage come first: their programs are the easiest, and spare others much work."""
-    idle = partial(_idle_share, request.cluster)
-    promising: list[tuple[float, int, StageLayout, int]] = []
-    counts_of = dict[StageLayout, list[int]]()
-    for layout, counts in possible:
-        hops, bound_of = _hops(request, layout), _least_seconds(request, graph, layout)
-        least = {n: bound_of(n) for n in counts}
-        expected = {n: bound * (1.0 + idle(layout.stages, n)) + hops for n, bound in least.items() if bound < best}
-        ranked = sorted((seconds, n) for n, seconds in expected.items())
-        promising += [(seconds, rank, layout, n) for rank, (seconds, n) in enumerate(ranked)]
-        counts_of[layout] = sorted(expected)
-    promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
+    expected to be quickest come first; others follow if they are expected to win over what was ``found``. Where memory
+    is short, more microbatches follow, which hold less, and the layouts with fewest devices in a stage come first:
+    their programs are the easiest, and spare others much work."""
+    promising = _ranked(request, graph, best, possible)
     # If nothing fits without stages, a pipeline is needed, and where devices differ only stages use the quick ones, so
     # more are tried.
     is_likely = math.isinf(best) or bool(request.cluster.groups)
     most = max(4 if is_likely else 1, EFFORT // len(graph))
     most *= 2 if any(layout.counts for _, _, layout, _ in promising) else 1
-    chosen = [(layout, n) for _, _, layout, n in promising[:most]]
+    chosen = promising[:most]
     if not lacks_memory:
-        yield from ((layout, (n,)) for layout, n in chosen)
+        for rank, seconds, layout, n in chosen:
+            if rank == 0 or seconds < min(best, found()):
+                yield layout, (n,)
         return
-    for layout in sorted(dict.fromkeys(layout for layout, _ in chosen), key=lambda own: max(own.sizes)):
-        first = min(n for own, n in chosen if own == layout)
-        yield layout, tuple(n for n in counts_of[layout] if n >= first)
+    own = dict.fromkeys(layout for _, _, layout, _ in chosen)
+    for layout in sorted(own, key=lambda layout: max(layout.sizes)):
+        first = min(n for _, _, other, n in chosen if other == layout)
+        yield layout, tuple(sorted(n for _, _, other, n in promising if other == layout and n >= first))
 
 
-def _least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> Callable[[int], float]:
+def _ranked(
+    request: PlanRequest, graph: Graph, best: float, possible: list[Attempt]
+) -> list[tuple[int, float, StageLayout, int]]:
+    """The numbers of microbatches of each layout whose bounds are below ``best`` seconds, with their rank among those
+    of their layout, and the seconds that are expected: first the first of every layout."""
+    ranked: list[tuple[int, float, StageLayout, int]] = []
+    for layout, counts in possible:
+        bound, expect = least_seconds(request, graph, layout), _expected_seconds(request, graph, layout)
+        expected = sorted((expect(n), n) for n in counts if bound(n) < best)
+        ranked += [(rank, seconds, layout, n) for rank, (seconds, n) in enumerate(expected)]
+    return sorted(ranked, key=lambda attempt: attempt[:2])
+
+
+def least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> Callable[[int], float]:
     """A function of the number of microbatches: seconds that no step of this layout can beat."""
     bounds, inside = bounds_of(request, graph), math.prod(layout.mesh)
     if layout.is_unequal:
@@ -206,10 +244,10 @@ def _least_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> C
     return lambda n: bounds.seconds(Division(layout.stages, 1, inside, n, 1))
 
 
-def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
-    """The ratio of idle to busy time that a pipeline is expected to have: the least of any named schedule, which is a
-    sixth of that of 1F1B. It is 0 if idle ranks leave their processors to other ranks."""
-    return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
+def _expected_seconds(request: PlanRequest, graph: Graph, layout: StageLayout) -> Callable[[int], float]:
+    """A function of the number of microbatches: seconds that a step of this layout is expected to take."""
+    estimates, hops = estimates_of(request, graph), _hops(request, layout)
+    return lambda n: estimates.expected(layout.blocks, n) + hops
 
 
 def _hops(request: PlanRequest, layout: StageLayout) -> float:

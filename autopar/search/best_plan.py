@@ -34,6 +34,7 @@ from .best_batch import best_batch
 from .candidate import (
     Candidate,
     Failure,
+    Staged,
     Tried,
     also_priced,
     keep_shown,
@@ -43,7 +44,7 @@ from .candidate import (
 )
 from .division_bounds import bounds_of, searched
 from .pipeline_request import MOST_CHUNKS
-from .pipelines import Staged, with_stages
+from .pipelines import with_stages
 from .proposed import tried_proposals
 from .segments import stage_pins
 from .without_stages import least_without_stages, plans_without_stages, why_too_large

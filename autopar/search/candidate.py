@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.assignment import Assignment
@@ -100,6 +100,60 @@ class Tried:
         """Whether the quickest candidate would be quicker with more memory."""
         quickest = min(self.candidates, key=lambda candidate: candidate.seconds, default=None)
         return quickest is not None and quickest.lacks_memory
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a search for pipelines (and gradient accumulation) found: its ``candidates``; those that quick prices
+    ``exclude``; of each layout the first that was ``losing``, expected to be too slow; and why others were impossible:
+    of those that do not fit, that which needs fewest bytes. That ``failure`` is an error for the user only if nothing
+    else was found. ``settled``: layouts with numbers of microbatches that need not be tried again to find what takes at
+    most so many seconds."""
+
+    candidates: tuple[Candidate, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    losing: Mapping[StageLayout, Excluded] = field(default_factory=dict)
+    failure: Failure | None = None
+    settled: Mapping[tuple[StageLayout, int], float] = field(default_factory=dict)
+
+    def __add__(self, later: Staged) -> Staged:
+        failure = self.failure if later.failure is None else _nearer(later.failure, self.failure)
+        return Staged(
+            self.candidates + later.candidates,
+            self.excluded + later.excluded,
+            {**later.losing, **self.losing},
+            failure,
+            {**self.settled, **later.settled},
+        )
+
+    @property
+    def tried(self) -> Tried:
+        winning = {candidate.layout for candidate in self.candidates}
+        losing = (each for layout, each in self.losing.items() if layout not in winning)
+        return Tried(self.candidates, (*self.excluded, *losing))
+
+    def without_quicker_losers(self, seconds: float) -> Staged:
+        """Without what was expected to take less than ``seconds``, but lost to seconds that no plan has in the end."""
+        kept = {layout: each for layout, each in self.losing.items() if _least(each) >= seconds}
+        return replace(self, losing=kept) if math.isfinite(seconds) else self
+
+    @property
+    def least(self) -> float:
+        """Seconds of the quickest candidate."""
+        return self.tried.least
+
+
+def _least(excluded: Excluded) -> float:
+    """Seconds that what is ``excluded`` as too slow is expected to take; infinite if it does not fit."""
+    return excluded.error.seconds if isinstance(excluded.error, TooSlowError) else math.inf
+
+
+def _nearer(last: Failure, before: Failure | None) -> Failure:
+    """Which of two failures explains why nothing was found: the later one, but of pipelines that do not fit that which
+    is known to need fewest bytes."""
+    errors = [each.error for each in (last, before) if each is not None]
+    needs = [needed(error) if isinstance(error, InfeasibleError) else math.inf for error in errors]
+    return before if before is not None and needs[1] < needs[0] < math.inf else last
 
 
 def keep_shown(tried: Tried) -> None:

@@ -25,12 +25,16 @@ stages.) The weights are speeds: the steps a second that a device could compute 
 
 Nothing is assumed of idling, of messages, or of what lack of memory costs: in a bound all of it is free. Ranks that
 share processors compute quicker while others wait, at most by what the processors allow.
+
+What a division is *expected* to take orders those that could win, and excludes none. Of operations too small to fill a
+device, it counts as launching all that fewer samples take as well. The first microbatch passes all stages, and the
+others follow at the pace of a stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -45,9 +49,16 @@ from autopar.passes.pipeline.data_only import data_only_nodes
 from autopar.placement.fused_kernels import FusedKernels
 from autopar.planner.alone import seconds_alone
 from autopar.planner.request import PlanRequest, kernels_of
-from autopar.planner.step_graphs import pipelined_step_of, returns_input_gradients, step_of
+from autopar.planner.step_graphs import pipelined_graph, pipelined_step_of, returns_input_gradients, step_of
 
 from .stage_devices import kinds_of_blocks
+
+# The samples of the step that shows what does not shrink with them: with fewer a trace may not hold.
+FEW_SAMPLES = 2
+
+# How many times a launch an operation takes at most that is too small to fill a device. Chosen: one tile of a product
+# takes an A100 10 to 20 us, a launch 5; what takes longer, as reading large weights does, tensor ranks divide.
+LIKE_LAUNCHES = 4.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,15 +96,23 @@ def divides(division: Division, batch: int) -> bool:
     return batch % (division.data * division.microbatches) == 0
 
 
+class Smaller(NamedTuple):
+    """The ``graph`` of the same step with a ``share`` of its samples."""
+
+    graph: Graph
+    share: float
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The bounds of divisions of ``devices`` devices; ``graph``: the whole step at the whole batch, to be cut;
-    ``fused``: its kernels, if pieces of it are compiled."""
+    ``fused``: its kernels, if pieces of it are compiled. With a ``smaller`` step they are estimates."""
 
     cluster: Cluster
     devices: int
     graph: Graph
     fused: FusedKernels | None = None
+    smaller: Smaller | None = None
 
     @property
     def pieces(self) -> int:
@@ -113,13 +132,27 @@ class Bounds:
         """What a step takes at least whose stages are ``blocks`` of consecutive devices, which may be unequal."""
         return self._seconds(len(blocks), min(map(self._speed, blocks)), max(map(len, blocks)), microbatches)
 
+    def expected(self, blocks: Sequence[range], microbatches: int) -> float:
+        """What a step is expected to take whose stages are ``blocks`` of consecutive devices, but for messages: a
+        pipeline probably idles for at least a sixth of the time that 1F1B idles, as ZB-V does with equal chunks, unless
+        idle ranks leave their processors to others."""
+        stages, least = len(blocks), min(map(self._speed, blocks))
+        average, chain = self._average_and_chain(stages, least, max(map(len, blocks)), microbatches)
+        if self.cluster.cores < self.cluster.sharing:
+            return max(average, chain) / self._quickest
+        pace = average / microbatches
+        followed = pace + chain * (microbatches + stages - 2) / stages
+        return max(average + pace * (stages - 1) / 6.0, followed, chain) / self._quickest
+
     def _seconds(self, stages: int, least: float, inside: int, microbatches: int) -> float:
         """What a step takes at least whose stages have at most ``inside`` devices each; ``least``: the speed of the
         slowest stage."""
+        return max(self._average_and_chain(stages, least, inside, microbatches)) / self._quickest
+
+    def _average_and_chain(self, stages: int, least: float, inside: int, microbatches: int) -> tuple[float, float]:
         launches, whole = microbatches * self._launches, self._speed(range(self.devices))
         average = max(launches / stages, (least * launches + self._computed) / whole if whole else 0.0)
-        chain = self._longest.launches + self._longest.computing / (inside * microbatches)
-        return max(average, chain) / self._quickest
+        return average, self._longest.launches + self._longest.computing / (inside * microbatches)
 
     @cached_property
     def _kind_of(self) -> tuple[int, ...]:
@@ -131,7 +164,23 @@ class Bounds:
     def _kinds(self) -> Mapping[int, Mapping[str, _Seconds]]:
         """What each operation takes on one device of each kind, by the first of them."""
         firsts = dict.fromkeys(self._kind_of)
-        return {first: _operations(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+        each = {first: _operations(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+        if self.smaller is None:
+            return each
+        return {first: self._by_size(own, self.smaller, self.cluster.at(first, 1)) for first, own in each.items()}
+
+    def _by_size(self, each: Mapping[str, _Seconds], smaller: Smaller, device: Cluster) -> Mapping[str, _Seconds]:
+        """The seconds of operations on a ``device``, of which what does not shrink with their samples counts as
+        launching. Compiled pieces are taken to shrink: of fewer samples they are not known."""
+        few, found = seconds_alone(device, smaller.graph, None), dict[str, _Seconds]()
+        for name, own in each.items():
+            is_alone = self.fused is None or self.fused.share_of(self.graph[name]) is None
+            if is_alone and own.launches and name in few:
+                most = LIKE_LAUNCHES * own.launches
+                found[name] = _with_fixed(own, min(most, _fixed(own, few[name][0], smaller.share)))
+            else:
+                found[name] = own
+        return found
 
     @cached_property
     def _best(self) -> Mapping[str, _Seconds]:
@@ -148,7 +197,7 @@ class Bounds:
 
     @cached_property
     def _longest(self) -> _Seconds:
-        return _longest_chain(self.graph, self._best)
+        return _longest_chain(self.graph, self._best, _computing if self.smaller is None else sum)
 
     @cached_property
     def _speeds(self) -> Mapping[int, float]:
@@ -189,6 +238,20 @@ def bounds_of(request: PlanRequest, graph: Graph) -> Bounds:
     return request.shared.once("bounds", (cluster, graph, fused), devices, make=make)
 
 
+def estimates_of(request: PlanRequest, graph: Graph) -> Bounds:
+    """As :func:`bounds_of`, but estimates. Where the step is not known with fewer samples, operations are taken to
+    shrink with their samples."""
+    bounds, samples = bounds_of(request, graph), FEW_SAMPLES
+    if not request.graph.symbols or request.batch <= samples:
+        return bounds
+
+    def make() -> Bounds:
+        few = pipelined_graph(request.graph, request.loss, samples)
+        return replace(bounds, smaller=Smaller(few, samples / request.batch))
+
+    return request.shared.once("estimates", (request.cluster, graph), bounds.devices, make=make)
+
+
 def _saving(request: PlanRequest, graph: Graph) -> Graph:
     """``graph``, or the step of the request with saved activations if it has the same operations: their kernels are the
     same, and are known where a plan without stages was sought."""
@@ -213,17 +276,32 @@ def _operations(cluster: Cluster, graph: Graph, fused: FusedKernels | None) -> d
     return found
 
 
-def _longest_chain(graph: Graph, each: Mapping[str, _Seconds]) -> _Seconds:
-    """What operations that each take the result of the one before take together, of all such chains the one that
-    computes longest."""
+def _fixed(whole: _Seconds, few: float, share: float) -> float:
+    """The seconds of an operation that do not shrink with its samples, if it takes ``few`` of a ``share`` of them."""
+    return (few - share * (whole.computing + whole.launches)) / (1.0 - share)
+
+
+def _with_fixed(whole: _Seconds, fixed: float) -> _Seconds:
+    seconds = whole.computing + whole.launches
+    fixed = min(max(fixed, whole.launches), seconds)
+    return _Seconds(seconds - fixed, fixed)
+
+
+def _computing(seconds: _Seconds) -> float:
+    return seconds.computing
+
+
+def _longest_chain(graph: Graph, each: Mapping[str, _Seconds], length: Callable[[_Seconds], float]) -> _Seconds:
+    """What operations that each take the result of the one before take together, of all such chains the one of greatest
+    ``length``."""
     nothing = _Seconds(0.0, 0.0)
     # By node, the longest chain that ends with it.
     chains: dict[str, _Seconds] = {}
     for node in graph.nodes:
-        before = max((chains[value.node] for value in node.operands), default=nothing)
+        before = max((chains[value.node] for value in node.operands), default=nothing, key=length)
         own = each.get(node.name, nothing)
         chains[node.name] = _Seconds(before.computing + own.computing, before.launches + own.launches)
-    return max(chains.values(), default=nothing)
+    return max(chains.values(), default=nothing, key=length)
 
 
 def _additions(graph: Graph) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.cost import usable_host_bytes
@@ -21,11 +21,12 @@ from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_step_of
 from autopar.planner.timings import Timings
+from autopar.plans.views.quantities import microbatches
 from autopar.restriction import Restriction
 from autopar.search.restricted.never_fits import never_fits
 
-from .attempts import attempts
-from .candidate import Candidate, Excluded, Failure, Tried, named_axes, needed
+from .attempts import attempts, beside
+from .candidate import Candidate, Excluded, Failure, Staged, named_axes
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
 from .infeasible import FULLER, pipeline_infeasible
@@ -55,47 +56,6 @@ _NO_LOSS = (
     "model returns none for this batch: pass the labels from which the model computes it, or loss_fn, called as "
     "loss_fn(output) or loss_fn(output, batch)"
 )
-
-
-@dataclass(frozen=True)
-class Staged:
-    """What a search for pipelines (and gradient accumulation) found: its ``candidates``; those that quick prices
-    ``exclude``; of each layout the first that was ``losing``, expected to be too slow; and why others were impossible:
-    of those that do not fit, that which needs fewest bytes. That ``failure`` is an error for the user only if nothing
-    else was found. ``settled``: layouts with numbers of microbatches that need not be tried again to find what takes at
-    most so many seconds."""
-
-    candidates: tuple[Candidate, ...] = ()
-    excluded: tuple[Excluded, ...] = ()
-    losing: Mapping[StageLayout, Excluded] = field(default_factory=dict)
-    failure: Failure | None = None
-    settled: Mapping[tuple[StageLayout, int], float] = field(default_factory=dict)
-
-    def __add__(self, later: Staged) -> Staged:
-        failure = self.failure if later.failure is None else _nearer(later.failure, self.failure)
-        return Staged(
-            self.candidates + later.candidates,
-            self.excluded + later.excluded,
-            {**later.losing, **self.losing},
-            failure,
-            {**self.settled, **later.settled},
-        )
-
-    @property
-    def tried(self) -> Tried:
-        winning = {candidate.layout for candidate in self.candidates}
-        losing = (each for layout, each in self.losing.items() if layout not in winning)
-        return Tried(self.candidates, (*self.excluded, *losing))
-
-    def without_quicker_losers(self, seconds: float) -> Staged:
-        """Without what was expected to take less than ``seconds``, but lost to seconds that no plan has in the end."""
-        kept = {layout: each for layout, each in self.losing.items() if _least(each) >= seconds}
-        return replace(self, losing=kept) if math.isfinite(seconds) else self
-
-    @property
-    def least(self) -> float:
-        """Seconds of the quickest candidate."""
-        return self.tried.least
 
 
 def with_stages(
@@ -138,20 +98,41 @@ def with_stages(
         if _is_over(request, timings, quickest, has_failed=bool(begun) and found.failure is not None):
             break
         begun.add(layout.stages)
-        pipeline = partial(_Pipeline, request, pinned, graph, layout)
-        excluded = {n: slow for n in remaining if (slow := pipeline(n).too_slow(timings, quickest)) is not None}
-        found += Staged(excluded=tuple(excluded.values()), settled={(layout, n): quickest for n in excluded})
-        found += _of_layout(pipeline, [n for n in remaining if n not in excluded], timings, best, quickest)
+        found += _of_counts(partial(_Pipeline, request, pinned, graph, layout), remaining, timings, best, quickest)
     if not is_ahead:
+        found = _with_beside(partial(_Pipeline, request, pinned, graph), found, timings, best)
         found = replace(
             found.without_quicker_losers(min(best, found.least)), failure=found.failure or _nothing(request)
         )
     return found
 
 
-def _least(excluded: Excluded) -> float:
-    """Seconds that what is ``excluded`` as too slow is expected to take; infinite if it does not fit."""
-    return excluded.error.seconds if isinstance(excluded.error, TooSlowError) else math.inf
+def _of_counts(
+    pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
+) -> Staged:
+    """As :func:`_of_layout`, without what a quick price excludes."""
+    slow = {n: found for n in counts if (found := pipeline(n).too_slow(timings, quickest)) is not None}
+    excluded = Staged(excluded=tuple(slow.values()), settled={(pipeline(n).layout, n): quickest for n in slow})
+    return excluded + _of_layout(pipeline, [n for n in counts if n not in slow], timings, best, quickest)
+
+
+def _with_beside(
+    pipeline: Callable[[StageLayout, int], _Pipeline], found: Staged, timings: Timings, best: float
+) -> Staged:
+    """What was ``found``, and pipelines with fewer and more microbatches than the quickest, as long as these pay."""
+    while True:
+        candidates = (each for each in found.candidates if each.divisions)
+        staged = [each for each in candidates if each.layout is not None and each.layout.stages > 1]
+        own = min(staged, key=lambda each: each.seconds, default=None)
+        if own is None or own.layout is None:
+            return found
+        count, least = min(each.microbatches for each in own.divisions), min(best, found.least)
+        last, layout = pipeline(own.layout, count), own.layout
+        counts = beside(last.request, last.graph, layout, count, own.seconds, least)
+        left = [n for n in counts if found.settled.get((layout, n), 0.0) < least]
+        if not left or timings.is_spent(last.request.options):
+            return found
+        found += _of_counts(partial(pipeline, layout), left[:1], timings, best, least)
 
 
 def _nothing(request: PlanRequest) -> Failure:
@@ -167,14 +148,6 @@ def _is_over(request: PlanRequest, timings: Timings, quickest: float, has_failed
     if has_failed and (timings.is_up(request.options) or never_fits(request)):
         return True
     return timings.is_spent(request.options) and math.isfinite(quickest)
-
-
-def _nearer(last: Failure, before: Failure | None) -> Failure:
-    """Which of two failures explains why nothing was found: the later one, but of pipelines that do not fit that which
-    is known to need fewest bytes."""
-    errors = [each.error for each in (last, before) if each is not None]
-    needs = [needed(error) if isinstance(error, InfeasibleError) else math.inf for error in errors]
-    return before if before is not None and needs[1] < needs[0] < math.inf else last
 
 
 def _impossible(error: OptionsError) -> Failure:
@@ -196,6 +169,8 @@ def _of_layout(
             solved = attempt.solved(timings, least)
         except InfeasibleError as error:
             found += _impossible_within(attempt, error, least, timings)
+            if not isinstance(error, TooSlowError):  # With fewer than stages, all are in flight: they hold no less.
+                remaining = [n for n in remaining if n >= attempt.layout.stages]
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
         except OptionsError as error:
@@ -306,7 +281,7 @@ class _Pipeline:
     @property
     def name(self) -> str:
         """By sizes: the names of axes count what all layers do on them, which is known once they are placed."""
-        return f"{self.layout.described} x {self.layout.mesh}, {self.microbatches} microbatches"
+        return f"{self.layout.described} x {self.layout.mesh}, {microbatches(self.microbatches)}"
 
     @property
     def _is_asked(self) -> bool:
@@ -367,7 +342,7 @@ class _Solved:
         solution = self.solution
         where = named_axes(self.inside, solution.uncut.assignment, solution.uncut.instance.graph)
         schedule = solution.pipeline.schedule
-        count = f"{schedule.microbatches} microbatch{'es' if schedule.microbatches > 1 else ''}"
+        count = microbatches(schedule.microbatches)
         if solution.layout.stages == 1:
             return f"{where}, {count}", staged_predicted(solution)
         stages = solution.layout.described

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.cluster.description import Cluster
@@ -14,6 +15,9 @@ from autopar.layout import divisors
 # The most kinds of neighbouring devices between which unequal stages are searched. Chosen: each multiplies the ways to
 # divide them.
 MOST_KINDS = 4
+
+# The most divisors of a batch that are all numbers of microbatches to try. Chosen: batches up to 64, or of twelve.
+MOST_COUNTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +131,18 @@ def unequal_layouts(cluster: Cluster, devices: int) -> tuple[StageLayout, ...]:
 
 
 def microbatch_counts(batch: int, stages: int, requested: int | None) -> tuple[int, ...]:
-    """The numbers of microbatches worth trying: divisors of ``batch`` near 1, 2, 4 and 8 per stage. With fewer, stages
-    idle more; with more, each microbatch does less work."""
+    """The numbers of microbatches worth trying: all divisors of ``batch`` if they are few, otherwise those nearest to 1
+    and to 1, 2, 4 and 8 per stage, and half, a quarter and so on. With fewer, stages idle more; with more, each
+    microbatch does less work, and launches take longer."""
     if requested is not None:
         return (requested,)
     counts = divisors(batch)
-    wanted = [stages * factor for factor in (1, 2, 4, 8)]
-    nearest = {min(counts, key=lambda n, want=want: (abs(n - want), n)) for want in wanted}  # type: ignore[misc]
-    return tuple(sorted(nearest))
+    if len(counts) <= MOST_COUNTS:
+        return tuple(counts)
+    return nearest_counts(batch, [8 * stages / 2**power for power in range((8 * stages).bit_length())])
+
+
+def nearest_counts(batch: int, wanted: Iterable[float]) -> tuple[int, ...]:
+    """The divisors of ``batch`` that are nearest to each of the ``wanted`` numbers."""
+    counts = divisors(batch)
+    return tuple(sorted({min(counts, key=lambda n, want=want: (abs(n - want), n)) for want in wanted}))  # type: ignore[misc]

@@ -273,9 +273,10 @@ def test_stages_take_the_outermost_devices() -> None:
 
 
 def test_microbatches_tried_divide_the_batch() -> None:
-    assert microbatch_counts(12, 2, None) == (2, 4, 6, 12)
+    assert microbatch_counts(12, 2, None) == (1, 2, 3, 4, 6, 12)
     assert microbatch_counts(7, 4, None) == (1, 7)
     assert microbatch_counts(7, 4, 3) == (3,)
+    assert microbatch_counts(360, 4, None) == (1, 2, 4, 8, 15, 30)
 
 
 class Lopsided(nn.Module):

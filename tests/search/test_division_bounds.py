@@ -105,7 +105,7 @@ def test_no_plan_of_unequal_stages_is_quicker_than_their_bound(
     source: Any, cluster: Cluster, stages: tuple[int, ...], count: int, schedule: str
 ) -> None:
     asked = requested(source, (4,), cluster)
-    limit = attempts._least_seconds(asked, pipelined_step_of(asked), layout_of((4,), stages))
+    limit = attempts.least_seconds(asked, pipelined_step_of(asked), layout_of((4,), stages))
     fixed = {"stages": stages, "microbatches": count, "schedule": schedule, "recompute": "none"}
     plan = planned(source, (4,), cluster, **fixed)
     assert plan.stage_meshes.sizes == stages

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-import autopar
 from autopar.planner import solve_mesh
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.step_graphs import pipelined_step_of
 from autopar.planner.timings import Timings
-from autopar.search import fitting_schedules, pipeline
+from autopar.search import fitting_schedules
 from autopar.search.attempts import attempts
-from autopar.search.pipelines import _Pipeline
-from autopar.search.rounds import Sought
+from autopar.search.candidate import Candidate
+from autopar.search.pipelines import _Pipeline, with_stages
 from autopar.search.schedules.schedule_estimates import Estimates
-from tests.helpers.models import Stack, gpt2, text
-from tests.helpers.planning import CLUSTER, requested
+from tests.helpers.models import gpt2
+from tests.helpers.planning import requested
 
 
 def test_a_second_schedule_is_priced_only_where_it_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,20 +69,23 @@ def test_pipelines_are_made_to_fit_only_where_they_may_be_chosen(monkeypatch: py
 
 
 def test_pipelines_that_are_expected_to_lose_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up, slowest = list[str](), pipeline.slowest_of_use
+    given_up, solve = set[str](), _Pipeline.solved
 
-    def noted(sought: Sought, *args: Any) -> float:
+    def noted(sought: _Pipeline, *args: Any) -> Candidate:
         try:
-            return slowest(sought, *args)
+            return solve(sought, *args)
         except TooSlowError:
-            given_up.append(sought.request.layout.described)
+            given_up.add(sought.layout.described)
             raise
 
-    monkeypatch.setattr(pipeline, "slowest_of_use", noted)
-    model, batch = Stack(layers=4, width=32, hidden=64), text(16, 16)
-    peak = autopar.plan(model, (4,), batch, cluster=CLUSTER).predicted.peak_bytes
-    tight = autopar.Options(memory_limit=int(0.6 * peak))
-    plan = autopar.plan(model, (4,), batch, cluster=CLUSTER, options=tight)
-    assert given_up
+    open_to_all = {"mesh_search": True, "stages": None, "microbatches": None}
+    free = requested(partial(gpt2, 4), (2,), **open_to_all)
+    quickest = with_stages(free, {}, Timings(), math.inf, lacks_memory=False).candidates[0]
+    limit = int(0.7 * quickest.figures()[1].peak_bytes)
+    tight = requested(partial(gpt2, 4), (2,), memory_limit=limit, **open_to_all)
+    monkeypatch.setattr(_Pipeline, "solved", noted)
+    found = with_stages(tight, {}, Timings(), 0.95 * quickest.seconds, lacks_memory=True)
+    assert given_up and not found.candidates
+    listed = [each.name for each in found.tried.excluded]
     for layout in given_up:
-        assert any(name.startswith(layout) for name in (*plan.excluded, *plan.baselines)), layout
+        assert any(name.startswith(layout) for name in listed), layout

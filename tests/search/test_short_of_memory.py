@@ -24,8 +24,8 @@ from autopar.search import best_plan as best_plan_module
 from autopar.search import pipelines as pipelines_module
 from autopar.search.attempts import attempts
 from autopar.search.best_plan import AHEAD
-from autopar.search.candidate import NO_STAGES, Candidate, Failure, Tried, why_excluded
-from autopar.search.pipelines import Staged, _Pipeline, with_stages
+from autopar.search.candidate import NO_STAGES, Candidate, Failure, Staged, Tried, why_excluded
+from autopar.search.pipelines import _Pipeline, with_stages
 from autopar.search.stage_meshes import layout_of
 from autopar.search.without_stages import why_too_large
 from tests.helpers.planning import CLUSTER, requested

@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 
 
+def microbatches(count: int) -> str:
+    """``1 microbatch``, ``4 microbatches``."""
+    return f"{count} microbatch{'es' if count > 1 else ''}"
+
+
 def duration(seconds: float) -> str:
     """``16.6 ms``: seconds in the unit that keeps the number below a thousand; ``0`` for 0."""
     if not math.isfinite(seconds):
