@@ -71,8 +71,9 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
     shape: object = mesh
     sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        by_name = "; verify and parallelize take a plan by name, plan=..." if isinstance(mesh, Plan) else ""
         raise OptionsError(
-            f"{mesh!r} is not a mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first"
+            f"{mesh!r} is not a mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first{by_name}"
         )
     return sizes
 

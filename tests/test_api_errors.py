@@ -33,6 +33,12 @@ def test_wrong_number_of_processes() -> None:
     on(2, work)
 
 
+def test_a_plan_in_the_place_of_a_mesh() -> None:
+    plan = autopar.plan(Plain(), (1,), plain()[1], cluster=CLUSTER)
+    with pytest.raises(OptionsError, match=r"^<Plan of Plain, .* a step> is not a mesh.* take a plan by name, plan="):
+        autopar.verify(Plain(), plan, plain()[1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mesh", [(), (0, 2), "22", (2.0,), None], ids=str)
 def test_what_is_no_mesh(mesh: Any) -> None:
     with pytest.raises(OptionsError, match="is not a mesh; give a DeviceMesh, or a shape"):

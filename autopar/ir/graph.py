@@ -199,7 +199,8 @@ class Graph:
         return self.fixed(sizes)
 
     def fixed(self, sizes: Mapping[str, int]) -> Graph:
-        """The graph with these symbols replaced by integers; others stay. Asked again, it is the same object."""
+        """The graph with these symbols replaced by integers; others stay. Asked again, it is the same object. Raises
+        :class:`GraphError` for sizes of which a shape is negative or broken, or a number is infinite."""
         key = tuple(sorted(sizes.items()))
         if key not in self._fixed:
             self._fixed[key] = self._with_sizes(sizes)
@@ -218,13 +219,18 @@ class Graph:
             if not isinstance(arg, sympy.Expr):
                 return arg
             if arg not in cache:
-                number = sympy.sympify(arg).subs(names)
-                cache[arg] = number if number.free_symbols else int(number) if number.is_integer else float(number)
+                cache[arg] = _number(arg, names)
             return cache[arg]
+
+        def size(arg: Arg) -> Any:
+            number = leaf(arg)
+            if isinstance(number, float) or (isinstance(number, int) and number < 0):
+                raise GraphError(f"the graph does not hold for {dict(sizes)}: a size, {arg}, is {number}")
+            return number
 
         def concrete_type(kind: TensorType | None) -> TensorType | None:
             if id(kind) not in kinds:
-                kinds[id(kind)] = kind and TensorType(tuple(map(leaf, kind.shape)), kind.dtype)
+                kinds[id(kind)] = kind and TensorType(tuple(map(size, kind.shape)), kind.dtype)
             return kinds[id(kind)]
 
         def concrete(node: Node) -> Node:
@@ -282,3 +288,15 @@ class Graph:
         counts = {kind: len(self.placeholders(kind)) for kind in PLACEHOLDERS}
         placed = ", ".join(f"{count} {kind}s" for kind, count in counts.items() if count)
         return f"Graph with {len(self.nodes) - sum(counts.values())} operations ({placed})"
+
+
+def _number(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    """``expression`` with ``sizes`` for symbols, as a number unless it has others. Raises :class:`GraphError` if it is
+    none, as where a size is divided by zero."""
+    number = sympy.sympify(expression).subs(sizes)
+    if number.free_symbols:
+        return number
+    if not number.is_finite or not number.is_real:
+        at = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise GraphError(f"the graph does not hold for {at}: {expression} is {number}")
+    return int(number) if number.is_integer else float(number)

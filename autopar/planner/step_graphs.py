@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from autopar.errors import OptionsError
+from autopar.errors import GraphError, OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
 from autopar.passes.recompute.saved_values import SaveActivations
@@ -40,7 +40,10 @@ def graph_alone(graph: Graph, loss: str | None, batch: int, count: int) -> Graph
             f'batch_statistics="microbatch", microbatches={count}: the trace of this model {why}, and microbatches of '
             f"{batch / count:g} samples would be batches of their own; use fewer microbatches or a larger batch"
         )
-    return pipelined_graph(graph, loss, batch // count)
+    try:
+        return pipelined_graph(graph, loss, batch // count)
+    except GraphError as error:
+        raise OptionsError(f'batch_statistics="microbatch", microbatches={count}: {error}') from error
 
 
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:

@@ -20,7 +20,7 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.keywords import suggests
 from autopar.plans.page.page import embedded, write_html
 from autopar.plans.views.diff import Difference, difference
-from autopar.plans.views.summary import plan_text
+from autopar.plans.views.summary import plan_in_short, plan_text
 from autopar.plans.views.table import PlanTable, plan_table
 from autopar.plans.views.tree import PlanTree
 from autopar.plans.views.what_if import WhatIf
@@ -52,6 +52,9 @@ class Plan(PlanRecord):
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def __repr__(self) -> str:
+        return plan_in_short(self)
 
     def why(self, name: str, *, solve: bool = False) -> Explanation:
         """Explains why ``name`` (the path of a parameter or module, or a node of the graph, an activation) is placed as

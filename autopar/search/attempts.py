@@ -90,6 +90,8 @@ def _staged(
 
 def _from_expected(request: PlanRequest, graph: Graph, layout: StageLayout, counts: tuple[int, ...]) -> Attempt:
     """A layout with the number of microbatches that is expected to be quickest, and with more, which hold less."""
+    if len(counts) == 1:
+        return layout, counts
     expect = _expected_seconds(request, graph, layout)
     first = min(counts, key=lambda n: (expect(n), n))
     return layout, tuple(n for n in counts if n >= first)
@@ -98,13 +100,18 @@ def _from_expected(request: PlanRequest, graph: Graph, layout: StageLayout, coun
 def beside(
     request: PlanRequest, graph: Graph, layout: StageLayout, count: int, seconds: float, best: float
 ) -> tuple[int, ...]:
-    """The next numbers of microbatches, fewer and more than ``count``, with which the stages of ``layout``, which take
-    ``seconds``, are expected to be about as quick as the ``best`` plan, and might be quicker by their bounds."""
+    """The next numbers of microbatches, fewer and more than ``count``, with which the stages of ``layout`` might be
+    quicker than the ``best`` plan by their bounds, and are expected to be about as quick. What is expected is scaled by
+    the ``seconds`` that they take with ``count``; it rules out no fewer microbatches of stages that are about as quick
+    themselves, since it knows least of what does not shrink with samples."""
     counts = microbatch_counts(_own_batch(request), layout.stages, request.options.microbatches)
-    fewer, more = [n for n in counts if n < count], [n for n in counts if n > count]
+    if len(counts) == 1:
+        return ()
+    fewer, more = [n for n in counts if n < count][-1:], [n for n in counts if n > count][:1]
     bound, expect = least_seconds(request, graph, layout), _expected_seconds(request, graph, layout)
     worth = expect(count) * best / seconds * (ABOUT if seconds <= best else 1.0)
-    return tuple(n for n in (*fewer[-1:], *more[:1]) if bound(n) < best and expect(n) < worth)
+    expected = [n for n in (*fewer, *more) if expect(n) < worth or (n in fewer and seconds <= ABOUT * best)]
+    return tuple(n for n in expected if bound(n) < best)
 
 
 def _whole_steps(
@@ -219,7 +226,7 @@ def _promising(
         return
     own = dict.fromkeys(layout for _, _, layout, _ in chosen)
     for layout in sorted(own, key=lambda layout: max(layout.sizes)):
-        first = min(n for _, _, other, n in chosen if other == layout)
+        first = next(n for _, _, other, n in promising if other == layout)
         yield layout, tuple(sorted(n for _, _, other, n in promising if other == layout and n >= first))
 
 

@@ -38,9 +38,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.cluster.description import Cluster
+from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.searched import Searched, TriedDivision
 from autopar.layout import Layout, divisors
@@ -197,7 +198,7 @@ class Bounds:
 
     @cached_property
     def _longest(self) -> _Seconds:
-        return _longest_chain(self.graph, self._best, _computing if self.smaller is None else sum)
+        return _longest_chain(self.graph, self._best, tuple if self.smaller is None else sum)
 
     @cached_property
     def _speeds(self) -> Mapping[int, float]:
@@ -239,17 +240,20 @@ def bounds_of(request: PlanRequest, graph: Graph) -> Bounds:
 
 
 def estimates_of(request: PlanRequest, graph: Graph) -> Bounds:
-    """As :func:`bounds_of`, but estimates. Where the step is not known with fewer samples, operations are taken to
-    shrink with their samples."""
+    """As :func:`bounds_of`, but estimates, where ``graph`` is the step of the request. Where that is not known with
+    fewer samples, operations are taken to shrink with their samples."""
     bounds, samples = bounds_of(request, graph), FEW_SAMPLES
     if not request.graph.symbols or request.batch <= samples:
         return bounds
 
     def make() -> Bounds:
-        few = pipelined_graph(request.graph, request.loss, samples)
+        try:
+            few = pipelined_graph(request.graph, request.loss, samples)
+        except GraphError:
+            return bounds
         return replace(bounds, smaller=Smaller(few, samples / request.batch))
 
-    return request.shared.once("estimates", (request.cluster, graph), bounds.devices, make=make)
+    return request.shared.once("estimates", (bounds,), make=make)
 
 
 def _saving(request: PlanRequest, graph: Graph) -> Graph:
@@ -287,11 +291,7 @@ def _with_fixed(whole: _Seconds, fixed: float) -> _Seconds:
     return _Seconds(seconds - fixed, fixed)
 
 
-def _computing(seconds: _Seconds) -> float:
-    return seconds.computing
-
-
-def _longest_chain(graph: Graph, each: Mapping[str, _Seconds], length: Callable[[_Seconds], float]) -> _Seconds:
+def _longest_chain(graph: Graph, each: Mapping[str, _Seconds], length: Callable[[_Seconds], Any]) -> _Seconds:
     """What operations that each take the result of the one before take together, of all such chains the one of greatest
     ``length``."""
     nothing = _Seconds(0.0, 0.0)

@@ -98,7 +98,7 @@ def with_stages(
         if _is_over(request, timings, quickest, has_failed=bool(begun) and found.failure is not None):
             break
         begun.add(layout.stages)
-        found += _of_counts(partial(_Pipeline, request, pinned, graph, layout), remaining, timings, best, quickest)
+        found += _of_layout(partial(_Pipeline, request, pinned, graph, layout), remaining, timings, best, quickest)
     if not is_ahead:
         found = _with_beside(partial(_Pipeline, request, pinned, graph), found, timings, best)
         found = replace(
@@ -107,32 +107,26 @@ def with_stages(
     return found
 
 
-def _of_counts(
-    pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
-) -> Staged:
-    """As :func:`_of_layout`, without what a quick price excludes."""
-    slow = {n: found for n in counts if (found := pipeline(n).too_slow(timings, quickest)) is not None}
-    excluded = Staged(excluded=tuple(slow.values()), settled={(pipeline(n).layout, n): quickest for n in slow})
-    return excluded + _of_layout(pipeline, [n for n in counts if n not in slow], timings, best, quickest)
-
-
 def _with_beside(
     pipeline: Callable[[StageLayout, int], _Pipeline], found: Staged, timings: Timings, best: float
 ) -> Staged:
     """What was ``found``, and pipelines with fewer and more microbatches than the quickest, as long as these pay."""
     while True:
-        candidates = (each for each in found.candidates if each.divisions)
-        staged = [each for each in candidates if each.layout is not None and each.layout.stages > 1]
-        own = min(staged, key=lambda each: each.seconds, default=None)
+        own = min((each for each in found.candidates if _has_stages(each)), key=lambda each: each.seconds, default=None)
         if own is None or own.layout is None:
             return found
-        count, least = min(each.microbatches for each in own.divisions), min(best, found.least)
-        last, layout = pipeline(own.layout, count), own.layout
-        counts = beside(last.request, last.graph, layout, count, own.seconds, least)
+        layout, count, least = own.layout, own.microbatches, min(best, found.least)
+        of_count = partial(pipeline, layout)
+        request, graph = of_count(count).request, of_count(count).graph
+        counts = beside(request, graph, layout, count, own.seconds, least)
         left = [n for n in counts if found.settled.get((layout, n), 0.0) < least]
-        if not left or timings.is_spent(last.request.options):
+        if not left or timings.is_spent(request.options):
             return found
-        found += _of_counts(partial(pipeline, layout), left[:1], timings, best, least)
+        found += _of_layout(of_count, left[:1], timings, least, least)
+
+
+def _has_stages(candidate: Candidate) -> bool:
+    return candidate.layout is not None and candidate.layout.stages > 1
 
 
 def _nothing(request: PlanRequest) -> Failure:
@@ -161,30 +155,48 @@ def _of_layout(
     is expected to be too slow. ``quickest``: seconds of the best plan found so far; ``best``: of the best plan without
     stages."""
     found, remaining = Staged(), list(counts)
+    if never_fits(pipeline(remaining[0]).request):  # The first failure is explained, and ends the search.
+        remaining = _holding_less(remaining, pipeline(remaining[0]).layout.stages)
     while remaining:
         attempt = pipeline(remaining.pop(0))
-        own, least = (attempt.layout, attempt.microbatches), min(quickest, found.least)
         last = found.candidates[-1].seconds if found.candidates else math.inf
-        try:
-            solved = attempt.solved(timings, least)
-        except InfeasibleError as error:
-            found += _impossible_within(attempt, error, least, timings)
-            if not isinstance(error, TooSlowError):  # With fewer than stages, all are in flight: they hold no less.
-                remaining = [n for n in remaining if n >= attempt.layout.stages]
+        tried = _attempted(attempt, timings, min(quickest, found.least))
+        found += tried
+        # With more microbatches, ranks idle less and launch more kernels. Once that does not pay, even more of them
+        # will not pay either.
+        if tried.candidates and tried.least > min(last, MORE_MICROBATCHES_WITHIN * best):
+            break
+        error = tried.failure.error if tried.failure else None
+        if isinstance(error, OptionsError):
+            # If the batch cannot be divided, as in batch norm, the whole batch is still possible.
+            is_left = math.isinf(best) and (attempt.layout, 1) not in found.settled
+            remaining = [1] if is_left else []
+        elif isinstance(error, InfeasibleError):
+            if not isinstance(error, TooSlowError):
+                remaining = _holding_less(remaining, attempt.layout.stages)
             if _is_over(attempt.request, timings, quickest, has_failed=True):
                 break
-        except OptionsError as error:
-            _raise_if_asked(attempt, error)
-            found += Staged(failure=_impossible(error), settled={own: math.inf})
-            # If the batch cannot be divided, as in batch norm, the whole batch is still possible.
-            remaining = [1] if attempt.microbatches > 1 and math.isinf(best) else []
-        else:
-            found += Staged((solved,), settled={own: math.inf})
-            # With more microbatches, ranks idle less and launch more kernels. Once that does not pay, even more of them
-            # will not pay either.
-            if solved.seconds > min(last, MORE_MICROBATCHES_WITHIN * best):
-                break
     return found
+
+
+def _holding_less(counts: Sequence[int], stages: int) -> list[int]:
+    """Those of ascending numbers of microbatches with which stages hold much less than the whole batch: in the first
+    one, as many are in flight as there are stages."""
+    return [n for n in counts if n >= stages] or list(counts[-1:])
+
+
+def _attempted(attempt: _Pipeline, timings: Timings, seconds: float) -> Staged:
+    """What is known of a pipeline once it is solved, or is known to take more than ``seconds`` or to be impossible."""
+    own = (attempt.layout, attempt.microbatches)
+    if (slow := attempt.too_slow(timings, seconds)) is not None:
+        return Staged(excluded=(slow,), settled={own: seconds})
+    try:
+        return Staged((attempt.solved(timings, seconds),), settled={own: math.inf})
+    except InfeasibleError as error:
+        return _impossible_within(attempt, error, seconds, timings)
+    except OptionsError as error:
+        _raise_if_asked(attempt, error)
+        return Staged(failure=_impossible(error), settled={own: math.inf})
 
 
 def _impossible_within(attempt: _Pipeline, error: InfeasibleError, seconds: float, timings: Timings) -> Staged:
@@ -329,7 +341,8 @@ class _Solved:
     def candidate(self, warning: str = "") -> Candidate:
         make = partial(staged_plan, self.request, self.inside, self.solution, self.timings, warning)
         seconds = staged_predicted(self.solution).step_seconds
-        return Candidate(seconds, self.solution.layout, make, self.figures, divisions=self._covered())
+        layout, count = self.solution.layout, self.solution.pipeline.schedule.microbatches
+        return Candidate(seconds, layout, make, self.figures, microbatches=count, divisions=self._covered())
 
     def _covered(self) -> frozenset[Division]:
         """The divisions of which this is the quickest: of all numbers of chunks that were tried."""

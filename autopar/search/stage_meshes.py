@@ -139,7 +139,7 @@ def microbatch_counts(batch: int, stages: int, requested: int | None) -> tuple[i
     counts = divisors(batch)
     if len(counts) <= MOST_COUNTS:
         return tuple(counts)
-    return nearest_counts(batch, [8 * stages / 2**power for power in range((8 * stages).bit_length())])
+    return nearest_counts(batch, [1, *(8 * stages / 2**power for power in range((8 * stages).bit_length()))])
 
 
 def nearest_counts(batch: int, wanted: Iterable[float]) -> tuple[int, ...]:

@@ -226,6 +226,25 @@ return output "0" = %z
     assert concrete.to_text() == Graph.from_text(concrete.to_text()).to_text()
 
 
+@pytest.mark.parametrize(
+    ("size", "factor", "message"),
+    [
+        ("f32[b/2]", "2.0", "a size, b/2, is 1.5"),
+        ("f32[b - 4]", "2.0", "a size, b - 4, is -1"),
+        ("f32[b]", "1/(b - 3)", "b=3: 1/.b - 3. is zoo"),
+    ],
+)
+def test_sizes_that_a_graph_does_not_hold_for_are_refused(size: str, factor: str, message: str) -> None:
+    graph = Graph.from_text(f"""graph(b=8)
+%x: {size} = input("x")
+%y: {size} = aten.mul.Tensor(%x, {factor})
+return output "0" = %y
+""")
+    assert graph.at(b=8)["y"].type is not None
+    with pytest.raises(GraphError, match=message):
+        graph.at(b=3)
+
+
 def test_forms_tell_numbers_and_repeated_operands_apart() -> None:
     x, y = Value("x"), Value("y")
     calls = [

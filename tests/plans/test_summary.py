@@ -332,3 +332,8 @@ def test_what_backward_computes_again_is_said() -> None:
     said = "of that, forward again in backward 500 ms (20%)"
     assert said in " ".join(str(sketch.plan(recomputed=("n0",))).split())
     assert "again" not in str(sketch.plan())
+
+
+def test_a_prompt_shows_one_line() -> None:
+    plan = layered(2, 200).plan()
+    assert repr(plan).startswith(f"<Plan of {plan.model} on (dp=2, sp=4, tp=2): ") and repr(plan).endswith(" a step>")

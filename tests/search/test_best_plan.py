@@ -277,6 +277,7 @@ def test_microbatches_tried_divide_the_batch() -> None:
     assert microbatch_counts(7, 4, None) == (1, 7)
     assert microbatch_counts(7, 4, 3) == (3,)
     assert microbatch_counts(360, 4, None) == (1, 2, 4, 8, 15, 30)
+    assert microbatch_counts(2520, 7, None)[:3] == (1, 2, 3)
 
 
 class Lopsided(nn.Module):

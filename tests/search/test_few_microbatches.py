@@ -14,7 +14,9 @@ import autopar
 from autopar import Layout, Options, Plan
 from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.attempts import beside, least_seconds
+from autopar.search.candidate import Candidate
 from autopar.search.division_bounds import bounds_of, estimates_of
+from autopar.search.pipelines import _Pipeline
 from autopar.search.stage_meshes import layout_for
 from tests.helpers.planning import requested
 
@@ -38,13 +40,18 @@ class Small(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+def _texts(samples: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(samples, 32, dtype=torch.int64)
+    return {"ids": tokens, "labels": tokens}
+
+
+def _plan(model: nn.Module, batch: dict[str, torch.Tensor], mesh: tuple[int, ...], **options: Any) -> Plan:
+    return autopar.plan(model, mesh, batch, cluster="dgx-a100-80gb", options=Options(**options))
+
+
 @cache
 def _planned(**options: Any) -> Plan:
-    with torch.device("meta"):
-        model, tokens = Small(), torch.zeros(12, 32, dtype=torch.int64)
-    return autopar.plan(
-        model, (6,), {"ids": tokens, "labels": tokens}, cluster="dgx-a100-80gb", options=Options(**options)
-    )
+    return _plan(Small(), _texts(12), (6,), **options)
 
 
 def _seconds(**options: Any) -> float:
@@ -79,3 +86,67 @@ def test_numbers_of_microbatches_beside_the_quickest_are_those_next_to_it_that_c
     assert set(beside(request, graph, layout, 2, 1.0, 1.0)) <= {1, 4}
     assert beside(request, graph, layout, 2, 1.0, 0.0) == ()
     assert beside(request, graph, layout, 2, math.inf, 1.0) == (), "it is no use beside what is hopeless"
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_with_few_samples_a_single_microbatch_is_tried(samples: int) -> None:
+    def seconds(**options: Any) -> float:
+        return _plan(Small(), _texts(samples), (4,), stages=4, **options).predicted.step_seconds
+
+    assert seconds() <= GAP * seconds(microbatches=1)
+
+
+def test_more_microbatches_than_fewer_that_do_not_fit_are_tried() -> None:
+    """Of seven samples in eight stages, no number is as large as that of stages."""
+
+    def plan(**options: Any) -> Plan:
+        return _plan(Small(), _texts(7), (8,), stages=8, **options)
+
+    whole, singles = plan(microbatches=1).predicted, plan(microbatches=7).predicted
+    limit = (whole.peak_bytes + singles.peak_bytes) // 2
+    assert singles.peak_bytes < limit < whole.peak_bytes
+    assert plan(memory_limit=limit).predicted.peak_bytes <= limit
+
+
+class Quarters(nn.Module):
+    """Divides by a quarter of its samples, of which two have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * (1.0 / (x.shape[0] // 4))
+        return x.square().mean()
+
+
+def test_models_that_do_not_hold_for_few_samples_are_planned() -> None:
+    assert _plan(Quarters(), {"x": torch.zeros(16, 32)}, (4,)).batch == 16
+    assert _plan(Quarters(), {"x": torch.zeros(16, 32)}, (4,), stages=2).stages == 2
+
+
+class Normed(nn.Module):
+    """A batch norm, which takes no microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.norm(self.before(x)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("stages", [None, 2])
+def test_no_pipeline_is_solved_twice(monkeypatch: pytest.MonkeyPatch, stages: int | None) -> None:
+    tried, solve = list[tuple[object, int]](), _Pipeline.solved
+
+    def noted(sought: _Pipeline, *args: Any) -> Candidate:
+        tried.append((sought.layout, sought.microbatches))
+        return solve(sought, *args)
+
+    monkeypatch.setattr(_Pipeline, "solved", noted)
+    for model, batch in ((Normed(), {"x": torch.zeros(12, 16)}), (Small(), _texts(12))):
+        tried.clear()
+        _plan(model, batch, (2,), stages=stages)
+        assert tried and len(set(tried)) == len(tried)

@@ -50,6 +50,11 @@ def plan_text(plan: PlanRecord) -> str:
     return "\n".join(line.rstrip() for line in (*head, *stages, *table, *foot))
 
 
+def plan_in_short(plan: PlanRecord) -> str:
+    """``repr(plan)``, for prompts, debuggers and messages: of what, on what mesh, and how long a step takes."""
+    return f"<Plan of {plan.model} on ({mesh_text(plan)}): {duration(plan.predicted.step_seconds)} a step>"
+
+
 def _head(plan: PlanRecord) -> Iterator[str]:
     names = mesh_text(plan)
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
