@@ -49,13 +49,23 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# From so similar names on, a slip of the keys is as likely as another word.
+_ALMOST = 0.9
+
+
 def suggests(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes ``function`` raise :class:`ArgumentError` for a keyword argument that it does not have."""
-    parameters = tuple(name for name in inspect.signature(function).parameters if name != "self")
+    """Makes ``function`` raise :class:`ArgumentError` for a keyword argument that it does not have, and for one that it
+    lacks."""
+    signature = inspect.signature(function)
+    parameters = tuple(name for name in signature.parameters if name != "self")
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         check_keywords(function.__name__, kwargs, parameters)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{function.__name__}: {error}; its arguments are {', '.join(parameters)}") from None
         return function(*args, **kwargs)
 
     return checked
@@ -90,5 +100,5 @@ def check_keywords(function: str, keywords: Collection[str], parameters: tuple[s
 
 def _did_you_mean(name: str, parameters: tuple[str, ...]) -> str:
     same = [other for other in SYNONYMS.get(name, ()) if other in parameters]
-    near = same[:1] or get_close_matches(name, parameters, 1, 0.6)
-    return f": did you mean {near[0]}=?" if near else ""
+    near = dict.fromkeys((*same[:1], *get_close_matches(name, parameters, 1, 0.6 if not same else _ALMOST)))
+    return f": did you mean {' or '.join(f'{other}=' for other in near)}?" if near else ""

@@ -281,7 +281,7 @@ class Options:
             self._check_stages(tuple(self.stages))
         for name, none in counts.items():
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
-                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None {none}")
+                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive whole number, or None {none}")
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", bytes_of(self.memory_limit, "memory_limit"))
         numbers = (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01"), ("timeout", "seconds"))

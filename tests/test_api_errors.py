@@ -141,6 +141,16 @@ def test_a_meta_model_and_meta_batch_are_planned_without_memory() -> None:
     assert plan.predicted.weight_bytes > 1 << 33
 
 
+def test_an_argument_that_lacks_is_named() -> None:
+    with pytest.raises(autopar.errors.ArgumentError, match=r"^parallelize: missing a required argument: 'mesh'; its"):
+        autopar.parallelize(Plain())  # type: ignore[call-arg]
+
+
+def test_a_slip_of_the_keys_is_suggested_beside_another_word() -> None:
+    with pytest.raises(autopar.errors.ArgumentError, match=r"'stage': did you mean zero= or stages=\?"):
+        autopar.Options(stage=2)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("call", "given", "meant"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from itertools import zip_longest
 
@@ -79,7 +80,14 @@ def first_difference(plan: Plan, graph: Graph) -> str:
 
 def _own(nodes: Mapping[str, PlanNode]) -> list[PlanNode]:
     """The nodes that the model has, without those that the plan's choices add or leave out."""
-    return [n for name, n in nodes.items() if n.op != SAVED_ACTIVATION and not name.endswith(RECOMPUTED)]
+    added = {name for name in nodes if name.endswith(RECOMPUTED) or _repeated(name) in nodes}
+    return [n for name, n in nodes.items() if n.op != SAVED_ACTIVATION and name not in added]
+
+
+def _repeated(name: str) -> str | None:
+    """The node that another stage computes again as ``name``, if it does."""
+    found = re.fullmatch(r"(.+)_at\d+(_\d+)?", name)
+    return found and found[1]
 
 
 def _which(node: PlanNode) -> tuple[str, ...]:

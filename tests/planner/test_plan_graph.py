@@ -42,9 +42,11 @@ def prepared(model: nn.Module) -> Prepared:
     return prepare(model, (torch.randn(4, 8),), {}, device="cpu", loss_fn=None, training=True)
 
 
-@pytest.fixture(scope="module")
-def plan() -> autopar.Plan:
-    return autopar.plan(Model(), (2,), (torch.randn(4, 8),), cluster="dgx-a100-80gb")
+@pytest.fixture(scope="module", params=[1, 2], ids=["no stages", "stages"])
+def plan(request: pytest.FixtureRequest) -> autopar.Plan:
+    """In stages, one computes again what another has computed."""
+    fixed = autopar.Options(stages=request.param, microbatches=1)
+    return autopar.plan(Model(), (2,), (torch.randn(4, 8),), cluster="dgx-a100-80gb", options=fixed)
 
 
 def test_the_same_model_is_accepted(plan: autopar.Plan) -> None:

@@ -308,7 +308,7 @@ def test_pins_that_cannot_be_met(pins: dict[str, str], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stages": 0}, "stages=0 is not a positive number"),
+        ({"stages": 0}, "stages=0 is not a positive whole number"),
         ({"precision": "int8"}, "precision=.int8. is not known; one of fp32, bf16, fp16"),
         ({"recompute": "all"}, "recompute='all' is not known"),
         ({"optimizer": "adamv"}, "unknown optimizer 'adamv'.*adamw"),

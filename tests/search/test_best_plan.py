@@ -236,7 +236,7 @@ def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
         ({"stages": 2, "microbatches": 3}, "does not divide into 3 microbatches"),
         ({"stages": 3}, "does not divide into 3 stages"),
         ({"stages": 2, "schedule": "2f2b"}, "schedule='2f2b' is not known; one of 'gpipe'"),
-        ({"microbatches": 0}, "not a positive number"),
+        ({"microbatches": 0}, "not a positive whole number"),
         ({"stages": 2, "pins": {"nowhere": "stage 1"}}, "matches no"),
         ({"stages": 2, "pins": {"block.0": "stage 1"}}, "did you mean 'blocks.0'"),
         ({"stages": 2, "pins": {"blocks.0.up.bias": "stage 1"}}, "names the parameter .*: pin 'blocks.0.up'"),
