@@ -102,15 +102,19 @@ def beside(
 ) -> tuple[int, ...]:
     """The next numbers of microbatches, fewer and more than ``count``, with which the stages of ``layout`` might be
     quicker than the ``best`` plan by their bounds, and are expected to be about as quick. What is expected is scaled by
-    the ``seconds`` that they take with ``count``; it rules out no fewer microbatches of stages that are about as quick
-    themselves, since it knows least of what does not shrink with samples."""
+    the ``seconds`` that they take with ``count``. Of stages that are about as quick themselves it rules out no fewer
+    microbatches, since it knows least of what does not shrink with samples; of whole steps it rules out none, since it
+    knows nothing of memory, for which these have microbatches."""
     counts = microbatch_counts(_own_batch(request), layout.stages, request.options.microbatches)
-    if len(counts) == 1:
+    if layout.stages == 1:  # Without microbatches it is another plan.
+        counts = tuple(n for n in counts if n > 1)
+    if len(counts) < 2:
         return ()
     fewer, more = [n for n in counts if n < count][-1:], [n for n in counts if n > count][:1]
     bound, expect = least_seconds(request, graph, layout), _expected_seconds(request, graph, layout)
     worth = expect(count) * best / seconds * (ABOUT if seconds <= best else 1.0)
-    expected = [n for n in (*fewer, *more) if expect(n) < worth or (n in fewer and seconds <= ABOUT * best)]
+    unknown = (*fewer, *(more if layout.stages == 1 else ())) if seconds <= ABOUT * best else ()
+    expected = [n for n in (*fewer, *more) if n in unknown or expect(n) < worth]
     return tuple(n for n in expected if bound(n) < best)
 
 

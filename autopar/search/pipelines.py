@@ -110,9 +110,9 @@ def with_stages(
 def _with_beside(
     pipeline: Callable[[StageLayout, int], _Pipeline], found: Staged, timings: Timings, best: float
 ) -> Staged:
-    """What was ``found``, and pipelines with fewer and more microbatches than the quickest, as long as these pay."""
+    """What was ``found``, and the same with fewer and more microbatches than the quickest, as long as these pay."""
     while True:
-        own = min((each for each in found.candidates if _has_stages(each)), key=lambda each: each.seconds, default=None)
+        own = min(found.candidates, key=lambda each: each.seconds, default=None)
         if own is None or own.layout is None:
             return found
         layout, count, least = own.layout, own.microbatches, min(best, found.least)
@@ -123,10 +123,6 @@ def _with_beside(
         if not left or timings.is_spent(request.options):
             return found
         found += _of_layout(of_count, left[:1], timings, least, least)
-
-
-def _has_stages(candidate: Candidate) -> bool:
-    return candidate.layout is not None and candidate.layout.stages > 1
 
 
 def _nothing(request: PlanRequest) -> Failure:

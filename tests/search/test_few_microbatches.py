@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar import Layout, Options, Plan
+from autopar.errors import InfeasibleError
 from autopar.planner.step_graphs import pipelined_step_of
 from autopar.search.attempts import beside, least_seconds
 from autopar.search.candidate import Candidate
@@ -150,3 +151,39 @@ def test_no_pipeline_is_solved_twice(monkeypatch: pytest.MonkeyPatch, stages: in
         tried.clear()
         _plan(model, batch, (2,), stages=stages)
         assert tried and len(set(tried)) == len(tried)
+
+
+def test_of_whole_steps_both_neighbours_are_tried_whatever_is_expected() -> None:
+    request = requested("stack", (2,), stages=None, microbatches=None)
+    graph, layout = pipelined_step_of(request), layout_for((2,), 1)
+    assert layout is not None and request.batch == 8
+    assert beside(request, graph, layout, 2, 1.0, 1.0) == (4,), "one microbatch is a plan without"
+    assert beside(request, graph, layout, 4, 1.0, 1.0) == (2, 8)
+    assert beside(request, graph, layout, 4, 1.0, 0.0) == ()
+
+
+class Head(nn.Module):
+    """A layer below a table of words that holds most of what a step does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(20011, 64), nn.Linear(64, 64), nn.Linear(64, 20011, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(torch.tanh(self.mix(self.embed(ids))))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.slow
+def test_within_memory_no_number_of_microbatches_is_quicker() -> None:
+    free = _plan(Head(), _texts(12), (2,)).predicted.peak_bytes
+
+    def seconds(part: float, count: int | None) -> float:
+        try:
+            options = {"memory_limit": int(part * free), "microbatches": count}
+            return _plan(Head(), _texts(12), (2,), **options).predicted.step_seconds
+        except InfeasibleError:
+            return math.inf
+
+    for part in (0.7, 0.5):
+        assert seconds(part, None) <= GAP * min(seconds(part, count) for count in (2, 3, 4, 6))
