@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ SAVED_ACTIVATION = "autopar.saved"
 SAVED_ACTIVATION_BEFORE = "autopar.rest"
 # The suffix of the copy of a forward node that backward recomputes (:mod:`autopar.passes.recompute.recompute`).
 RECOMPUTED = "_recomputed"
+_COPY_FOR_CHUNK = re.compile(r"_at\d+(?=$|_)")
 # The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.
 VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
 # A copy in another dtype.
@@ -324,6 +326,16 @@ def fresh_name(name: str, taken: set[str], others: Container[str] = ()) -> str:
         name += "_"
     taken.add(name)
     return name
+
+
+def copy_for_chunk(name: str, chunk: int) -> str:
+    """What a copy is called of an operation that several chunks of a pipeline repeat."""
+    return f"{name}_at{chunk}"
+
+
+def original(name: str, names: Container[str] = ()) -> str:
+    """The name of the node that ``name`` copies (:func:`copy_for_chunk`), if it is not among ``names`` itself."""
+    return name if name in names or "_at" not in name else _COPY_FOR_CHUNK.sub("", name)
 
 
 def symbol(name: str) -> sympy.Symbol:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from itertools import zip_longest
 
 from autopar.cluster.description import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, original
 from autopar.ir.plan_record import PlanNode
 from autopar.ops.random_streams import STREAMED
 from autopar.options import Options
@@ -80,14 +79,12 @@ def first_difference(plan: Plan, graph: Graph) -> str:
 
 def _own(nodes: Mapping[str, PlanNode]) -> list[PlanNode]:
     """The nodes that the model has, without those that the plan's choices add or leave out."""
-    added = {name for name in nodes if name.endswith(RECOMPUTED) or _repeated(name) in nodes}
-    return [n for name, n in nodes.items() if n.op != SAVED_ACTIVATION and name not in added]
+    return [n for name, n in nodes.items() if n.op != SAVED_ACTIVATION and not _is_copy(name, nodes)]
 
 
-def _repeated(name: str) -> str | None:
-    """The node that another stage computes again as ``name``, if it does."""
-    found = re.fullmatch(r"(.+)_at\d+(_\d+)?", name)
-    return found and found[1]
+def _is_copy(name: str, nodes: Mapping[str, PlanNode]) -> bool:
+    """Whether it computes what another node does, for backward or another stage."""
+    return name.endswith(RECOMPUTED) or (original(name) != name and original(name) in nodes)
 
 
 def _which(node: PlanNode) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Value
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION, VIEWS, Value, original
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
@@ -24,7 +24,7 @@ from autopar.placement.memory_bound import held_bytes, recomputed_of
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.search.schedules.chunks import WirePrice, original
+from autopar.search.schedules.chunks import WirePrice
 from autopar.search.schedules.cuts import Segments
 from autopar.solver.problem import Floats, Ints
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import Node, Output, Phase, Value, fresh_name
+from autopar.ir.node import Node, Output, Phase, Value, copy_for_chunk, fresh_name
 from autopar.ir.program import is_random
 from autopar.ir.staged_graph import Edge, Staged
 
@@ -165,7 +165,7 @@ class _Writer:
                 self.placeholders[node.name] = node
                 self.local[value] = value
             elif node.name in self.layout.repeated or self._is_later(node):
-                self._emit(node, self._fresh(f"{node.name}_at{self.chunk}"), phase)
+                self._emit(node, self._fresh(copy_for_chunk(node.name, self.chunk)), phase)
             else:
                 kind, name = self.graph.type_of(value), wire_name(value)
                 self.received[value] = Node(

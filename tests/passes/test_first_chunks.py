@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
+from autopar.ir.node import original
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cut_candidates
 from autopar.passes.pipeline.first_chunks import first_chunks
 from autopar.planner.step_graphs import pipelined_graph
-from autopar.search.schedules.chunks import original
 from tests.helpers import models
 from tests.helpers.planning import requested
 

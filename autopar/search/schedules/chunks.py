@@ -11,15 +11,14 @@ optimisation of Narayanan et al., SC'21, section 4.1). Wires are chosen by price
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import SAVED_ACTIVATION, Node, Phase, TensorType, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Phase, TensorType, Value, original
 from autopar.ir.placements import Placements, Strategy
 from autopar.ir.stage_meshes import StageMeshes, on_axes
 from autopar.ir.staged_graph import Edge, Staged
@@ -28,9 +27,6 @@ from autopar.passes.annotate.annotate import annotate
 from autopar.passes.recompute.recompute import recomputed
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices, local_bytes
-
-# What cutting adds to the names of operations that several chunks repeat.
-_COPY = re.compile(r"_at\d+(?=$|_)")
 
 
 @dataclass(frozen=True)
@@ -132,12 +128,6 @@ def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
         for names in (dict.fromkeys(uncut.recomputed), dict.fromkeys(uncut.offloaded))
     ]
     return Assignment(uncut.mesh, strategies, parameters, recomputed=away[0], offloaded=away[1])
-
-
-def original(name: str, names: Container[str]) -> str:
-    """The name of the node that ``name`` copies, if it is not among ``names`` itself: a copy for another chunk is
-    called ``<name>_at<chunk>``."""
-    return name if name in names or "_at" not in name else _COPY.sub("", name)
 
 
 def _home(value: Value, strategies: Mapping[str, Strategy], parameters: Mapping[str, object]) -> Placements | None:
