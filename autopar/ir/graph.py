@@ -225,7 +225,7 @@ class Graph:
         def size(arg: Arg) -> Any:
             number = leaf(arg)
             if isinstance(number, float) or (isinstance(number, int) and number < 0):
-                raise GraphError(f"the graph does not hold for {dict(sizes)}: a size, {arg}, is {number}")
+                raise _does_not_hold(sizes, f"a size, {arg}, is {number}")
             return number
 
         def concrete_type(kind: TensorType | None) -> TensorType | None:
@@ -297,6 +297,10 @@ def _number(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> Any:
     if number.free_symbols:
         return number
     if not number.is_finite or not number.is_real:
-        at = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise GraphError(f"the graph does not hold for {at}: {expression} is {number}")
+        raise _does_not_hold(sizes, f"{expression} is {number}")
     return int(number) if number.is_integer else float(number)
+
+
+def _does_not_hold(sizes: Mapping[Any, int], why: str) -> GraphError:
+    at = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return GraphError(f"the graph does not hold for {at}: {why}")

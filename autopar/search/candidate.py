@@ -33,8 +33,8 @@ class Candidate:
     ``make`` writes its plan; ``figures`` gives its name and predictions. Of the candidates of one ``layout`` (None:
     without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, for
     pipelines, solves a schedule for it and returns the improved candidate. ``microbatches``: how many a step has.
-    ``divisions``: those that its program
-    covers. ``lacks_memory``: whether it is known that it would be quicker with more memory."""
+    ``divisions``: those that its program covers. ``lacks_memory``: whether it is known that it would be quicker with
+    more memory."""
 
     seconds: float
     layout: StageLayout | None

@@ -23,8 +23,7 @@ from autopar.planner.memory_advice import (
     twice_the_devices,
 )
 from autopar.planner.request import UNLIMITED, PlanRequest, asked_mesh, memory_limit_of
-from autopar.plans.views.quantities import microbatches as counted
-from autopar.plans.views.quantities import size
+from autopar.plans.views.quantities import microbatches_text, size
 
 from .stage_meshes import StageLayout
 
@@ -68,7 +67,7 @@ def pipeline_infeasible(
     if enough is None:
         return None
     least = enough.bytes
-    count = counted(microbatches)
+    count = microbatches_text(microbatches)
     settings = f"memory_limit={least}, stages={layout.counts or layout.stages}, microbatches={microbatches}"
     advice = [*_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, budget=budget))]
     others = "" if request.options.microbatches else " Other numbers of microbatches, not searched, may need less."

@@ -21,7 +21,7 @@ from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_step_of
 from autopar.planner.timings import Timings
-from autopar.plans.views.quantities import microbatches
+from autopar.plans.views.quantities import microbatches_text
 from autopar.restriction import Restriction
 from autopar.search.restricted.never_fits import never_fits
 
@@ -100,7 +100,7 @@ def with_stages(
         begun.add(layout.stages)
         found += _of_layout(partial(_Pipeline, request, pinned, graph, layout), remaining, timings, best, quickest)
     if not is_ahead:
-        found = _with_beside(partial(_Pipeline, request, pinned, graph), found, timings, best)
+        found = _with_beside(request, pinned, found, timings, best)
         found = replace(
             found.without_quicker_losers(min(best, found.least)), failure=found.failure or _nothing(request)
         )
@@ -108,21 +108,20 @@ def with_stages(
 
 
 def _with_beside(
-    pipeline: Callable[[StageLayout, int], _Pipeline], found: Staged, timings: Timings, best: float
+    request: PlanRequest, pinned: Mapping[str, str], found: Staged, timings: Timings, best: float
 ) -> Staged:
     """What was ``found``, and the same with fewer and more microbatches than the quickest, as long as these pay."""
+    graph = pipelined_step_of(request)
     while True:
         own = min(found.candidates, key=lambda each: each.seconds, default=None)
         if own is None or own.layout is None:
             return found
-        layout, count, least = own.layout, own.microbatches, min(best, found.least)
-        of_count = partial(pipeline, layout)
-        request, graph = of_count(count).request, of_count(count).graph
-        counts = beside(request, graph, layout, count, own.seconds, least)
+        layout, least = own.layout, min(best, found.least)
+        counts = beside(request, graph, layout, own.microbatches, own.seconds, least)
         left = [n for n in counts if found.settled.get((layout, n), 0.0) < least]
         if not left or timings.is_spent(request.options):
             return found
-        found += _of_layout(of_count, left[:1], timings, least, least)
+        found += _of_layout(partial(_Pipeline, request, pinned, graph, layout), left[:1], timings, least, least)
 
 
 def _nothing(request: PlanRequest) -> Failure:
@@ -289,7 +288,7 @@ class _Pipeline:
     @property
     def name(self) -> str:
         """By sizes: the names of axes count what all layers do on them, which is known once they are placed."""
-        return f"{self.layout.described} x {self.layout.mesh}, {microbatches(self.microbatches)}"
+        return f"{self.layout.described} x {self.layout.mesh}, {microbatches_text(self.microbatches)}"
 
     @property
     def _is_asked(self) -> bool:
@@ -351,7 +350,7 @@ class _Solved:
         solution = self.solution
         where = named_axes(self.inside, solution.uncut.assignment, solution.uncut.instance.graph)
         schedule = solution.pipeline.schedule
-        count = microbatches(schedule.microbatches)
+        count = microbatches_text(schedule.microbatches)
         if solution.layout.stages == 1:
             return f"{where}, {count}", staged_predicted(solution)
         stages = solution.layout.described

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def microbatches(count: int) -> str:
+def microbatches_text(count: int) -> str:
     """``1 microbatch``, ``4 microbatches``."""
     return f"{count} microbatch{'es' if count > 1 else ''}"
 

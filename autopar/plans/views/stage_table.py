@@ -9,7 +9,7 @@ from autopar.ir.plan_record import PlanRecord
 
 from .module_tree import numbers
 from .page_width import page_width
-from .quantities import clip, duration, microbatches, share, size
+from .quantities import clip, duration, microbatches_text, share, size
 from .stages import Sent, StageRow, busiest_stage, folded_modules, stage_rows
 
 # Characters of the columns: `1024-2047` and `123.4 GiB` fit. The column of stages is as wide as the longest, within two
@@ -25,7 +25,7 @@ def schedule_line(plan: PlanRecord) -> str:
     parts = [
         f"{plan.stages} stages",
         plan.schedule or "",
-        microbatches(plan.microbatches),
+        microbatches_text(plan.microbatches),
         f"{chunks} chunk{'s' if chunks > 1 else ''} a stage",
         f"bubble {duration(bubble)} ({share(bubble, plan.predicted.step_seconds)}) in stage {busiest_stage(plan)}",
     ]
