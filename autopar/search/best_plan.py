@@ -77,18 +77,9 @@ def _best_plan(request: PlanRequest, timings: Timings) -> Plan:
     unstaged = replace(request, options=replace(request.options, pins=placement_pins))
     if pinned:
         _check_stages_are_searched(unstaged)
-    try:
-        tried = _tried(unstaged, pinned, timings)
-        if not tried.candidates:
-            raise _main(tried.failures, timings.advises)
-    except InfeasibleError as error:
-        if not timings.advises:
-            raise
-        advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
-        explained = layout_infeasible(unstaged, error, partial(_predicted, pinned), advice)
-        if explained is error:  # Not raised from itself: who follows causes would never come to an end.
-            raise
-        raise explained from error
+    tried = _tried(unstaged, pinned, timings)
+    if not tried.candidates:
+        raise _refusal(unstaged, pinned, tried.failures, timings)
     chosen = min(tried.candidates, key=lambda candidate: candidate.seconds * _safety_factor(request, candidate))
     listed, rejected = partial(also_priced, tried, chosen), _rejected(tried.candidates, chosen)
     if chosen.improved is not None:
@@ -190,18 +181,28 @@ def _of_arrangements(arranged: Sequence[PlanRequest], pinned: Mapping[str, str],
     return tried
 
 
-def _main(failures: Sequence[Failure], advises: bool) -> Exception:
-    """The error to show: of what does not fit, that which needs fewest bytes; where this is not known yet, that of the
-    first pipeline. ``advises``: whether it says what would fit."""
-    infeasible = [failure.error for failure in failures if isinstance(failure.error, InfeasibleError)]
-    if infeasible and not advises:
-        return infeasible[0]
-    known = [failure.error for failure in failures if failure.explain is None]
-    alone = [error for error in known if isinstance(error, InfeasibleError)]
+def _refusal(
+    request: PlanRequest, pinned: Mapping[str, str], failures: Sequence[Failure], timings: Timings
+) -> Exception:
+    """The error to show where nothing was found: what would fit, if that is wanted."""
+    main = _main(failures)
+    if not isinstance(main.error, InfeasibleError) or not timings.advises:
+        return main.error
+    if request.options.layout is None:
+        return main.error.explained if main.explain is None else main.explain()
+    advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
+    error = main.error.explained if main.explain is None else main.error
+    return layout_infeasible(request, error, main.explain is None, partial(_predicted, pinned), advice)
+
+
+def _main(failures: Sequence[Failure]) -> Failure:
+    """Which failure to show: of what does not fit, that which needs fewest bytes; where this is not known yet, the
+    first pipeline."""
+    known = [failure for failure in failures if failure.explain is None]
+    alone = [(needed(each.error), i) for i, each in enumerate(known) if isinstance(each.error, InfeasibleError)]
     if alone:
-        return min(alone, key=needed).explained
-    makers = [failure.explain for failure in failures if failure.explain is not None]
-    return makers[0]() if makers else known[0]
+        return known[min(alone)[1]]
+    return next((failure for failure in failures if failure.explain is not None), failures[0])
 
 
 def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:

@@ -78,7 +78,7 @@ def _nearest(request: PlanRequest) -> list[str]:
             below, above = [n for n in possible if n < value][::-1], [n for n in possible if n > value]
             for candidates in (below, above):
                 works = (_changed(layout, name, n) for n in candidates)
-                found += islice((_said(request, each) for each in works if each and _can_be(request, each)), 1)
+                found += islice((_said(request, each) for each in works if each and can_be(request, each)), 1)
     return found
 
 
@@ -92,7 +92,7 @@ def _nearest_together(request: PlanRequest) -> list[str]:
     may_be = (
         each for each in near if (_is_of_layout(request) or devices % each.devices == 0) and batch % each.data == 0
     )
-    works = (_said(request, each) for each in islice(may_be, MOST_TRIED) if _can_be(request, each))
+    works = (_said(request, each) for each in islice(may_be, MOST_TRIED) if can_be(request, each))
     return list(islice(works, 1))
 
 
@@ -126,7 +126,7 @@ def _is_of_layout(request: PlanRequest) -> bool:
     return every and not request.axis_names
 
 
-def _can_be(request: PlanRequest, layout: Layout) -> bool:
+def can_be(request: PlanRequest, layout: Layout) -> bool:
     """Whether ``layout`` could be asked for instead of that of a request."""
     mesh = layout.mesh if _is_of_layout(request) else request.mesh
     if math.prod(mesh) > (request.cluster.size or math.inf):
