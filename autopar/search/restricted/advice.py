@@ -39,10 +39,11 @@ def layout_infeasible(
     """``error`` with the bytes by which the layout of ``request`` is too big, and the single changes of it that were
     found to fit. ``is_exact``: whether the bytes that ``error`` needs are those of a whole plan, and not of a stage
     alone. ``predict`` plans each change, so that the advice holds, within the ``budget``."""
-    trials, words = _Trials(request, predict, budget), words_of(request.options.layout)
-    advice, known = trials.sentences(), error.needed_bytes
-    needed, limit = known if is_exact else trials.needed(known), memory_limit_of(request)
-    if needed is None:
+    is_known = is_exact and error.needed_bytes is not None
+    trials, words = _Trials(request, predict, budget, 0 if is_known else FOR_BYTES), words_of(request.options.layout)
+    advice, limit = trials.sentences(), memory_limit_of(request)
+    needed = error.needed_bytes if is_known else trials.needed(error.needed_bytes)
+    if needed is None or needed <= limit:  # Less is found only where the search within the limit ended early.
         return InfeasibleError(f"{words}: {error}.{advice}{budget.remark}")
     return InfeasibleError(
         f"{words}: the smallest plan that was found needs {needed} bytes per device, {needed - limit} "
@@ -52,11 +53,13 @@ def layout_infeasible(
 
 @dataclass
 class _Trials:
-    """What is tried in place of the layout of ``request``, within a ``budget``. ``failed``: changes that do not fit."""
+    """What is tried in place of the layout of ``request``, within a ``budget``, of which some searches are
+    ``reserved``. ``failed``: changes that do not fit."""
 
     request: PlanRequest
     predict: Predict
     budget: AdviceBudget
+    reserved: int
     failed: list[str] = field(default_factory=list)
 
     def sentences(self) -> str:
@@ -85,8 +88,9 @@ class _Trials:
         for tried, change in enumerate(() if layout is None else changes(self.request, layout)):
             if named == NAMED or (named and (tried >= TRIED or not change.may_fit)):
                 return
-            if self.budget.searches <= FOR_BYTES or not self.budget.allows(change.text):
+            if self.budget.searches <= self.reserved:
                 self.budget.skipped.append(change.text)
+            if self.budget.searches <= self.reserved or not self.budget.allows(change.text):
                 continue
             predicted = self._predicted(change)
             if predicted is None:
