@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.ir.assignment import Offloaded, ParameterPlacement, Recomputed, WeightInHost
 from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node
-from autopar.solver.problem import Floats, Group, Problem
+from autopar.solver.problem import Floats, Problem
 from autopar.torch_internals.operators import aliased_argument, operation_called
 
 from .choice_costs import ChoiceCosts
@@ -54,20 +54,25 @@ def held_at_least(instance: Instance, moment: Moment) -> Problem:
 
 def without_waiting(instance: Instance) -> Problem:
     """The program of ``instance`` that counts no gradients that wait for others: a step may hold most at another
-    time."""
+    time. The program itself if none waits, as in microbatches, which accumulate them."""
     own = instance.optimizer, instance.repeats, instance.recomputable, instance.offload
     costs = ChoiceCosts(ChoiceSets(instance.graph, instance.prices, *own))
     computing = {costs.choice_sets.class_of(value.node) for value in costs.gradients}
 
-    def less(name: str, choices: tuple[Choice, ...], group: Group) -> Group:
-        if name not in computing:
-            return group
+    def waiting(name: str, choices: tuple[Choice, ...]) -> Floats:
         node = instance.graph[name]
-        waiting = [0.0 if isinstance(c, ParameterPlacement) else costs.waiting_bytes(node, c) for c in choices]
-        return replace(group, memory=group.memory - costs.choice_sets.counts[name] * np.array(waiting))
+        of = [0.0 if isinstance(c, ParameterPlacement) else costs.waiting_bytes(node, c) for c in choices]
+        return costs.choice_sets.counts[name] * np.array(of)
 
-    named = zip(instance.names, instance.choices, instance.problem.groups, strict=True)
-    return replace(instance.problem, groups=tuple(less(*own) for own in named))
+    named = zip(instance.names, instance.choices, strict=True)
+    less = [waiting(*own) if own[0] in computing else None for own in named]
+    if not any(each is not None and each.any() for each in less):
+        return instance.problem
+    groups = zip(instance.problem.groups, less, strict=True)
+    return replace(
+        instance.problem,
+        groups=tuple(own if each is None else replace(own, memory=own.memory - each) for own, each in groups),
+    )
 
 
 def _of_parameter(instance: Instance, node: Node, place: Choice, moment: Moment, learns: bool) -> int:

@@ -123,12 +123,14 @@ def minimize_memory(instance: Instance) -> MeshSolution | None:
     choices = smallest_choices(instance.problem)
     if choices is None:
         return None
-    found = [*_cheapest(instance, instance.problem, choices, (1.0,))]
-    # Where the step is not rehearsed, the fewest bytes are those that the program counts.
-    if is_rehearsed(instance) and len(instance.graph) < LEAST_NODES:
-        other = without_waiting(instance)
-        fewest = smallest_choices(other)
-        found += [] if fewest is None else _cheapest(instance, other, fewest, (1.0, *MORE_MEMORY))
+    if not is_rehearsed(instance) or len(instance.graph) >= LEAST_NODES:
+        # Where the step is not rehearsed, the fewest bytes are those that the program counts.
+        return min(_cheapest(instance, instance.problem, choices, (1.0,)), key=peak_bytes)
+    other, found = without_waiting(instance), list[MeshSolution]()
+    if other is not instance.problem:
+        found += _cheapest(instance, instance.problem, choices, (1.0,))
+        choices = smallest_choices(other)
+    found += [] if choices is None else _cheapest(instance, other, choices, (1.0, *MORE_MEMORY))
     return min(found, key=peak_bytes)
 
 

@@ -9,7 +9,7 @@ short, the step without stages is tried in microbatches as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 
@@ -100,22 +100,32 @@ def _from_expected(request: PlanRequest, graph: Graph, layout: StageLayout, coun
 def beside(
     request: PlanRequest, graph: Graph, layout: StageLayout, count: int, seconds: float, best: float
 ) -> tuple[int, ...]:
-    """The next numbers of microbatches, fewer and more than ``count``, with which the stages of ``layout`` might be
-    quicker than the ``best`` plan by their bounds, and are expected to be about as quick. What is expected is scaled by
-    the ``seconds`` that they take with ``count``. Of stages that are about as quick themselves it rules out no fewer
-    microbatches, since it knows least of what does not shrink with samples; of whole steps it rules out none, since it
-    knows nothing of memory, for which these have microbatches."""
+    """The next numbers of microbatches, fewer and more than ``count`` (:func:`_next`), with which the stages of
+    ``layout`` might be quicker than the ``best`` plan by their bounds, and are expected to be about as quick. What is
+    expected is scaled by the ``seconds`` that they take with ``count``. Of stages that are about as quick themselves it
+    rules out no fewer microbatches, since it knows least of what does not shrink with samples; of whole steps it rules
+    out none, since it knows nothing of memory, for which these have microbatches."""
     counts = microbatch_counts(_own_batch(request), layout.stages, request.options.microbatches)
     if layout.stages == 1:  # Without microbatches it is another plan.
         counts = tuple(n for n in counts if n > 1)
     if len(counts) < 2:
         return ()
-    fewer, more = [n for n in counts if n < count][-1:], [n for n in counts if n > count][:1]
+    sides = [n for n in reversed(counts) if n < count], [n for n in counts if n > count]
+    batch = _own_batch(request)  # Samples that a layout has divided are no longer divided among devices of a stage.
+    sharing = math.prod(layout.mesh) if batch == request.batch else 1
+    fewer, more = (_next(side, batch, sharing) for side in sides)
     bound, expect = least_seconds(request, graph, layout), _expected_seconds(request, graph, layout)
     worth = expect(count) * best / seconds * (ABOUT if seconds <= best else 1.0)
     unknown = (*fewer, *(more if layout.stages == 1 else ())) if seconds <= ABOUT * best else ()
     expected = [n for n in (*fewer, *more) if n in unknown or expect(n) < worth]
     return tuple(n for n in expected if bound(n) < best)
+
+
+def _next(counts: Sequence[int], batch: int, devices: int) -> tuple[int, ...]:
+    """The first of ``counts``, and the first that divides the ``batch`` so that each of the ``devices`` of a stage has
+    as many samples of a microbatch: one that does not may hide one that does, and is quicker."""
+    even = [n for n in counts if batch // n % devices == 0]
+    return tuple(dict.fromkeys((*counts[:1], *even[:1])))
 
 
 def _whole_steps(

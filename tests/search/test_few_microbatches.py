@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,14 @@ def test_of_whole_steps_both_neighbours_are_tried_whatever_is_expected() -> None
     assert beside(request, graph, layout, 2, 1.0, 1.0) == (4,), "one microbatch is a plan without"
     assert beside(request, graph, layout, 4, 1.0, 1.0) == (2, 8)
     assert beside(request, graph, layout, 4, 1.0, 0.0) == ()
+
+
+def test_a_number_that_divides_samples_unevenly_hides_none_that_does_not() -> None:
+    """Of 12 samples on 2 devices: 4 microbatches have 3 samples each, 6 have 2."""
+    request = replace(requested("stack", (2,), stages=None, microbatches=None), batch=12)
+    layout = layout_for((2,), 1)
+    assert layout is not None
+    assert beside(request, pipelined_step_of(request), layout, 3, 1.0, 1.0) == (2, 4, 6)
 
 
 class Head(nn.Module):
