@@ -35,7 +35,8 @@ def fit_gpu(
     by_dtype = {s.dtype: [sample for sample in samples.matrices if sample.dtype == s.dtype] for s in samples.matrices}
     nominal = {} if known is None else dict(known.peak_flops)
     native = "bf16" if not nominal or "bf16" in nominal else "f16"
-    main, error = fit_tiles(by_dtype[native], processors, samples.launch, nominal.get(native))
+    bandwidth = fit_bandwidth(samples.pointwise, samples.launch)
+    main, error = fit_tiles(by_dtype[native], processors, samples.launch, bandwidth, nominal.get(native))
     rates = {dtype: fit_rate(matrices, main) for dtype, matrices in by_dtype.items() if dtype != native}
     shares = {dtype: rate / nominal[dtype] for dtype, rate in rates.items() if dtype in nominal}
     described = replace(
@@ -44,7 +45,6 @@ def fit_gpu(
         peak_flops={**main.peak_flops, **rates, **nominal},
         dtype_efficiency={**({} if known is None else known.dtype_efficiency), **shares},
         memory_bytes=memory_bytes,
-        memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
         # That of a preset is of a program with all that it does besides.
         host_seconds=max(samples.host, 0.0 if known is None else known.host_seconds),
         # Not measured: that of the preset.
@@ -68,18 +68,21 @@ def fit_masked(samples: DeviceSamples, device: Device) -> float:
 
 
 def fit_tiles(
-    samples: Sequence[MatrixSample], processors: int, launch: float, rate: float | None = None
+    samples: Sequence[MatrixSample], processors: int, launch: float, bandwidth: float, rate: float | None = None
 ) -> tuple[Device, float]:
     """Fits ``tile_depth`` and ``tile_border`` of a device whose ``processors`` share the tiles of a product
     (:mod:`autopar.cost.compute.matmul_efficiency`), and which multiplies at ``rate`` FLOP/s, by default a little more
-    than in the fastest of ``samples``, which have one dtype. Returns it and the remaining relative error."""
+    than in the fastest of ``samples``, which have one dtype, and has a memory of ``bandwidth`` bytes/s. Returns it and
+    the remaining relative error."""
     seconds, name = np.array([s.seconds for s in samples]), samples[0].dtype
     peak = rate or _ABOVE * max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)
 
     def device(parameters: Floats) -> Device:
         # Numbers of Python's own: a cluster's TOML has no form for those of numpy.
         depth, border = map(float, parameters)
-        return Device("", {name: peak}, 1, 1.0, launch, processors=processors, tile_depth=depth, tile_border=border)
+        return Device(
+            "", {name: peak}, 1, bandwidth, launch, processors=processors, tile_depth=depth, tile_border=border
+        )
 
     parameters, error = least_error(lambda p: _seconds(samples, device(p), peak), seconds, _START, _STEPS)
     return device(parameters), error

@@ -26,12 +26,12 @@ NAME, MEMORY = "NVIDIA H200", 150_109_880_320
 
 
 def test_tiles_of_a_gpu_are_found_again() -> None:
-    truth = Device("", {"bf16": 8e14}, 1, 1.0, 5e-6, processors=132, tile_depth=400.0, tile_border=11.0)
+    truth = Device("", {"bf16": 8e14}, 1, 3e12, 5e-6, processors=132, tile_depth=400.0, tile_border=11.0)
     made = []
     for position, (m, n, k) in enumerate(GPU_MATRICES):
         seconds = 5e-6 + product_seconds(truth, 8e14, 1.0, (m, n, k))
         made.append(MatrixSample("bf16", m, n, k, seconds * (1.02 if position % 2 else 1.0)))
-    found, error = fit_tiles(made, 132, 5e-6, 8e14)
+    found, error = fit_tiles(made, 132, 5e-6, 3e12, 8e14)
     assert error < 0.02
     for m, n, k in ((4096, 11008, 4096), (1024, 3072, 768), (16384, 4096, 8192)):
         priced, true = (product_seconds(d, d.peak_flops["bf16"], 1.0, (m, n, k)) for d in (found, truth))
