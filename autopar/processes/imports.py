@@ -29,7 +29,7 @@ def installed_modules(names: Iterable[str]) -> tuple[str, ...]:
         if name in seen or module is None or name == "__main__":
             continue
         seen.add(name)
-        if name in _declared or _is_installed(module):
+        if name in _declared or is_installed(module):
             installed.add(name)
         else:
             todo += _named_in(module)
@@ -42,7 +42,8 @@ def _named_in(module: ModuleType) -> set[str]:
     return {name for name in named if isinstance(name, str)}
 
 
-def _is_installed(module: ModuleType) -> bool:
+def is_installed(module: ModuleType) -> bool:
+    """Whether a module is of an installed package or of Python itself, so that it is the same in every process."""
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and _is_in_package_folder(file)
 

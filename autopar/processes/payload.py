@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from autopar.torch_internals.parametrized import reduced_if_parametrized
 
 from .custom_operations import CustomOperations, custom_operations
 from .imports import installed_modules
+from .module_globals import home_of, reduced_variable, with_globals_of
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add(str(value.__module__))
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickles a module of a class of its own (``torch.ops``, torch's configurations) as an import, like others, and
-        layers whose weights are parametrized, which torch refuses, by how they are made."""
+        """Pickles a module of a class of its own (``torch.ops``, torch's configurations) as an import, like others,
+        layers whose weights are parametrized, which torch refuses, by how they are made, and context variables and
+        functions that have no name as parts of their modules."""
         if isinstance(value, ModuleType) and type(value) is not ModuleType:
             name = next((name for name, module in list(sys.modules.items()) if module is value), None)
             if name is not None:
                 return importlib.import_module, (name,)
-        return reduced_if_parametrized(value) or super().reducer_override(value)
+        if isinstance(value, ContextVar):
+            return reduced_variable(value)
+        reduced = reduced_if_parametrized(value) or super().reducer_override(value)
+        home = home_of(value) if isinstance(value, FunctionType) and isinstance(reduced, tuple) else None
+        if home is None:
+            return reduced
+        self.modules.add(home)
+        return with_globals_of(home, reduced)

@@ -36,7 +36,7 @@ class Noise:
 @dataclass(frozen=True)
 class Comparison:
     """``errors`` by gradient; those that are ``noise`` on one process; those that are zeros under the plan and None on
-    one process (``unset``); and those that are too far apart though both may be noise (``doubtful``)."""
+    one process (``unset``); and those that are too far apart, though by no more than rounding may do (``doubtful``)."""
 
     errors: dict[str, float] = field(default_factory=dict)
     noise: dict[str, Noise] = field(default_factory=dict)
@@ -67,11 +67,11 @@ def compare(
         else:
             precise = exact.get(name) if exact else None
             one = _Pair(gradient, expected, precise, most, closeness)
-            far = measured.get(name) if one.is_small else None
-            result.errors[name], is_noise = closeness.error(gradient, expected, max(one.own_error, far or 0.0), precise)
+            far = measured.get(name) if one.may_be_rounding else None
+            result.errors[name], is_noise = closeness.error(gradient, expected, one.own_error, precise, far or 0.0)
             if is_noise:
                 result.noise[name] = Noise(largest(expected), largest(gradient), far)
-            if one.may_be_noise and not result.errors[name] <= closeness.tolerance:
+            if one.may_be_rounding and not result.errors[name] <= closeness.tolerance:
                 doubtful.append(name)
     return Comparison(result.errors, result.noise, tuple(unset), tuple(doubtful))
 
@@ -99,8 +99,6 @@ class _Pair:
         return distance(self.gradient, self.expected) <= self.closeness.tolerance * self.largest
 
     @property
-    def may_be_noise(self) -> bool:
-        """Whether one process has nothing but rounding here, of which one sample is known, and the plan no more than
-        rounding could be."""
-        known = self.exact is not None and self.exact.shape == self.expected.shape
-        return known and self.is_small and self.closeness.is_noise(self.expected, self.exact, self.own_error)
+    def may_be_rounding(self) -> bool:
+        """Whether the two differ by no more than rounding could explain, of which one sample is known."""
+        return self.is_small and self.closeness.in_doubt(self.gradient, self.expected, self.exact, self.own_error)

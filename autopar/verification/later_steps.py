@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .tolerance import APART, MOST_OF_NOISE, Closeness
+from .tolerance import APART, MOST_OF_NOISE, Closeness, distance, largest
 
 # Plain SGD: a method that divides by the size of a gradient would amplify those that are zero but for rounding.
 # Chosen: the defaults of torch.optim.SGD's rate, and the usual momentum.
@@ -46,9 +46,11 @@ def train(
 @dataclass(frozen=True)
 class LaterErrors:
     """Errors by what was compared: ``loss of step 2``, ``parameter h.0.weight after 3 steps``, ``buffer
-    norm.running_mean``, ``evaluation, output 0``. As in :class:`autopar.verification.report.Report`."""
+    norm.running_mean``, ``evaluation, output 0``. As in :class:`autopar.verification.report.Report`. ``doubtful``:
+    buffers that are too far apart, though by no more than rounding may do."""
 
     errors: Mapping[str, float]
+    doubtful: tuple[str, ...] = ()
 
     @property
     def worst(self) -> list[tuple[str, float]]:
@@ -61,10 +63,12 @@ def compare_later(
     exact: LaterSteps | None,
     closeness: Closeness,
     noisy: Collection[str] = (),
+    moved: Mapping[str, float] | None = None,
 ) -> LaterErrors:
     """Compares the steps under a plan (``actual``) with those of one process (``reference``); ``exact`` are the latter
     in the other floating-point width. Parameters whose first gradients are nothing but rounding (``noisy``) count
-    against what changed most of all, if rounding is all that later steps change them by, too."""
+    against what changed most of all, if rounding is all that later steps change them by, too. ``moved``: how far
+    rounding alone moves the buffers under the plan, where it was measured (:mod:`.perturbation`)."""
     changes = (_change(value, reference.before.get(name)) for name, value in reference.parameters.items())
     most = max(changes, default=0.0)
     errors: dict[str, float] = {}
@@ -78,15 +82,44 @@ def compare_later(
         least = most if name in noisy and _changes_by_rounding(alone, precise, start, closeness) else 0.0
         error = _error(actual.parameters.get(name), alone, precise, start, closeness, least)
         errors[f"parameter {name} after {len(reference.losses)} steps"] = error
+    doubtful, scale = [], _largest_computed(reference.buffers, exact.buffers if exact else {})
     for name in sorted({*actual.buffers, *reference.buffers}):
         precise = exact.buffers.get(name) if exact else None
-        error = _error(actual.buffers.get(name), reference.buffers.get(name), precise, None, closeness)
+        found, alone = actual.buffers.get(name), reference.buffers.get(name)
+        may_be_rounding = _may_be_rounding(found, alone, precise, scale, closeness)
+        far = (moved or {}).get(name, 0.0) if may_be_rounding else 0.0
+        error = _error(found, alone, precise, None, closeness, rounded=far if math.isfinite(far) else 0.0)
         errors[f"buffer {name}"] = error
+        if may_be_rounding and not error <= closeness.tolerance:
+            doubtful.append(name)
     for name in sorted({*actual.evaluation, *reference.evaluation}):
         precise = exact.evaluation.get(name) if exact else None
         error = _error(actual.evaluation.get(name), reference.evaluation.get(name), precise, None, closeness)
         errors[f"evaluation, output {name}"] = error
-    return LaterErrors(errors)
+    return LaterErrors(errors, tuple(doubtful))
+
+
+def _may_be_rounding(
+    actual: torch.Tensor | None,
+    reference: torch.Tensor | None,
+    exact: torch.Tensor | None,
+    scale: float,
+    closeness: Closeness,
+) -> bool:
+    """Whether rounding may explain the difference of a buffer (the mean of what a norm has centred): no more than the
+    tolerance of ``scale``, as of the largest gradient."""
+    if actual is None or reference is None or actual.shape != reference.shape or not reference.is_floating_point():
+        return False
+    small = distance(actual, reference) <= closeness.tolerance * scale
+    return small and closeness.in_doubt(actual, reference, exact, closeness.rounding_error(reference, exact))
+
+
+def _largest_computed(buffers: Tensors, exact: Tensors) -> float:
+    """The largest element of all buffers that a step computes, which rounding shows. Constants may be far larger, or
+    infinite (masks)."""
+    floats = {name: value for name, value in buffers.items() if value.is_floating_point() and name in exact}
+    computed = (value for name, value in floats.items() if 0.0 < distance(value, exact[name]) < math.inf)
+    return max(map(largest, computed), default=0.0)
 
 
 def _error(
@@ -96,10 +129,11 @@ def _error(
     before: torch.Tensor | None,
     closeness: Closeness,
     least: float = 0.0,
+    rounded: float = 0.0,
 ) -> float:
     """max|a - b| over the largest change since ``before`` (without ``before``, over the largest element), over what
-    rounding of the value and of its computation allows, or over ``least``, whichever is more. Integers must be equal.
-    """
+    rounding of the value and of its computation allows (``rounded``, if more), or over ``least``, whichever is more.
+    Integers must be equal."""
     if actual is None or reference is None or actual.shape != reference.shape:
         return math.inf
     if not reference.numel():
@@ -115,6 +149,7 @@ def _error(
     rounding = max(
         size * (closeness.unit if closeness.always else torch.finfo(reference.dtype).eps),
         closeness.rounding_error(reference, exact),
+        rounded,
     )
     divisor = max(changed, APART * rounding / closeness.tolerance)
     return error / divisor if divisor else math.inf

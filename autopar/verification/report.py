@@ -13,7 +13,7 @@ from autopar.plans.views.idle_axes import divides_nothing
 from autopar.plans.views.page_width import terminal_columns
 
 from .gradients import Comparison, Noise, compare
-from .later_steps import LaterSteps, compare_later
+from .later_steps import LaterErrors, LaterSteps, compare_later
 from .pieces import Pieces
 from .tolerance import Closeness, rounding
 
@@ -41,13 +41,16 @@ class Report:
             the value of one process. Under a 16-bit precision policy one process runs under it too, and a difference
             counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|. Without
             one, gradients where rounding changes b itself by more than a quarter of the tolerance may differ by up to
-            ten tolerances (:mod:`autopar.verification.tolerance`); those that do are named in ``eased``.
+            ten tolerances (:mod:`autopar.verification.tolerance`), or by four times what rounding moves them by, if
+            that was measured (as for ``noise``); those that do are named in ``eased``.
         noise: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
             those where max|b| is at most ten times the error of b in float32 (against float64 on one process; under a
             16-bit policy those that are at most the error of b in float64). Their differences count against that error
             instead, of which they may be ten times (four or eight). Where they are more and the difference is within
             the tolerance of the largest gradient, the plan is run again with parameters and inputs that differ by a
-            unit of rounding, and what that moves counts if it is more: it moves rounding, not the errors of a plan.
+            unit of rounding, and what that moves counts if it is more: it moves rounding, not the errors of a plan. The
+            same is done where gradients and buffers that are more than noise differ by up to forty times the error of
+            b in float32.
         seconds: wall-clock time of the whole comparison.
         step_seconds: wall-clock time of one step under the plan, after a first one.
         unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, do not
@@ -60,10 +63,12 @@ class Report:
         steps: how many steps were compared.
         later_errors: errors of everything besides the first loss and its gradients, by name (:mod:`.later_steps`):
             buffers after the steps, and for several steps each loss, the parameters and the outputs of an evaluation.
+            Buffers may differ by four times their rounding (the mean of what a norm has centred is nothing else), which
+            is measured as for ``noise`` where they differ by more.
         mesh: the mesh asked for; ``plan.mesh`` may arrange the devices differently.
         eased: gradients that differ by more than the tolerance, but by no more than rounding explains on both sides.
-        unmeasured: why the plan could not be run again to measure what rounding does to gradients that were in doubt,
-            which then fail; empty if it could, or none was.
+        unmeasured: why the plan could not be run again to measure what rounding does to gradients and buffers that were
+            in doubt, which then fail; empty if it could, or none was.
     """
 
     plan: Plan
@@ -159,7 +164,7 @@ class Report:
         if self.unmeasured:
             lines.append(f"what rounding does under the plan was not measured: {self.unmeasured}")
         if self.eased:
-            lines.append(f"farther apart, by no more than their rounding on one process: {_some(self.eased)}")
+            lines.append(f"farther apart, by no more than their rounding: {_some(self.eased)}")
         if self.unset:
             lines.append(f"zeros, where one process leaves None: {_some(self.unset)}")
         if self.rounding is not None:
@@ -180,15 +185,32 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A step under a plan beside one on one process: its gradients, and all that comes later."""
+
+    gradients: Comparison
+    later: LaterErrors
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """The gradients and buffers that differ by what rounding may do."""
+        return (*self.gradients.doubtful, *self.later.doubtful)
+
+
 def compared(
     actual: OneStep,
     expected: tuple[OneStep, OneStep | None],
     closeness: Closeness,
     moved: Mapping[str, float] | None = None,
-) -> Comparison:
-    """The gradients of a step under a plan beside the ``expected`` ones. ``moved``: as for :func:`compare`."""
+) -> Compared:
+    """A step under a plan beside the ``expected`` one. ``moved``: how far rounding alone moves gradients and buffers
+    under the plan, where it was measured."""
     reference, exact = expected
-    return compare(actual.gradients, reference.gradients, exact.gradients if exact else None, closeness, moved)
+    found = compare(actual.gradients, reference.gradients, exact.gradients if exact else None, closeness, moved)
+    noisy = {name for name in found.noise if found.errors[name] <= closeness.tolerance}
+    later = compare_later(actual.later, reference.later, exact.later if exact else None, closeness, noisy, moved)
+    return Compared(found, later)
 
 
 def judge(
@@ -197,14 +219,13 @@ def judge(
     closeness: Closeness,
     seconds: float,
     mesh: tuple[int, ...] = (),
-    gradients: Comparison | None = None,
+    known: Compared | None = None,
 ) -> Report:
-    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`). ``gradients``:
-    what is known of these (see :func:`compared`)."""
+    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`), unless that is
+    ``known`` (see :func:`compared`)."""
     reference, exact = expected
-    found = gradients or compared(actual, expected, closeness)
-    noisy = {name for name in found.noise if found.errors[name] <= closeness.tolerance}
-    later = compare_later(actual.later, reference.later, exact.later if exact else None, closeness, noisy)
+    known = known or compared(actual, expected, closeness)
+    found, later = known.gradients, known.later
     assert actual.plan is not None
     return Report(
         plan=actual.plan,

@@ -7,8 +7,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from autopar.runtime.launch import run_local
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.state.loss_scale import BACKOFF, FIRST
 from autopar.torch_internals.hugging_face import records_outputs
+from autopar.torch_internals.replacements import convert_module
 from autopar.torch_internals.trees import tree_leaves, tree_map
 from autopar.trace.loss import TARGETS, run_with_loss
 from autopar.trace.moe_blocks import experts_as_operations
@@ -39,6 +41,7 @@ from autopar.trace.moe_blocks import experts_as_operations
 from .later_steps import MOMENTUM, RATE, LaterSteps, train
 from .pieces import Pieces
 from .report import OneStep
+from .widths import converted, insisting
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def _plain(task: Task, double: bool, timeout: float) -> OneStep:
 
 
 def _alone(task: Task, double: bool, timeout: float) -> OneStep:
-    """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
+    """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``. Models that
+    insist on another width do not run in float64 so: their trace would be kept as that of the model as it is."""
     original = task.model, (task.batch, task.targets)
     model, (batch, targets) = _doubled(*original) if double else original
     options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
@@ -99,12 +103,16 @@ def parameter_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """A copy of both in float64; for a model in float64, in float32. Complex tensors stay as they are."""
-    double = parameter_dtypes(model) != {torch.float64}
-    dtype = torch.float64 if double else torch.float32
-    converted = copy.deepcopy(model)
-    converted = converted.double() if double else converted.float()
-    return converted, tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
+    """A copy of both in float64; for a model in float64, in float32."""
+    convert = partial(converted, double=_is_narrow(model))
+    other = copy.deepcopy(model)
+    convert_module(other, convert)
+    return other, tree_map(convert, batch)
+
+
+def _is_narrow(model: nn.Module) -> bool:
+    """Whether the other width of a model is float64; of a model in float64 it is float32."""
+    return parameter_dtypes(model) != {torch.float64}
 
 
 def in_training(model: nn.Module) -> nn.Module:
@@ -113,23 +121,37 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
-    """Plain steps of the unmodified model, with torch's own mixed precision. In float64 blocks of experts run as our
-    operation: grouped products of torch are of 32 bits at most."""
-    data = task.batch, task.targets
-    copied = _doubled(task.model, data) if double else (copy.deepcopy(task.model), data)
-    model, (batch, targets) = in_training(copied[0]), copied[1]
-    with experts_as_operations(model) if double else nullcontext():
-        return _plain_steps(model, task, *split_batch(batch, targets), None if double else task.options.precision)
+    """Plain steps of the unmodified model, with torch's own mixed precision; if ``double``, in the other width. Models
+    that do not run in it as they are get it wherever they insist on one, and so do those that compute no numbers: a
+    mask of float64's least number is infinite once it is converted to float32."""
+    if not double:
+        model = in_training(copy.deepcopy(task.model))
+        return _plain_steps(model, task, *split_batch(task.batch, task.targets), task.options.precision)
+    with suppress(Exception):
+        step = _in_other_width(task)
+        if all(bool(value.isfinite().all()) for value in (step.loss, *step.gradients.values())):
+            return step
+    with insisting(_is_narrow(task.model)):
+        return _in_other_width(task)
+
+
+def _in_other_width(task: Task) -> OneStep:
+    """Blocks of experts run as our operation: grouped products of torch are of 32 bits at most."""
+    copied, (batch, targets) = _doubled(task.model, (task.batch, task.targets))
+    model = in_training(copied)
+    with experts_as_operations(model):
+        return _plain_steps(model, task, *split_batch(batch, targets), None)
 
 
 def _plain_steps(model: nn.Module, task: Task, args: Any, kwargs: Any, policy: Precision | None) -> OneStep:
-    before, scale = _whole(model.named_parameters()), FIRST if scales_loss(policy) else 1.0
+    before, scale = _copies(model.named_parameters()), FIRST if scales_loss(policy) else 1.0
     loss, gradients, scale = _plain_step(model, task, args, kwargs, scale, policy)
-    later = LaterSteps((), _compared_buffers(model.named_buffers(), policy))
+    later = LaterSteps((), _copies(model.named_buffers()) if _compares_buffers(policy) else {})
     if task.steps > 1:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         losses = train(loss, optimizer, lambda: _plain_step(model, task, args, kwargs, scale, policy)[0], task.steps)
-        after, buffers = _whole(model.named_parameters()), _compared_buffers(model.named_buffers(), policy)
+        after = _copies(model.named_parameters())
+        buffers = _copies(model.named_buffers()) if _compares_buffers(policy) else {}
         later = LaterSteps(losses, buffers, before, after, _evaluated(model, task, args, kwargs, policy))
     return OneStep(loss.detach(), gradients, later=later)
 
@@ -165,16 +187,14 @@ def _plain_step(
         model.zero_grad()
 
 
-def _whole(named: Iterable[tuple[str, torch.Tensor]], gather: Callable[[Any], Any] = lambda t: t) -> dict[str, Any]:
-    """Copies on the CPU of all tensors, which ``gather`` makes whole."""
-    return {name: gather(tensor).detach().cpu().clone() for name, tensor in named}
+def _copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU of all tensors."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in named}
 
 
-def _compared_buffers(
-    named: Iterable[tuple[str, torch.Tensor]], policy: Precision | None, gather: Callable[[Any], Any] = lambda t: t
-) -> dict[str, Any]:
-    """The buffers; none where a step that overflowed may have run twice and updated them twice."""
-    return {} if scales_loss(policy) else _whole(named, gather)
+def _compares_buffers(policy: Precision | None) -> bool:
+    """Not where a step that overflowed may have run twice and updated them twice."""
+    return not scales_loss(policy)
 
 
 def _evaluated(
@@ -250,6 +270,23 @@ def whole_gradients(
     }
 
 
+def whole_buffers(
+    parallel: ParallelModule, world: int, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The buffers, of ``names`` alone if given, on the CPU, with infinity where ranks disagree beyond rounding.
+    Collective."""
+    return {
+        name: _whole_tensor(parallel, buffer, world)
+        for name, buffer in parallel.named_buffers()
+        if names is None or name in names
+    }
+
+
+def _whole_tensor(parallel: ParallelModule, tensor: torch.Tensor, world: int) -> torch.Tensor:
+    full = parallel.full_tensor(tensor).detach().cpu().clone()
+    return _infinite_where_ranks_differ(full, world) if full.is_floating_point() else full
+
+
 def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     """The same step under the plan, on this rank; whole gradients on rank 0."""
     parallel, args, kwargs = parallelized(task)
@@ -278,21 +315,14 @@ def _later(
     world: int,
 ) -> LaterSteps:
     """The state after ``task.steps`` under the plan."""
-
-    def whole(tensor: torch.Tensor) -> torch.Tensor:
-        full = parallel.full_tensor(tensor).detach().cpu()
-        return _infinite_where_ranks_differ(full, world) if full.is_floating_point() else full
-
-    policy = parallel.plan.precision
+    compares = _compares_buffers(parallel.plan.precision)
     if task.steps == 1:
-        return LaterSteps((), _compared_buffers(parallel.named_buffers(), policy, whole))
+        return LaterSteps((), whole_buffers(parallel, world) if compares else {})
     optimizer = parallel.optimizer(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
-    before = _whole(parallel.named_parameters(), whole)
+    before = {name: _whole_tensor(parallel, value, world) for name, value in parallel.named_parameters()}
     losses = train(loss, optimizer, lambda: parallel.step(*args, **kwargs), task.steps)
-    after, buffers = (
-        _whole(parallel.named_parameters(), whole),
-        _compared_buffers(parallel.named_buffers(), policy, whole),
-    )
+    after = {name: _whole_tensor(parallel, value, world) for name, value in parallel.named_parameters()}
+    buffers = whole_buffers(parallel, world) if compares else {}
     later = LaterSteps(losses, buffers, before, after, _evaluated(parallel, task, args, kwargs))
     parallel.train()
     return later

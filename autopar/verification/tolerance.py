@@ -3,14 +3,15 @@
 Errors are relative to the largest element of what is compared, max|a - b| / max|b|. Where a value on one process is
 already mostly rounding (against float64), a difference counts against that rounding instead.
 
-In float32 such values are those that are zero but for rounding. How large it is on one process may be luck, so where
-that does not explain a difference, what rounding does under the plan is measured too (:mod:`.perturbation`). In 16 bits
-rounding is a matter of degree: where sums cancel, the error of one process itself is far more than a unit of rounding.
-A plan adds in another order and rounds its partial sums, so its own error is as large. The two may differ by the sum of
-both errors, and twice that is allowed. The same holds for the few values in float32 that cancel so far that the error
+In float32 such values are those that are zero but for rounding, and those that cancel so far that much of them is. How
+large it is on one process may be luck, so where that does not explain a difference, what rounding does under the plan
+is measured too (:mod:`.perturbation`), and four times that is allowed of the latter. In 16 bits rounding is a matter of
+degree: where sums cancel, the error of one process itself is far more than a unit of rounding. A plan adds in another
+order and rounds its partial sums, so its own error is as large. The two may differ by the sum of both errors, and twice
+that is allowed. The same holds for the few values in float32 that cancel so far that the error
 of one process is about the tolerance itself (the weights of a norm before a convolution that is normalised again), up
-to ten tolerances: a larger difference from float64 may have another cause, since some models compute something else
-there, such as norms whose epsilon is that of the dtype.
+to ten tolerances unless it was measured: a larger difference from float64 may have another cause, since some models
+compute something else there, such as norms whose epsilon is that of the dtype. What rounding moves is none of it.
 """
 
 from __future__ import annotations
@@ -75,19 +76,25 @@ class Closeness:
         return Closeness((STORED if stored == unit else APART) * unit, unit, always=True)
 
     def error(
-        self, actual: torch.Tensor, expected: torch.Tensor, own_error: float, exact: torch.Tensor | None = None
+        self,
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        own_error: float,
+        exact: torch.Tensor | None = None,
+        moved: float = 0.0,
     ) -> tuple[float, bool]:
-        """The error of ``actual``, and whether ``expected``, whose own error is ``own_error``, is zero but for
-        rounding (as :meth:`is_noise`)."""
+        """The error of ``actual``, which rounding moves by ``moved``, as far as that was measured, and whether
+        ``expected``, whose own error is ``own_error``, is zero but for rounding (as :meth:`is_noise`)."""
         if not expected.numel():
             return 0.0, False
         error = float((actual.double() - expected.double()).abs().max())
         size = largest(expected)
-        noise = own_error > 0.0 and self.is_noise(expected, exact, own_error)
+        either = max(own_error, moved)
+        noise = either > 0.0 and self.is_noise(expected, exact, own_error)
         if error == 0.0:
             return 0.0, noise
-        eased = min(APART * own_error / self.tolerance, MOST_TOLERANCES * size)
-        divisor = max(size, own_error / self.unit if self.always or noise else eased)
+        eased = max(min(APART * own_error / self.tolerance, MOST_TOLERANCES * size), APART * moved / self.tolerance)
+        divisor = max(size, either / self.unit if self.always or noise else eased)
         return (error / divisor if divisor else float("inf")), noise
 
     def is_noise(self, value: torch.Tensor, exact: torch.Tensor | None, own_error: float) -> bool:
@@ -97,6 +104,16 @@ class Closeness:
         if self.always:
             return exact is not None and largest(exact) <= own_error
         return largest(value) <= MOST_OF_NOISE * own_error
+
+    def in_doubt(
+        self, actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None, own_error: float
+    ) -> bool:
+        """Whether a difference may be rounding, of which ``own_error`` on one process is one sample: where one process
+        has nothing else, or in float32 and float64 where the difference is within reach of that sample."""
+        if exact is None or exact.shape != expected.shape:
+            return False
+        near = not self.always and distance(actual, expected) <= MOST_OF_NOISE * APART * own_error
+        return near or self.is_noise(expected, exact, own_error)
 
     def loss_error(self, actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None) -> float:
         """The error of a loss. A loss is a sum that may cancel to almost nothing, so its difference counts against the

@@ -96,15 +96,16 @@ def verify(
     assert expected is not None
     closeness = Closeness.of(settings.precision, parameter_dtypes(ready))
     closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
-    gradients = compared(actual, expected, closeness)
-    moved, unmeasured = _moved(replace(task, plan=actual.plan), gradients.doubtful, closeness, timeout)
-    gradients = compared(actual, expected, closeness, moved) if moved else gradients
-    report = judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, gradients)
+    known = compared(actual, expected, closeness)
+    moved, unmeasured = _moved(replace(task, plan=actual.plan), known.doubtful, closeness, timeout)
+    known = compared(actual, expected, closeness, moved) if moved else known
+    report = judge(actual, expected, closeness, time.perf_counter() - start, task.mesh, known)
     return replace(report, unmeasured=unmeasured)
 
 
 def _moved(task: Task, names: Collection[str], closeness: Closeness, timeout: float) -> tuple[Mapping[str, float], str]:
-    """How far rounding moves the gradients ``names`` under the plan of ``task``, and why that is not known of all."""
+    """How far rounding moves the gradients and buffers ``names`` under the plan of ``task``, and why that is not known
+    of all."""
     if not names:
         return {}, ""
     arguments = (task, closeness.ulp, names)
@@ -113,7 +114,7 @@ def _moved(task: Task, names: Collection[str], closeness: Closeness, timeout: fl
     except AutoparError as error:
         return {}, shorten(str(error), _LONGEST, placeholder=" ...")
     endless = [name for name in names if not math.isfinite(found.get(name, math.nan))]
-    why = f"ranks disagree or values are not finite in {', '.join(endless)}" if endless else ""
+    why = f"ranks disagree, values are not finite, or no state has them: {', '.join(endless)}" if endless else ""
     return found, shorten(why, _LONGEST, placeholder=" ...")
 
 

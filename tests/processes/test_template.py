@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import Context, ContextVar
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import parametrizations, parametrize
 
 from autopar.errors import WorkerError
 from autopar.processes.imports import installed_modules
 from autopar.processes.template import template
 from autopar.runtime.launch import run_local
+from autopar.torch_internals.hugging_face import records_outputs
 
 HERE = torch.library.Library("template_tests", "DEF")
 HERE.define("negated(Tensor x) -> Tensor")
@@ -145,6 +150,34 @@ def test_layers_with_parametrized_weights_are_sent() -> None:
     found, gradients, *others = one(work)
     assert torch.equal(found, expected) and others == [True, scaled.calls + 2, True]
     assert gradients == {name: True for name, _ in model.named_parameters()} and len(gradients) == 6
+
+
+def test_hooks_of_libraries_collect_there_too() -> None:
+    """That of transformers writes what a context variable of its module holds, which its model sets when called."""
+    config = transformers.ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, out_features=["stage1"])
+    model, x = transformers.ConvNextBackbone(config).eval(), torch.randn(1, 3, 32, 32)
+    expected = model(x).feature_maps[0].detach()
+    assert any(module._forward_hooks for module in model.modules())
+
+    def work(rank: int, world: int) -> torch.Tensor:
+        records_outputs(model)
+        return model(x).feature_maps[0].detach()
+
+    assert torch.equal(one(work), expected)
+
+
+def test_context_variables_are_sent() -> None:
+    """Those of an installed module as the module's, others with their default and the value that they have here."""
+    unset: ContextVar[int] = ContextVar("unset")
+    preset, given = ContextVar("preset", default=3), ContextVar("given", default=4)
+    given.set(5)
+    installed = proxy_tensor.ORIGINAL_ATEN
+
+    def work(rank: int, world: int) -> Any:
+        same = installed is importlib.import_module("torch.fx.experimental.proxy_tensor").ORIGINAL_ATEN
+        return [unset.get(None), unset.name, preset.get(), given.get(), Context().run(given.get), same]
+
+    assert one(work) == [None, "unset", 3, 5, 4, True]
 
 
 def test_copies_of_copies_come_from_the_same_template() -> None:

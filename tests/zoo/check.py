@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.cluster.description import Cluster
@@ -32,6 +30,7 @@ from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.trace.tracer import trace
+from autopar.verification.widths import converted, default_dtype, in_width, insisting
 from tests.helpers.eager_draws import STATE, eager_draws
 from tests.helpers.interpret import interpret
 from tests.helpers.lowering import plain
@@ -39,17 +38,6 @@ from tests.helpers.simulate import World
 
 Narrowed = Callable[[random.Random, tuple[Strategy, ...]], tuple[Strategy, ...]]
 Results = dict[tuple[str, str], torch.Tensor | None]
-
-
-@contextmanager
-def _doubles() -> Iterator[None]:
-    """Within, new tensors are float64, so that rounding cannot hide an error."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @dataclass
@@ -61,38 +49,15 @@ class Case:
     expected: Results
 
 
-class _Wide(TorchFunctionMode):
-    """Within, models that insist on float32 compute in float64, so that rounding cannot hide an error."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, _wide, (args, kwargs or {}))
-        return _DOUBLE.get(func, func)(*args, **kwargs)
-
-
-_HALVES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDE = {**dict.fromkeys(_HALVES, torch.float64), torch.complex64: torch.complex128}
-_DOUBLE = {torch.Tensor.float: torch.Tensor.double, torch.Tensor.cfloat: torch.Tensor.cdouble}
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return _WIDE.get(dtype, dtype)
-
-
-def _double(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-        return leaf
-    return leaf.to(torch.complex128) if leaf.is_complex() else leaf.double()
-
-
-@_doubles()
+@default_dtype(torch.float64)  # Rounding cannot hide an error.
 def make_case(model: nn.Module, batch: Any) -> Case:
     """Traces a model; asserts that its graph gives the loss and gradients of the model itself."""
     torch.manual_seed(0)
     if hasattr(model, "set_experts_implementation") and hasattr(model.config, "_experts_implementation"):
         model.set_experts_implementation("eager")  # Grouped products have no kernel for float64; the loop has.
-    model, batch = model._apply(_double).train(), pytree.tree_map(_double, batch)  # double() leaves complex buffers
+    model, batch = model._apply(converted).train(), pytree.tree_map(converted, batch)  # double() leaves complex buffers
     args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch)
-    with _Wide():
+    with insisting():
         traced = trace(model, args, kwargs, device="cpu")
     batch_size = next(iter(dict(traced.graph.symbols).values()), 0)
     graph = widened(step_graph(normalise(traced.graph), traced.signature.loss, batch_size))
@@ -111,20 +76,20 @@ def widened(graph: Graph) -> Graph:
     """The graph with float64 wherever something insists on fewer bits: decompositions, casts of mixed precision."""
 
     def leaf(arg: Arg) -> Arg:
-        return _wide(arg) if isinstance(arg, torch.dtype) else arg
+        return in_width(arg) if isinstance(arg, torch.dtype) else arg
 
     def visit(node: Node) -> Node:
-        types = tuple(kind and TensorType(kind.shape, _wide(kind.dtype)) for kind in node.types)
+        types = tuple(kind and TensorType(kind.shape, in_width(kind.dtype)) for kind in node.types)
         kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
         return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)
 
-    constants = {name: tensor.to(_wide(tensor.dtype)) for name, tensor in graph.constants.items()}
+    constants = {name: tensor.to(in_width(tensor.dtype)) for name, tensor in graph.constants.items()}
     return replace(graph, nodes=tuple(map(visit, graph.nodes)), constants=constants)
 
 
 def _check_trace(case: Case, model: nn.Module, args: Any, kwargs: Any, loss: str | None) -> None:
     torch.manual_seed(0)
-    with eager_draws(), _Wide():
+    with eager_draws(), insisting():
         output = model(*args, **kwargs)
     flat = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.ndim == 0 and t.requires_grad]
     value = getattr(output, "loss", None)
@@ -246,7 +211,7 @@ def tangents(graph: Graph) -> dict[str, torch.Tensor]:
     }
 
 
-@_doubles()
+@default_dtype(torch.float64)  # Rounding cannot hide an error.
 def check_assignment(case: Case, annotated: Graph, assignment: Assignment, prices: Prices, message: str) -> None:
     """One assignment gives what one device gives."""
     torch.manual_seed(0)
