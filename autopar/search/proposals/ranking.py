@@ -34,7 +34,7 @@ DEEP = 32
 LAUNCHES_COUNT = 0.02
 # The share of a closed form that an estimate takes at least. Chosen: see docs/layouts.md.
 UNSURE = 0.985
-# That share where microbatches are fewer than stages: gradients are then reduced while other stages still compute, which
+# That share where microbatches are fewer than stages: gradients are reduced while other stages still compute, which
 # the closed form leaves out. Chosen: of a small Llama on 128 devices, estimates are 0.81 of it (one microbatch).
 UNSURE_OF_FEW = 0.8
 Item = TypeVar("Item")
