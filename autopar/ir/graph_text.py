@@ -7,6 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -50,7 +51,13 @@ def print_arg(arg: Arg) -> str:
         return float.__repr__(arg) if math.isfinite(arg) else f'float("{float(arg)}")'
     if isinstance(arg, complex):
         return f"complex({print_arg(arg.real)}, {print_arg(arg.imag)})"
-    return str(arg)
+    return _expression_text(arg) if isinstance(arg, sympy.Expr) else str(arg)
+
+
+# Graphs of many layers have few expressions, and sympy prints slowly.
+@lru_cache(maxsize=1 << 12, typed=True)
+def _expression_text(expression: sympy.Expr) -> str:
+    return str(expression)
 
 
 def _quoted(text: str) -> str:

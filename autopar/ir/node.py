@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from sys import intern
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -80,7 +80,13 @@ class TensorType(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{DTYPE_NAMES[self.dtype]}[{', '.join(map(str, self.shape))}]"
+        return _type_text(self.shape, self.dtype)
+
+
+# Graphs of many layers have few types, and sympy prints slowly.
+@lru_cache(maxsize=1 << 12)
+def _type_text(shape: tuple[Dim, ...], dtype: torch.dtype) -> str:
+    return f"{DTYPE_NAMES[dtype]}[{', '.join(map(str, shape))}]"
 
 
 class Value(NamedTuple):
