@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import sympy
@@ -181,7 +181,7 @@ def parse_type(text: str, symbols: dict[str, sympy.Symbol]) -> TensorType | None
     return TensorType(dims, SHORT_DTYPES[dtype])
 
 
-def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
+def _parse_node(line: str, symbols: dict[str, sympy.Symbol], type_of: Callable[[str], TensorType | None]) -> Node:
     backward = line.startswith("backward ")
     match = CALL.match(line.removeprefix("backward "))
     if match is None:
@@ -192,7 +192,7 @@ def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
     args, kwargs = parse_args(match["args"], symbols)
     if match["op"] in PLACEHOLDERS and len(args) != 1:
         raise GraphError(f"a placeholder takes one name: {line!r}")
-    types = tuple(parse_type(t, symbols) for _, t in results)
+    types = tuple(type_of(t) for _, t in results)
     return Node(
         name=results[0][0],
         op=match["op"],
@@ -226,6 +226,7 @@ def parse_graph(lines: list[str]) -> tuple[tuple[tuple[str, int], ...], tuple[No
     pairs = [part.split("=") for part in header[1].replace(" ", "").split(",") if part]
     hints = tuple((name, int(size)) for name, size in pairs)
     symbols = {name: symbol(name) for name, _ in hints}
-    nodes = tuple(_parse_node(line, symbols) for line in lines[1:] if not line.startswith("return "))
+    type_of = lru_cache(maxsize=None)(partial(parse_type, symbols=symbols))  # Many nodes have few types.
+    nodes = tuple(_parse_node(line, symbols, type_of) for line in lines[1:] if not line.startswith("return "))
     outputs = tuple(_parse_output(line) for line in lines[1:] if line.startswith("return "))
     return hints, nodes, outputs
