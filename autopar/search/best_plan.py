@@ -192,7 +192,7 @@ def _refusal(
         return main.error.explained if main.explain is None else main.explain()
     advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
     error = main.error.explained if main.explain is None else main.error
-    return layout_infeasible(request, error, main.explain is None, partial(_predicted, pinned), advice)
+    return layout_infeasible(request, error, main.explain, partial(_predicted, pinned), advice)
 
 
 def _main(failures: Sequence[Failure]) -> Failure:

@@ -115,4 +115,12 @@ def test_devices_that_cannot_hold_the_model_are_said_to_be_too_few() -> None:
     limit = least_at_rest(under(layout, devices=2)) * 3 // 4
     said = refused(layout, limit, devices=2)
     assert "No layout fits on these devices: divided evenly among all 2, weights, gradients and optimizer state" in said
-    assert "take 3 devices or more" in said and "single change" not in said
+    assert "take 3 devices or more or an optimizer with less state or offload=None or True" in said
+    assert "single change" not in said
+
+
+def test_what_is_no_field_of_the_layout_is_named_where_no_field_helps() -> None:
+    layout = Layout(data=2, zero=3)
+    limit = least_at_rest(under(layout, devices=2)) * 21 // 20
+    said = refused(layout, limit, devices=2)
+    assert "No single change of it" in said and "What else would lower it: " in said

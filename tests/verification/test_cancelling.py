@@ -18,7 +18,7 @@ from autopar.verification.gradients import Comparison, compare
 from autopar.verification.later_steps import LaterErrors, LaterSteps, compare_later
 from autopar.verification.perturbation import ranges
 from autopar.verification.report import Report
-from autopar.verification.tolerance import TOLERANCE, Closeness
+from autopar.verification.tolerance import APART, MOST_MOVED, MOST_OF_NOISE, TOLERANCE, Closeness
 from tests.helpers.planning import CLUSTER
 
 Tensors = dict[str, torch.Tensor]
@@ -81,7 +81,8 @@ def test_rounding_is_equal_and_faults_are_not(
         first = compare(found, alone, exact, closeness)
         return _wrong(compare(found, alone, exact, closeness, {name: moved[name] for name in first.doubtful}))
 
-    assert judged(planned) == []
+    size, own = float(alone["b"].abs().max()), closeness.rounding_error(alone["b"], exact["b"])
+    assert judged(planned) == [] or APART * moved["b"] > MOST_MOVED * size, "which rounding moves too far to be known"
     b = planned["b"]
     cancelled = step(state, x)["b"] - _step(shards, 0.0)(state, x)["b"]
     found = {
@@ -91,9 +92,9 @@ def test_rounding_is_equal_and_faults_are_not(
         "nothing": b * 0,
         "twice": b * 2,
     }[fault]
-    rounding = moved["b"] + closeness.rounding_error(alone["b"], exact["b"])
-    if float((found - b).abs().max()) > max(12 * rounding, 2 * TOLERANCE * float(alone["b"].abs().max())):
-        assert judged(planned | {"b": found}) == ["b"]
+    is_lost = fault in ("nothing", "twice") and size > MOST_OF_NOISE * own
+    if is_lost or float((found - b).abs().max()) > max(12 * (moved["b"] + own), 2 * TOLERANCE * size):
+        assert "b" in judged(planned | {"b": found})
 
 
 def test_a_gradient_that_cancels_is_measured_where_rounding_may_explain_it() -> None:

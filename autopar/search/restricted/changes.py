@@ -63,8 +63,11 @@ def _filled(request: PlanRequest, layout: Layout) -> float:
 
 
 def _least_enough(request: PlanRequest, ascending: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]]:
-    """Of changes of one kind, from the smallest to the largest, the first that leaves room; if none does, the last."""
-    return [*(each for each in ascending if _filled(request, each[1]) <= ROOMY), *ascending[-1:]][:1]
+    """Of changes of one kind, from the smallest to the largest, the first that leaves room; if none does, the first
+    that may fit, or the last."""
+    filled = [(_filled(request, layout), (text, layout)) for text, layout in ascending]
+    enough = [each for share in (ROOMY, 1.0) for own, each in filled if own <= share]
+    return [*enough, *ascending[-1:]][:1]
 
 
 def _changed(layout: Layout, **values: Any) -> Iterator[Layout]:
@@ -79,7 +82,8 @@ def _of_fields(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, Layo
         yield from (('recompute="full"', each) for each in _changed(layout, recompute="full"))
     if given.get("zero") in (0, 1, 2):
         higher = [each for zero in range(given["zero"] + 1, 4) for each in _changed(layout, zero=zero)]
-        yield from _least_enough(request, [(f"zero={each.zero}", each) for each in higher])
+        roomy = [each for each in higher if _filled(request, each) <= ROOMY]
+        yield from ((f"zero={each.zero}", each) for each in (*roomy, *higher[-1:])[:1])  # None costs much time.
     sizes = divisors(given.get("microbatch", 1))[:-1]
     for size in dict.fromkeys((*sizes[-1:], *sizes[:1])):  # The next smaller one, and one sample.
         yield from ((f"microbatch={size}", each) for each in _changed(layout, microbatch=size))

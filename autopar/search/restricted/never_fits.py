@@ -51,7 +51,7 @@ def at_rest_in_layout(request: PlanRequest) -> int:
     stages = own.pipeline or (options.stages if isinstance(options.stages, int) else None)
     given = math.prod(n or 1 for n in (own.tensor, own.data, own.context, stages))
     is_open = own.tensor is None or stages is None
-    parts = (own.tensor or 1) * (stages or 1) * (own.expert or 1) * (devices // given if is_open else 1)
+    parts = (own.tensor or 1) * (stages or 1) * (own.expert or 1) * (max(1, devices // given) if is_open else 1)
     sharded = _SHARDED[3 if options.zero is None else options.zero]
     return sum(
         math.ceil(count / (devices if kind in sharded else min(parts, devices)))
