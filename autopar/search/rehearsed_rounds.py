@@ -191,7 +191,12 @@ def _after_infeasible(sought: Sought, state: _State, program: Program, error: In
     """After a program that has no solution: where less cannot be counted, as much may still be held."""
     if quickest_of(state.found, state.recut) is not None:
         return state, None
-    if state.beyond is None or state.has_retried or isinstance(error, TooSlowError):
+    if isinstance(error, TooSlowError):
         raise error
-    limit = (program.limit + state.beyond.counted * sought.devices) / 2
+    if state.beyond is None or state.has_retried:  # What was priced is known to need less than the program counts.
+        raise too_full(sought.request, state.worst) if math.isfinite(state.worst.share) else error
+    counted = state.beyond.counted * sought.devices
+    limit, least = (program.limit + counted) / 2, (error.needed_bytes or 0) * max(sought.request.layout.sizes)
+    if limit <= least < counted:  # In which nothing is possible, or just placements that nobody wants.
+        limit = (least + counted) / 2
     return replace(state, has_retried=True), replace(program, limit=limit)

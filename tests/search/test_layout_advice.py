@@ -76,7 +76,7 @@ def named(layout: Layout, limit: int) -> list[str]:
 
 def test_changes_are_of_fields_that_were_given_and_of_degrees_for_others() -> None:
     rests = at_rest_in_layout(under(Layout(data=4, zero=0)))
-    assert named(Layout(data=4, zero=0), 3 * rests)[:3] == ["zero=1", "data=2", "data left out"]
+    assert named(Layout(data=4, zero=0), 3 * rests)[:3] == ["zero=1", "data=2", "degrees left out"]
     given = Layout(data=2, pipeline=2, tensor=1, recompute="none", microbatch=4, sequence_parallel=False)
     found = named(given, 10 * rests)
     assert found[:3] == ['recompute="full"', "microbatch=2", "microbatch=1"]

@@ -111,8 +111,8 @@ def _exchanged(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, Layo
 def _left_out(layout: Layout) -> Iterator[tuple[str, Layout]]:
     """The layout without one field that restricts what is in flight, and without its degrees."""
     degrees = tuple(name for name in (*DEGREES, "expert") if name in layout.given)
-    for names in (("microbatch",), ("schedule",), ("interleave",), degrees):
+    for text, names in (*((name, (name,)) for name in ("microbatch", "schedule", "interleave")), ("degrees", degrees)):
         kept: Mapping[str, Any] = {name: getattr(layout, name) for name in layout.given if name not in names}
         if len(kept) < len(layout.given):
             with suppress(OptionsError):
-                yield f"{' and '.join(names)} left out", Layout(**kept)
+                yield f"{text} left out", Layout(**kept)
