@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .tolerance import APART, MOST_OF_NOISE, Closeness, distance, largest
+from .tolerance import APART, MOST_MOVED, MOST_OF_NOISE, Closeness, distance, largest
 
 # Plain SGD: a method that divides by the size of a gradient would amplify those that are zero but for rounding.
 # Chosen: the defaults of torch.optim.SGD's rate, and the usual momentum.
@@ -68,7 +68,8 @@ def compare_later(
     """Compares the steps under a plan (``actual``) with those of one process (``reference``); ``exact`` are the latter
     in the other floating-point width. Parameters whose first gradients are nothing but rounding (``noisy``) count
     against what changed most of all, if rounding is all that later steps change them by, too. ``moved``: how far
-    rounding alone moves the buffers under the plan, where it was measured (:mod:`.perturbation`)."""
+    rounding alone moves the first gradients and the buffers under the plan, where it was measured
+    (:mod:`.perturbation`)."""
     changes = (_change(value, reference.before.get(name)) for name, value in reference.parameters.items())
     most = max(changes, default=0.0)
     errors: dict[str, float] = {}
@@ -80,23 +81,35 @@ def compare_later(
         precise = exact.parameters.get(name) if exact else None
         start, alone = reference.before.get(name), reference.parameters.get(name)
         least = most if name in noisy and _changes_by_rounding(alone, precise, start, closeness) else 0.0
-        error = _error(actual.parameters.get(name), alone, precise, start, closeness, least)
+        change = 0.0 if alone is None else _change(alone, start)
+        far = _moved_by_steps((moved or {}).get(name, 0.0), len(reference.losses), change)
+        error = _error(actual.parameters.get(name), alone, precise, start, closeness, least, far)
         errors[f"parameter {name} after {len(reference.losses)} steps"] = error
-    doubtful, scale = [], _largest_computed(reference.buffers, exact.buffers if exact else {})
-    for name in sorted({*actual.buffers, *reference.buffers}):
-        precise = exact.buffers.get(name) if exact else None
-        found, alone = actual.buffers.get(name), reference.buffers.get(name)
-        may_be_rounding = _may_be_rounding(found, alone, precise, scale, closeness)
-        far = (moved or {}).get(name, 0.0) if may_be_rounding else 0.0
-        error = _error(found, alone, precise, None, closeness, rounded=far if math.isfinite(far) else 0.0)
-        errors[f"buffer {name}"] = error
-        if may_be_rounding and not error <= closeness.tolerance:
-            doubtful.append(name)
+    of_buffers, doubtful = _buffer_errors(
+        actual.buffers, reference.buffers, exact.buffers if exact else {}, closeness, moved or {}
+    )
+    errors |= of_buffers
     for name in sorted({*actual.evaluation, *reference.evaluation}):
         precise = exact.evaluation.get(name) if exact else None
         error = _error(actual.evaluation.get(name), reference.evaluation.get(name), precise, None, closeness)
         errors[f"evaluation, output {name}"] = error
-    return LaterErrors(errors, tuple(doubtful))
+    return LaterErrors(errors, doubtful)
+
+
+def _buffer_errors(
+    actual: Tensors, reference: Tensors, exact: Tensors, closeness: Closeness, moved: Mapping[str, float]
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The errors of buffers, as they are reported, and the names of those in doubt."""
+    errors, doubtful, scale = dict[str, float](), list[str](), _largest_computed(reference, exact)
+    for name in sorted({*actual, *reference}):
+        found, alone, precise = actual.get(name), reference.get(name), exact.get(name)
+        may_be_rounding = _may_be_rounding(found, alone, precise, scale, closeness)
+        far = moved.get(name, 0.0) if may_be_rounding else 0.0
+        error = _error(found, alone, precise, None, closeness, rounded=far if math.isfinite(far) else 0.0)
+        errors[f"buffer {name}"] = error
+        if may_be_rounding and not error <= closeness.tolerance:
+            doubtful.append(name)
+    return errors, tuple(doubtful)
 
 
 def _may_be_rounding(
@@ -153,6 +166,12 @@ def _error(
     )
     divisor = max(changed, APART * rounding / closeness.tolerance)
     return error / divisor if divisor else math.inf
+
+
+def _moved_by_steps(gradient: float, steps: int, change: float) -> float:
+    """By how much rounding may move a parameter in some ``steps``, if it moves its ``gradient`` by so much: of what it
+    is to ``change`` by, no larger a share than is excused of gradients. 0 where ranks disagreed."""
+    return min(RATE * steps * gradient, MOST_MOVED * change / APART) if math.isfinite(gradient) else 0.0
 
 
 def _changes_by_rounding(

@@ -117,6 +117,23 @@ def test_a_gradient_that_cancels_is_measured_where_rounding_may_explain_it() -> 
     assert found(1.2e-5, 1.0) == ((), ["b"]), "more than the tolerance of the largest"
 
 
+def test_a_parameter_may_be_moved_as_its_gradient_is() -> None:
+    """By so much in each of several steps: a gradient of 1e-4, of which rounding moves 3e-7."""
+    start = {"b": torch.zeros(2)}
+    alone, exact = {"b": torch.full((2,), 2e-7)}, {"b": torch.full((2,), 2e-7 + 1.6e-10).double()}
+    losses = (torch.ones(()), torch.ones(()))
+
+    def error(off: float, moved: float | None) -> float:
+        found = LaterSteps(losses, {}, start, {"b": alone["b"] + off})
+        known = LaterSteps(losses, {}, start, alone), LaterSteps(losses, {}, start, exact)
+        return compare_later(found, *known, Closeness(), moved=None if moved is None else {"b": moved}).errors[
+            "parameter b after 2 steps"
+        ]
+
+    assert error(1.2e-9, None) > TOLERANCE >= error(1.2e-9, 3e-7)
+    assert error(1e-7, 1.0) > TOLERANCE and error(1.2e-9, math.inf) > TOLERANCE
+
+
 def test_a_buffer_that_is_rounding_is_measured() -> None:
     alone = {"mean": torch.full((2,), 2.3e-17), "settled": torch.full((2,), 4.4e-10), "var": torch.ones(2)}
     exact = {"mean": torch.full((2,), 1e-26).double(), "settled": alone["settled"].double() + 4.6e-15}
