@@ -262,10 +262,14 @@ def _check_schedule(request: PlanRequest) -> None:
             "interleave out, or ask for 2 stages or more"
         )
     if options.schedule is not None and (devices == 1 or options.stages == 1) and options.microbatches in (None, 1):
-        why = f"stages={options.stages}" if options.stages is not None else f"the mesh {request.mesh} has one device"
+        of_layout = options.layout is not None and "pipeline" in options.layout.given
+        name = "pipeline" if of_layout else "stages"
+        why = f"{name}={options.stages}" if options.stages is not None else f"the mesh {request.mesh} has one device"
+        mesh = "" if devices > 1 else "give a mesh of several devices and "
+        searched = "" if of_layout else " (or None to search)"
         raise OptionsError(
             f"schedule={options.schedule!r} orders the work of pipeline stages, but {why}: leave schedule out, "
-            "or give a mesh of several devices and stages=2 or more (or None to search)"
+            f"or {mesh or 'take '}{name}=2 or more{searched}"
         )
 
 

@@ -43,7 +43,7 @@ def test_what_fits_has_no_wrong_types(kind: Any) -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planned("stack", (2, 2), slow_devices())
+    return planned("stack", (2, 2), slow_devices(), stages=1)
 
 
 @pytest.mark.parametrize("name", sorted(hints(PlanRecord)))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
 from autopar.planner.request import PlanRequest
 from autopar.search.restricted.changes import changes
@@ -35,6 +36,17 @@ class Layers(nn.Module):
 def layers() -> Case:
     torch.manual_seed(0)
     return Layers(), (torch.randn(8, 64),)
+
+
+def wide_head() -> Case:
+    """A Llama whose vocabulary is large beside its width."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=96, intermediate_size=200, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
+        vocab_size=50257, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 50257, (8, 32))
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 def under(layout: Layout, devices: int = 4, **options: Any) -> PlanRequest:
@@ -124,3 +136,20 @@ def test_what_is_no_field_of_the_layout_is_named_where_no_field_helps() -> None:
     limit = least_at_rest(under(layout, devices=2)) * 21 // 20
     said = refused(layout, limit, devices=2)
     assert "No single change of it" in said and "What else would lower it: " in said
+
+
+def test_a_schedule_without_stages_is_refused_in_the_words_of_the_layout() -> None:
+    with pytest.raises(OptionsError, match=r"but pipeline=1: leave schedule out, or take pipeline=2 or more$"):
+        planned(layers, (4,), layout=Layout(pipeline=1, data=4, schedule="1f1b"))
+
+
+@pytest.mark.slow
+def test_a_limit_in_which_less_than_the_average_counts_is_no_limit_of_stages() -> None:
+    """What a program counts of both stages is more than they hold by so much that nothing seems to fit: within what one
+    plan holds, there is one."""
+    of_stages: dict[str, Any] = {"pipeline": 2, "microbatch": 1, "schedule": "1f1b", "interleave": 1}
+    layout = Layout(data=2, tensor=1, recompute="none", zero=0, precision="bf16", **of_stages)
+    case: dict[str, Any] = {"layout": layout, "offload": False}
+    larger = planned(wide_head, (4,), **case).predicted.peak_bytes
+    peak = planned(wide_head, (4,), memory_limit=larger * 97 // 100, **case).predicted.peak_bytes
+    assert planned(wide_head, (4,), memory_limit=peak, **case).predicted.peak_bytes <= peak < larger
