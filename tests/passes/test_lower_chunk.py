@@ -30,11 +30,12 @@ from autopar.schedule.named import make_schedule
 from autopar.search.schedules.chunks import WirePrice
 from autopar.search.stage_prices.chunk_price import first_buckets_seconds
 from autopar.search.stage_prices.pipeline_breakdown import price_stages
+from autopar.verification.widths import default_dtype
 from tests.helpers.pass_text import check
 from tests.helpers.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.helpers.simulate_pipeline import Pipeline
 from tests.passes.test_cut import MODELS, _case
-from tests.zoo.check import _doubles, compare
+from tests.zoo.check import compare
 
 transformers.logging.set_verbosity_error()
 
@@ -143,7 +144,7 @@ def test_collectives_of_a_stage_are_counted_by_its_schedule() -> None:
     }
 
 
-@_doubles()
+@default_dtype(torch.float64)
 def _check(name: str, wanted: Wanted) -> None:
     case = _case(name)
     made = make_pipeline(case.graph, wanted)
