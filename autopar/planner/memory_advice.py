@@ -20,6 +20,9 @@ LESS_STATE = "an optimizer with less state"
 EFFORT, LEAST_SEARCHES, MOST_SEARCHES = 4000, 3, 12
 # From so many devices on, the fewest. Chosen: on 256, one for a GPT of two layers takes ten seconds.
 MANY_DEVICES = 128
+# A first guess of a limit in which a pipeline fits, relative to what the program of all stages together, or the first
+# of them to fail, needs. Chosen: stages are not all as full.
+FULLER = 1.2
 # The least share of a time limit that is left for advice. Chosen, not measured.
 LEAST_SHARE = 0.25
 
@@ -46,9 +49,10 @@ class AdviceBudget:
     def is_spent(self) -> bool:
         return self.searches <= 0 or time.process_time() - self.begun >= self.seconds
 
-    def allows(self, what: str) -> bool:
-        """Whether another search may begin, which is counted; if none may, ``what`` is noted as not searched."""
-        if self.is_spent:
+    def allows(self, what: str, leaving: int = 0) -> bool:
+        """Whether another search may begin, which is counted, ``leaving`` so many for others; if none may, ``what`` is
+        noted as not searched."""
+        if self.is_spent or self.searches <= leaving:
             self.skipped += [what] if what not in self.skipped else []
             return False
         self.searches -= 1

@@ -31,9 +31,6 @@ from .stage_meshes import StageLayout
 LOWER = 0.8
 # How near a limit that fits is to one that does not, relative to it, where neither is sought further. Chosen, as above.
 NEAR_LEAST = 0.9
-# A first guess of the limit, relative to what the program of all stages together needs. Chosen: stages are not all as
-# full.
-FULLER = 1.2
 
 _SMALLER = "smaller limits of pipelines"
 

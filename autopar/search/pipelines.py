@@ -17,6 +17,7 @@ from autopar.passes.annotate.few_layers import FewLayers
 from autopar.passes.pipeline.coupled_samples import CoupledError
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.saved_values import SaveActivations
+from autopar.planner.memory_advice import FULLER
 from autopar.planner.memory_limit import TooSlowError
 from autopar.planner.request import PlanRequest, asked_mesh, folded_graph, rank_limits, stage_limits
 from autopar.planner.step_graphs import graph_alone, pipelined_step_of
@@ -29,7 +30,7 @@ from .attempts import attempts, beside
 from .candidate import Candidate, Excluded, Failure, Staged, named_axes
 from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .division_bounds import Division, covered
-from .infeasible import FULLER, pipeline_infeasible
+from .infeasible import pipeline_infeasible
 from .pipeline import search
 from .pipeline_predicted import staged_predicted
 from .pipeline_request import MOST_CHUNKS, PipelineRequest

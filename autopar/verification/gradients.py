@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .tolerance import Closeness, distance, largest
+from .tolerance import Closeness, distance, finite, largest
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -53,8 +53,8 @@ def compare(
 ) -> Comparison:
     """Compares gradients under a plan with those of the ``reference``, one process; ``exact`` are the latter in the
     other floating-point width. ``moved``: how far rounding alone moves those under the plan, where it was measured
-    (:mod:`.perturbation`); infinity and NaN, where ranks disagreed, measure nothing."""
-    measured = {name: far for name, far in (moved or {}).items() if math.isfinite(far)}
+    (:mod:`.perturbation`)."""
+    measured = finite(moved)
     most = max(map(largest, reference.values()), default=0.0)
     result, unset, doubtful = Comparison(), [], []
     for name in sorted({*actual, *reference}):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .tolerance import APART, MOST_MOVED, MOST_OF_NOISE, Closeness, distance, largest
+from .tolerance import APART, MOST_MOVED, MOST_OF_NOISE, Closeness, distance, finite, largest
 
 # Plain SGD: a method that divides by the size of a gradient would amplify those that are zero but for rounding.
 # Chosen: the defaults of torch.optim.SGD's rate, and the usual momentum.
@@ -72,7 +72,7 @@ def compare_later(
     (:mod:`.perturbation`)."""
     changes = (_change(value, reference.before.get(name)) for name, value in reference.parameters.items())
     most = max(changes, default=0.0)
-    errors: dict[str, float] = {}
+    errors, measured = dict[str, float](), finite(moved)
     losses = exact.losses if exact else (None,) * len(reference.losses)
     for number, (loss, expected, precise) in enumerate(zip(actual.losses, reference.losses, losses, strict=True), 1):
         if number > 1:
@@ -82,11 +82,11 @@ def compare_later(
         start, alone = reference.before.get(name), reference.parameters.get(name)
         least = most if name in noisy and _changes_by_rounding(alone, precise, start, closeness) else 0.0
         change = 0.0 if alone is None else _change(alone, start)
-        far = _moved_by_steps((moved or {}).get(name, 0.0), len(reference.losses), change)
+        far = _moved_by_steps(measured.get(name, 0.0), len(reference.losses), change)
         error = _error(actual.parameters.get(name), alone, precise, start, closeness, least, far)
         errors[f"parameter {name} after {len(reference.losses)} steps"] = error
     of_buffers, doubtful = _buffer_errors(
-        actual.buffers, reference.buffers, exact.buffers if exact else {}, closeness, moved or {}
+        actual.buffers, reference.buffers, exact.buffers if exact else {}, closeness, measured
     )
     errors |= of_buffers
     for name in sorted({*actual.evaluation, *reference.evaluation}):
@@ -105,7 +105,7 @@ def _buffer_errors(
         found, alone, precise = actual.get(name), reference.get(name), exact.get(name)
         may_be_rounding = _may_be_rounding(found, alone, precise, scale, closeness)
         far = moved.get(name, 0.0) if may_be_rounding else 0.0
-        error = _error(found, alone, precise, None, closeness, rounded=far if math.isfinite(far) else 0.0)
+        error = _error(found, alone, precise, None, closeness, rounded=far)
         errors[f"buffer {name}"] = error
         if may_be_rounding and not error <= closeness.tolerance:
             doubtful.append(name)
@@ -170,8 +170,8 @@ def _error(
 
 def _moved_by_steps(gradient: float, steps: int, change: float) -> float:
     """By how much rounding may move a parameter in some ``steps``, if it moves its ``gradient`` by so much: of what it
-    is to ``change`` by, no larger a share than is excused of gradients. 0 where ranks disagreed."""
-    return min(RATE * steps * gradient, MOST_MOVED * change / APART) if math.isfinite(gradient) else 0.0
+    is to ``change`` by, no larger a share than is excused of gradients."""
+    return min(RATE * steps * gradient, MOST_MOVED * change / APART)
 
 
 def _changes_by_rounding(

@@ -11,8 +11,8 @@ difference is excused so that exceeds the tolerance of the largest gradient (:mo
 The same tells how much of a gradient is rounding whose terms cancel far, but not to zero, and of a buffer, such as the
 mean of what a norm before it has centred. What moves a value so is its condition: an error of a plan far above its
 rounding moves it no more than the right value. Of a value that is more than rounding, no more than three tenths are
-excused (:mod:`.tolerance`). (Stochastic arithmetic: Parker, Monte Carlo arithmetic, 1997; Vignes,
-CADNA, 1993.)
+excused (:mod:`.tolerance`). (Stochastic arithmetic: Parker, Monte Carlo arithmetic, 1997;
+Vignes, CADNA, 1993.)
 """
 
 from __future__ import annotations

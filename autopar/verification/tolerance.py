@@ -147,6 +147,12 @@ class Closeness:
         return apart * ratio if math.isfinite(apart) else 0.0
 
 
+def finite(moved: Mapping[str, float] | None) -> dict[str, float]:
+    """How far rounding moves values, where that was measured: infinity and NaN, where ranks disagreed, measure
+    nothing."""
+    return {name: far for name, far in (moved or {}).items() if math.isfinite(far)}
+
+
 def largest(value: torch.Tensor) -> float:
     """The largest element of a ``value`` of any dtype and shape, without signs; 0 if it has none."""
     return float(value.double().abs().max()) if value.numel() else 0.0

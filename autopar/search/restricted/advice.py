@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.plan_record import Predicted
-from autopar.planner.memory_advice import ADVICE, LESS_STATE, AdviceBudget
+from autopar.planner.memory_advice import ADVICE, FULLER, LESS_STATE, AdviceBudget
 from autopar.planner.request import UNLIMITED, PlanRequest, memory_limit_of
 from autopar.plans.views.quantities import duration, size
 from autopar.restriction import words_of
@@ -25,9 +25,6 @@ HARDLY = 2
 # Searches that are left for the bytes that the layout needs, where these are not known. Chosen: one within somewhat
 # more than a stage needs, or one without a limit.
 FOR_BYTES = 2
-# A limit within which a whole plan is looked for, relative to what its first stage to fail needs. Chosen: stages are
-# not all as full.
-FULLER = 1.2
 # Counted seconds of the solvers for a change. Chosen: a fit is looked for, and not the best plan.
 TRIAL_SECONDS = 10.0
 WORDS: Mapping[str, str] = {"weights": "weights", "gradients": "gradients", "state": "optimizer state"}
@@ -94,9 +91,7 @@ class _Trials:
             is_enough = named == NAMED or (named and tried >= TRIED)
             if is_enough or (change.filled > ROOMY and len(self.failed) >= HARDLY):
                 return
-            if self.budget.searches <= self.reserved:
-                self.budget.skipped.append(change.text)
-            if self.budget.searches <= self.reserved or not self.budget.allows(change.text):
+            if not self.budget.allows(change.text, self.reserved):
                 continue
             predicted = self._predicted(change)
             if predicted is None:
