@@ -1,6 +1,8 @@
-"""Values of fields as words of a text, such as those of a layout."""
+"""Values of fields as words of a text, such as those of a layout, and words in a sentence."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from .errors import OptionsError
 
@@ -21,3 +23,8 @@ def read(name: str, text: str, default: object) -> object:
         kind = "true or false" if isinstance(default, bool) else "a number"
         raise OptionsError(f"{name}={text} in a layout: not {kind}") from error
     return tuple(part for part in text.split("+") if part) if isinstance(default, tuple) else text
+
+
+def in_sentence(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

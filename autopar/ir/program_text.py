@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.errors import GraphError, OptionsError
+from autopar.field_text import in_sentence
 
 from .graph_text import CALL, parse_args, parse_type, text_lines
 from .node import Arg, TensorType, Value
@@ -132,8 +133,7 @@ def parse_body(what: str, lines: list[str], groups: Mapping[str, str], names: tu
     sections = parse_sections(lines[count:])
     if tuple(section.name for section in sections) != names:
         present = ", ".join(section.name for section in sections) or "none"
-        listed = f"{', '.join(names[:-1])} and {names[-1]}"
-        raise GraphError(f"{what} has the sections {listed}, in this order; found: {present}")
+        raise GraphError(f"{what} has the sections {in_sentence(names)}, in this order; found: {present}")
     by_field = {field: tuple(slot for slot in slots if slot.word == word) for field, word in groups.items()}
     return Body(by_field, {section.name: section for section in sections})
 

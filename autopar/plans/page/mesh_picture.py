@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.field_text import in_sentence
 from autopar.ir.placements import Placements, is_shard
 from autopar.ir.plan_record import PlanRecord
 from autopar.offload import IN_TIER
@@ -84,15 +85,11 @@ def mesh_pictures(plan: PlanRecord) -> tuple[Way, ...]:
         state = "optimizer state" + (f" {IN_TIER[place.offload]}" if place.offload else "")
         parts = {"weight": place.weight, "gradient": place.gradient, state: place.optimizer}
         grids = tuple(
-            _grid(mesh, _list([what for what, _ in same]), placements)
+            _grid(mesh, in_sentence([what for what, _ in same]), placements)
             for (placements, _), same in itertools.groupby(parts.items(), key=lambda part: (part[1], " in " in part[0]))
         )
         ways.append(Way(_names(largest), len(paths), sum(map(size_of, paths)), grids))
     return tuple(sorted(ways, key=lambda way: -way.bytes)[:_MOST])
-
-
-def _list(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _names(paths: Sequence[str]) -> str:

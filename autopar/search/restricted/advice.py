@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, OptionsError
+from autopar.field_text import in_sentence
 from autopar.ir.plan_record import Predicted
 from autopar.planner.memory_advice import ADVICE, FULLER, LESS_STATE, AdviceBudget
 from autopar.planner.request import UNLIMITED, PlanRequest, memory_limit_of
@@ -128,5 +129,4 @@ def _resting(request: PlanRequest) -> str:
     less = [f"take {math.floor(total / limit) + 1} devices or more"]
     less += [LESS_STATE] if of["state"] else []
     less += ["offload=None or True"] if request.options.offload is False else []
-    listed = " and ".join((", ".join(kinds[:-1]), kinds[-1])) if len(kinds) > 1 else kinds[0]
-    return f"{shared}{listed} alone take {size(total / devices)} on each; {' or '.join(less)}"
+    return f"{shared}{in_sentence(kinds)} alone take {size(total / devices)} on each; {' or '.join(less)}"
