@@ -38,7 +38,7 @@ import torch
 from autopar.errors import GraphError
 
 from .annotation_text import annotate_lines, split_annotations
-from .graph_text import parse_graph, print_graph, print_node, text_lines
+from .graph_text import parse_graph, print_graph, print_nodes, text_lines
 from .invariants import check_nodes, check_outputs
 from .node import (
     PLACEHOLDERS,
@@ -213,7 +213,9 @@ class Graph:
     def _with_sizes(self, sizes: Mapping[str, int]) -> Graph:
         names = {symbol(name): size for name, size in sizes.items()}
         cache: dict[sympy.Expr, Arg] = {}
-        kinds: dict[int, TensorType | None] = {}  # By identity: most nodes share the types of others.
+        # By identity and by form: nodes of equal layers share the types and the form of others.
+        kinds: dict[int, tuple[TensorType | None, ...]] = {}
+        has_sizes: dict[str, bool] = {}
 
         def leaf(arg: Arg) -> Arg:
             if not isinstance(arg, sympy.Expr):
@@ -228,16 +230,18 @@ class Graph:
                 raise _does_not_hold(sizes, f"a size, {arg}, is {number}")
             return number
 
-        def concrete_type(kind: TensorType | None) -> TensorType | None:
-            if id(kind) not in kinds:
-                kinds[id(kind)] = kind and TensorType(tuple(map(size, kind.shape)), kind.dtype)
-            return kinds[id(kind)]
+        def concrete_types(types: tuple[TensorType | None, ...]) -> tuple[TensorType | None, ...]:
+            if (key := id(types)) not in kinds:
+                kinds[key] = tuple([kind and TensorType(tuple(map(size, kind.shape)), kind.dtype) for kind in types])
+            return kinds[key]
 
         def concrete(node: Node) -> Node:
             if not node.is_symbolic:
                 return node
-            types = tuple(map(concrete_type, node.types))
-            if not has_expression(node.args) and not any(has_expression(arg) for _, arg in node.kwargs):
+            types, form = concrete_types(node.types), node.form
+            if form not in has_sizes:
+                has_sizes[form] = has_expression(node.args) or any(has_expression(arg) for _, arg in node.kwargs)
+            if not has_sizes[form]:
                 return node.of_types(types)
             kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
             args = map_arg(node.args, leaf)
@@ -273,9 +277,8 @@ class Graph:
 
     def to_text(self, annotated: bool = False) -> str:
         """The text form, which :meth:`from_text` reads; constants print by name only, annotations if asked for."""
-        lines = ((node.name, print_node(node)) for node in self.nodes)
         annotations = (self.strategies, self.classes) if annotated else ({}, {})
-        return print_graph(self.symbols, annotate_lines(lines, *annotations), self.outputs)
+        return print_graph(self.symbols, annotate_lines(print_nodes(self.nodes), *annotations), self.outputs)
 
     @staticmethod
     def from_text(text: str) -> Graph:

@@ -6,8 +6,8 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -15,7 +15,7 @@ import torch
 
 from autopar.errors import GraphError
 
-from .node import PLACEHOLDERS, SHORT_DTYPES, Arg, Dim, Node, Output, TensorType, Value, symbol
+from .node import PLACEHOLDERS, SHORT_DTYPES, Arg, Dim, Node, Output, Phase, TensorType, Value, expression_text, symbol
 
 _TORCH = {
     **{str(d).removeprefix("torch."): d for d in SHORT_DTYPES.values()},
@@ -28,6 +28,7 @@ _TORCH = {
 }
 _STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _VALUE = re.compile(rf"{_STRING}|%(\w+)(?:\.(\d+))?")
+_RESULT = re.compile(r"%(\w+)(?:\.\d+)?: (none|\w+\[[^\]]*\])")
 _OUTPUT = re.compile(rf"^return (\w+) ({_STRING}) = (?:none|%(\w+)(?:\.(\d+))?)$")
 _UNQUOTED = r"""(?:(?!  @)[^"'])*"""
 # Results, operation, arguments and module of one line, of a graph or of a program. What is within quotes ends nothing;
@@ -51,13 +52,7 @@ def print_arg(arg: Arg) -> str:
         return float.__repr__(arg) if math.isfinite(arg) else f'float("{float(arg)}")'
     if isinstance(arg, complex):
         return f"complex({print_arg(arg.real)}, {print_arg(arg.imag)})"
-    return _expression_text(arg) if isinstance(arg, sympy.Expr) else str(arg)
-
-
-# Graphs of many layers have few expressions, and sympy prints slowly.
-@lru_cache(maxsize=1 << 12, typed=True)
-def _expression_text(expression: sympy.Expr) -> str:
-    return str(expression)
+    return expression_text(arg) if isinstance(arg, sympy.Expr) else str(arg)
 
 
 def _quoted(text: str) -> str:
@@ -73,6 +68,35 @@ def print_node(node: Node) -> str:
     phase = "backward " if node.phase == "backward" else ""
     module = f"  @{node.module}" if node.module else ""
     return f"{phase}{results} = {node.op}({', '.join(args)}){module}"
+
+
+# Stands for the name of a value; in a string that is printed, this character is escaped.
+_SLOT = "\0"
+
+
+def print_nodes(nodes: Iterable[Node]) -> Iterator[tuple[str, str]]:
+    """The name and the line of each node, as :func:`print_node` prints it. Equal layers have lines that differ in
+    names alone, so one of each kind is printed, and the names of others are put into it."""
+    templates: dict[tuple[object, ...], str] = {}
+    for node in nodes:
+        if node.is_placeholder:
+            yield node.name, print_node(node)
+            continue
+        key = node.form, node.phase, *map(id, node.types)
+        if key not in templates:
+            templates[key] = _template_of(node)
+        names = [f"%{node.name}"] * (len(node.types) or 1) + [
+            f"%{value.node}.{value.index}" if value.index else f"%{value.node}" for value in node.operands
+        ]
+        line = templates[key] % tuple(names)
+        yield node.name, f"{line}  @{node.module}" if node.module else line
+
+
+def _template_of(node: Node) -> str:
+    """The line of a node without its module, to be formatted with its name for each result, and its operands."""
+    slot = Value(_SLOT)
+    line = print_node(node.of_values(_SLOT, "", dict.fromkeys(node.operands, slot)))
+    return line.replace(str(slot), _SLOT).replace("%", "%%").replace(_SLOT, "%s")
 
 
 def print_graph(symbols: Iterable[tuple[str, int]], nodes: Iterable[str], outputs: Iterable[Output]) -> str:
@@ -158,9 +182,20 @@ def _arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Any:
     raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
 
 
+def _value(found: re.Match[str]) -> Value | None:
+    """The value that a match of ``_VALUE`` is; None of a string."""
+    return Value(found[1], int(found[2] or 0)) if found[1] else None
+
+
+def _as_name(found: re.Match[str]) -> str:
+    """A value as a name of Python, which :func:`_parse_expression` knows."""
+    value = _value(found)
+    return found[0] if value is None else f"VALUE_{value.index}_{value.node}"
+
+
 def parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
     """The positional and keyword arguments in ``text``. Raises :class:`GraphError`."""
-    python = _VALUE.sub(lambda m: f"VALUE_{m[2] or 0}_{m[1]}" if m[1] else m[0], text)
+    python = _VALUE.sub(_as_name, text)
     try:
         call = ast.parse(f"f({python})", mode="eval").body
     except SyntaxError as error:
@@ -181,28 +216,52 @@ def parse_type(text: str, symbols: dict[str, sympy.Symbol]) -> TensorType | None
     return TensorType(dims, SHORT_DTYPES[dtype])
 
 
-def _parse_node(line: str, symbols: dict[str, sympy.Symbol], type_of: Callable[[str], TensorType | None]) -> Node:
-    backward = line.startswith("backward ")
-    match = CALL.match(line.removeprefix("backward "))
-    if match is None:
-        raise GraphError(f"cannot read the line {line!r}")
-    results = re.findall(r"%(\w+)(?:\.\d+)?: (none|\w+\[[^\]]*\])", match["results"])
-    if not results:
-        raise GraphError(f"no typed result in the line {line!r}")
-    args, kwargs = parse_args(match["args"], symbols)
-    if match["op"] in PLACEHOLDERS and len(args) != 1:
-        raise GraphError(f"a placeholder takes one name: {line!r}")
-    types = tuple(type_of(t) for _, t in results)
-    return Node(
-        name=results[0][0],
-        op=match["op"],
-        args=args,
-        kwargs=kwargs,
-        types=types,
-        module=match["module"] or "",
-        source="",
-        phase="backward" if backward else "forward",
-    )
+@dataclass(frozen=True)
+class _NodeParser:
+    """Parses the lines of a graph with these ``symbols``. Equal layers have lines that differ in names alone, so of
+    each kind the first is parsed, and others are the same call of other tensors."""
+
+    symbols: dict[str, sympy.Symbol]
+    types: dict[str, TensorType | None] = field(default_factory=dict)
+    firsts: dict[tuple[object, ...], Node] = field(default_factory=dict)
+
+    def parse(self, line: str) -> Node:
+        """The node of a line. Raises :class:`GraphError`."""
+        match = CALL.match(line.removeprefix("backward "))
+        if match is None:
+            raise GraphError(f"cannot read the line {line!r}")
+        results = _RESULT.findall(match["results"])
+        if not results:
+            raise GraphError(f"no typed result in the line {line!r}")
+        if match["op"] in PLACEHOLDERS:
+            return self._whole(line, match, results)
+        numbers: dict[Value, int] = {}
+
+        def numbered(found: re.Match[str]) -> str:
+            value = _value(found)
+            return found[0] if value is None else f"%{numbers.setdefault(value, len(numbers))}"
+
+        kinds = (kind for _, kind in results)
+        key = line.startswith("backward "), match["op"], _VALUE.sub(numbered, match["args"]), *kinds
+        if key not in self.firsts:
+            self.firsts[key] = node = self._whole(line, match, results)
+            return node
+        first = self.firsts[key]
+        values = dict(zip(dict.fromkeys(first.operands), numbers, strict=True))
+        return first.of_values(results[0][0], match["module"] or "", values)
+
+    def _whole(self, line: str, match: re.Match[str], results: list[tuple[str, str]]) -> Node:
+        args, kwargs = parse_args(match["args"], self.symbols)
+        if match["op"] in PLACEHOLDERS and len(args) != 1:
+            raise GraphError(f"a placeholder takes one name: {line!r}")
+        phase: Phase = "backward" if line.startswith("backward ") else "forward"
+        types = tuple(self._type_of(kind) for _, kind in results)
+        return Node(results[0][0], match["op"], args, kwargs, types, match["module"] or "", "", phase)
+
+    def _type_of(self, text: str) -> TensorType | None:
+        if text not in self.types:
+            self.types[text] = parse_type(text, self.symbols)
+        return self.types[text]
 
 
 def _parse_output(line: str) -> Output:
@@ -226,7 +285,7 @@ def parse_graph(lines: list[str]) -> tuple[tuple[tuple[str, int], ...], tuple[No
     pairs = [part.split("=") for part in header[1].replace(" ", "").split(",") if part]
     hints = tuple((name, int(size)) for name, size in pairs)
     symbols = {name: symbol(name) for name, _ in hints}
-    type_of = lru_cache(maxsize=None)(partial(parse_type, symbols=symbols))  # Many nodes have few types.
-    nodes = tuple(_parse_node(line, symbols, type_of) for line in lines[1:] if not line.startswith("return "))
+    parse = _NodeParser(symbols).parse
+    nodes = tuple([parse(line) for line in lines[1:] if not line.startswith("return ")])
     outputs = tuple(_parse_output(line) for line in lines[1:] if line.startswith("return "))
     return hints, nodes, outputs

@@ -171,10 +171,19 @@ def _numbered(args: Sequence[Arg], numbers: Mapping[Value, str]) -> str:
             if type(arg) is Value
             else f"({_numbered(arg, numbers)})"
             if isinstance(arg, (tuple, list))
+            else expression_text(arg)
+            if isinstance(arg, sympy.Expr)
             else repr(arg)
             for arg in args
         ]
     )
+
+
+# Graphs of many layers have few expressions, and sympy prints slowly.
+@lru_cache(maxsize=1 << 12, typed=True)
+def expression_text(expression: sympy.Expr) -> str:
+    """An expression of sizes as text."""
+    return str(expression)
 
 
 @dataclass(frozen=True, init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 
 from autopar.cluster.description import Cluster
@@ -30,14 +31,19 @@ def seconds_alone(cluster: Cluster, graph: Graph, fused: FusedKernels | None) ->
     """For each operation of a step, the seconds on one device of ``cluster``, and the part of them that launches."""
     prices, found = Prices(cluster, (1,), {}, exchanged=0, fused=fused), dict[str, tuple[float, float]]()
     classes = graph.classes or (fused.classes if fused is not None else {})
-    known: dict[str, tuple[float, float]] = {}  # By class: deep models have few.
+    known: dict[Hashable, tuple[float, float]] = {}  # Deep models have few classes, and few calls that differ.
     for node in graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
-            own = classes.get(node.name, node.name)
+            own = classes.get(node.name) or (node.name if fused is not None else _call(graph, node))
             if own not in known:
                 known[own] = _alone(prices, graph, node)
             found[node.name] = known[own]
     return found
+
+
+def _call(graph: Graph, node: Node) -> Hashable:
+    """Equal for two nodes of ``graph`` if they run the same operation on tensors of the same types."""
+    return node.form, *map(id, map(graph.type_of, node.operands)), *map(id, node.types)
 
 
 def _alone(prices: Prices, graph: Graph, node: Node) -> tuple[float, float]:

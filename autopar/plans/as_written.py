@@ -39,7 +39,8 @@ _DIVIDED = ("predicted", "pipeline")
 # Characters of a digest. Chosen: edits are mistakes, not attacks.
 _LENGTH = 8
 # The end of a whole number that is written as others are; and one that is written with an exponent as a float.
-_WHOLE, _LARGE = re.compile(r"(?<=\d)\.0(?=[,\]}])"), re.compile(r"(?<![\d.])\d{17,}(?=[,\]}])")
+# (What stands before is looked for last: a search for digits is quicker than for what follows none.)
+_WHOLE, _LARGE = re.compile(r"\.0(?<=\d\.0)(?=[,\]}])"), re.compile(r"\d(?<![\d.]\d)\d{16,}(?=[,\]}])")
 
 
 def signed(data: Mapping[str, Any]) -> dict[str, Any]:

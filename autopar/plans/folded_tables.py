@@ -16,7 +16,6 @@ Invariant: :func:`unfolded` of :func:`folded` is what was folded.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +74,7 @@ class _Numbers:
 
     def of(self, thing: Any) -> int:
         """The number of a thing, which is equal for things of equal text."""
-        number = self._numbers.setdefault(json.dumps(thing), len(self.things))
+        number = self._numbers.setdefault(repr(thing), len(self.things))
         if number == len(self.things):
             self.things.append(thing)
         return number

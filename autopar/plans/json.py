@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,13 +20,14 @@ from .pipeline_json import pipeline_to_data
 # What some editors begin a file with.
 BYTE_ORDER_MARK = "\ufeff"
 _FOLDED = ("nodes", "lines")
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def plan_to_json(plan: PlanRecord) -> str:
     """``plan.to_json()``: strict JSON (numbers that are not finite as strings), indented, each entry of a table on one
     line."""
     data = {**folded(plan_to_dict(plan)), "version": FOLDED}
-    entries = (f"  {json.dumps(name)}: {_indented(value, name in _FOLDED)}" for name, value in data.items())
+    entries = (f"  {_text(name)}: {_indented(value, name in _FOLDED)}" for name, value in data.items())
     return "{\n" + ",\n".join(entries) + "\n}"
 
 
@@ -33,13 +35,19 @@ def _indented(value: Any, is_folded: bool = False) -> str:
     """A field as JSON, with each entry of a table on a line of its own. An entry is not broken into lines: a plan would
     have ten times as many. A folded field has several tables."""
     if is_folded:
-        return "{" + ", ".join(f"{json.dumps(name)}: {_indented(table)}" for name, table in value.items()) + "}"
+        return "{" + ", ".join(f"{_text(name)}: {_indented(table)}" for name, table in value.items()) + "}"
     if isinstance(value, dict) and value:
-        rows = [f"{json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in value.items()]
+        rows = [f"{_text(name)}: {_text(item)}" for name, item in value.items()]
         return "{\n    " + ",\n    ".join(rows) + "\n  }"
     if isinstance(value, (list, tuple)) and any(isinstance(item, (list, str)) for item in value):
-        return "[\n    " + ",\n    ".join(json.dumps(item, allow_nan=False) for item in value) + "\n  ]"
-    return json.dumps(value, allow_nan=False)
+        return "[\n    " + ",\n    ".join(map(_text, value)) + "\n  ]"
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """A value as JSON on one line."""
+    # The encoder is slow to begin with, and a plan has a number for each operation.
+    return str(value) if type(value) is int else _ENCODER.encode(value)
 
 
 def data_from_json(text: str) -> Any:
@@ -85,9 +93,7 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
         for path, p in plan.parameters.items()
     }
     data["outputs"] = {path: short(p) for path, p in plan.outputs.items()}
-    table = {strategy: i for i, strategy in enumerate(dict.fromkeys(plan.strategies.values()))}
-    data["strategy_table"] = [_strategy_data(strategy) for strategy in table]
-    data["strategies"] = {name: table[strategy] for name, strategy in plan.strategies.items()}
+    data |= _strategies_data(plan.strategies)
     data["nodes"] = {
         name: [n.op, n.type, n.module, n.target, list(n.operands), n.tied] for name, n in plan.nodes.items()
     }
@@ -107,6 +113,17 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+def _strategies_data(strategies: Mapping[str, Strategy]) -> dict[str, Any]:
+    """The table of strategies, and the number in it of each operation's."""
+    objects = {id(strategy): strategy for strategy in strategies.values()}  # Equal layers have the same ones.
+    table = {strategy: number for number, strategy in enumerate(dict.fromkeys(objects.values()))}
+    numbers = {identity: table[strategy] for identity, strategy in objects.items()}
+    return {
+        "strategy_table": [_strategy_data(strategy) for strategy in table],
+        "strategies": {name: numbers[id(strategy)] for name, strategy in strategies.items()},
+    }
 
 
 def _strategy_data(strategy: Strategy) -> list[Any]:

@@ -161,14 +161,25 @@ class Bounds:
         each = [range(device, device + 1) for device in range(self.devices)]
         return kinds_of_blocks(self.cluster, each) if self.cluster.groups else (0,) * self.devices
 
+    def estimated(self, smaller: Smaller) -> Bounds:
+        """The estimates of the same divisions."""
+        estimates = replace(self, smaller=smaller)
+        vars(estimates)["_alone"] = self._alone  # Of the same step.
+        return estimates
+
     @cached_property
-    def _kinds(self) -> Mapping[int, Mapping[str, _Seconds]]:
+    def _alone(self) -> Mapping[int, Mapping[str, _Seconds]]:
         """What each operation takes on one device of each kind, by the first of them."""
         firsts = dict.fromkeys(self._kind_of)
-        each = {first: _operations(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+        return {first: _operations(self.cluster.at(first, 1), self.graph, self.fused) for first in firsts}
+
+    @cached_property
+    def _kinds(self) -> Mapping[int, Mapping[str, _Seconds]]:
+        """As ``_alone``; of estimates, what does not shrink with fewer samples counts as launching."""
         if self.smaller is None:
-            return each
-        return {first: self._by_size(own, self.smaller, self.cluster.at(first, 1)) for first, own in each.items()}
+            return self._alone
+        each, smaller = self._alone.items(), self.smaller
+        return {first: self._by_size(own, smaller, self.cluster.at(first, 1)) for first, own in each}
 
     def _by_size(self, each: Mapping[str, _Seconds], smaller: Smaller, device: Cluster) -> Mapping[str, _Seconds]:
         """The seconds of operations on a ``device``, of which what does not shrink with their samples counts as
@@ -251,7 +262,7 @@ def estimates_of(request: PlanRequest, graph: Graph) -> Bounds:
             few = pipelined_graph(request.graph, request.loss, samples)
         except GraphError:
             return bounds
-        return replace(bounds, smaller=Smaller(few, samples / request.batch))
+        return bounds.estimated(Smaller(few, samples / request.batch))
 
     return request.shared.once("estimates", (bounds,), make=make)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from copy import copy
 from typing import Any
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
@@ -17,7 +16,7 @@ def contents_of(values: Iterable[object]) -> list[tuple[Any, Any]]:
     while queue:
         value = queue.popleft()
         if type(value) in _CONTAINERS and id(value) not in copies:
-            copies[id(value)] = (value, copy(value))
+            copies[id(value)] = (value, value.copy())
             queue.extend(value.values() if isinstance(value, dict) else value)
         elif type(value) is tuple:
             queue.extend(value)
