@@ -211,44 +211,8 @@ class Graph:
         return {}
 
     def _with_sizes(self, sizes: Mapping[str, int]) -> Graph:
-        names = {symbol(name): size for name, size in sizes.items()}
-        cache: dict[sympy.Expr, Arg] = {}
-        # By identity and by form: nodes of equal layers share the types and the form of others.
-        kinds: dict[int, tuple[TensorType | None, ...]] = {}
-        has_sizes: dict[str, bool] = {}
-
-        def leaf(arg: Arg) -> Arg:
-            if not isinstance(arg, sympy.Expr):
-                return arg
-            if arg not in cache:
-                cache[arg] = _number(arg, names)
-            return cache[arg]
-
-        def size(arg: Arg) -> Any:
-            number = leaf(arg)
-            if isinstance(number, float) or (isinstance(number, int) and number < 0):
-                raise _does_not_hold(sizes, f"a size, {arg}, is {number}")
-            return number
-
-        def concrete_types(types: tuple[TensorType | None, ...]) -> tuple[TensorType | None, ...]:
-            if (key := id(types)) not in kinds:
-                kinds[key] = tuple([kind and TensorType(tuple(map(size, kind.shape)), kind.dtype) for kind in types])
-            return kinds[key]
-
-        def concrete(node: Node) -> Node:
-            if not node.is_symbolic:
-                return node
-            types, form = concrete_types(node.types), node.form
-            if form not in has_sizes:
-                has_sizes[form] = has_expression(node.args) or any(has_expression(arg) for _, arg in node.kwargs)
-            if not has_sizes[form]:
-                return node.of_types(types)
-            kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
-            args = map_arg(node.args, leaf)
-            return Node(node.name, node.op, args, kwargs, types, node.module, node.source, node.phase)
-
         symbols = tuple((name, hint) for name, hint in self.symbols if name not in sizes)
-        return replace(self, nodes=tuple(map(concrete, self.nodes)), symbols=symbols)
+        return replace(self, nodes=tuple(map(_Sizes(sizes).node, self.nodes)), symbols=symbols)
 
     def verify(self) -> Graph:
         """Returns itself, or raises :class:`GraphError` naming the first broken invariant."""
@@ -291,6 +255,55 @@ class Graph:
         counts = {kind: len(self.placeholders(kind)) for kind in PLACEHOLDERS}
         placed = ", ".join(f"{count} {kind}s" for kind, count in counts.items() if count)
         return f"Graph with {len(self.nodes) - sum(counts.values())} operations ({placed})"
+
+
+class _Sizes:
+    """Puts ``sizes`` in place of symbols. Nodes of equal layers share types, of which equal ones stay the same objects,
+    and forms."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes, self._names = sizes, {symbol(name): size for name, size in sizes.items()}
+        self._numbers: dict[sympy.Expr, Arg] = {}
+        self._types: dict[TensorType | None, TensorType | None] = {None: None}
+        # By identity; the nodes of the graph keep them.
+        self._types_at: dict[int, tuple[TensorType | None, ...]] = {}
+        # By form, whether arguments have expressions of sizes.
+        self._are_symbolic: dict[str, bool] = {}
+
+    def node(self, node: Node) -> Node:
+        if not node.is_symbolic:
+            return node
+        types, form = self._concrete(node.types), node.form
+        if form not in self._are_symbolic:
+            self._are_symbolic[form] = has_expression((node.args, tuple(arg for _, arg in node.kwargs)))
+        if not self._are_symbolic[form]:
+            return node.of_types(types)
+        kwargs = tuple((key, map_arg(arg, self._leaf)) for key, arg in node.kwargs)
+        args = map_arg(node.args, self._leaf)
+        return Node(node.name, node.op, args, kwargs, types, node.module, node.source, node.phase)
+
+    def _concrete(self, types: tuple[TensorType | None, ...]) -> tuple[TensorType | None, ...]:
+        if (key := id(types)) not in self._types_at:
+            self._types_at[key] = tuple(map(self._type, types))
+        return self._types_at[key]
+
+    def _type(self, kind: TensorType | None) -> TensorType | None:
+        if kind is not None and kind not in self._types:
+            self._types[kind] = TensorType(tuple(map(self._size, kind.shape)), kind.dtype)
+        return self._types[kind]
+
+    def _size(self, arg: Arg) -> Any:
+        number = self._leaf(arg)
+        if isinstance(number, float) or (isinstance(number, int) and number < 0):
+            raise _does_not_hold(self.sizes, f"a size, {arg}, is {number}")
+        return number
+
+    def _leaf(self, arg: Arg) -> Arg:
+        if not isinstance(arg, sympy.Expr):
+            return arg
+        if arg not in self._numbers:
+            self._numbers[arg] = _number(arg, self._names)
+        return self._numbers[arg]
 
 
 def _number(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> Any:

@@ -74,9 +74,9 @@ def print_node(node: Node) -> str:
 _SLOT = "\0"
 
 
-def print_nodes(nodes: Iterable[Node]) -> Iterator[tuple[str, str]]:
+def print_nodes(nodes: tuple[Node, ...]) -> Iterator[tuple[str, str]]:
     """The name and the line of each node, as :func:`print_node` prints it. Equal layers have lines that differ in
-    names alone, so one of each kind is printed, and the names of others are put into it."""
+    names alone, so one of each kind is printed, and the values of others are put into it."""
     templates: dict[tuple[object, ...], str] = {}
     for node in nodes:
         if node.is_placeholder:
@@ -85,10 +85,8 @@ def print_nodes(nodes: Iterable[Node]) -> Iterator[tuple[str, str]]:
         key = node.form, node.phase, *map(id, node.types)
         if key not in templates:
             templates[key] = _template_of(node)
-        names = [f"%{node.name}"] * (len(node.types) or 1) + [
-            f"%{value.node}.{value.index}" if value.index else f"%{value.node}" for value in node.operands
-        ]
-        line = templates[key] % tuple(names)
+        values = (*[f"%{node.name}"] * (len(node.types) or 1), *map(str, node.operands))
+        line = templates[key] % values
         yield node.name, f"{line}  @{node.module}" if node.module else line
 
 
@@ -244,7 +242,9 @@ class _NodeParser:
         kinds = (kind for _, kind in results)
         key = line.startswith("backward "), match["op"], _VALUE.sub(numbered, match["args"]), *kinds
         if key not in self.firsts:
-            self.firsts[key] = node = self._whole(line, match, results)
+            node = self._whole(line, match, results)
+            if [*dict.fromkeys(node.operands)] == [*numbers]:  # Not where a value stands for a keyword's name.
+                self.firsts[key] = node
             return node
         first = self.firsts[key]
         values = dict(zip(dict.fromkeys(first.operands), numbers, strict=True))

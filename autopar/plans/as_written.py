@@ -39,7 +39,7 @@ _DIVIDED = ("predicted", "pipeline")
 # Characters of a digest. Chosen: edits are mistakes, not attacks.
 _LENGTH = 8
 # The end of a whole number that is written as others are; and one that is written with an exponent as a float.
-# (What stands before is looked for last: a search for digits is quicker than for what follows none.)
+# (Each begins with what it is searched for, and looks behind after that, which is quicker.)
 _WHOLE, _LARGE = re.compile(r"\.0(?<=\d\.0)(?=[,\]}])"), re.compile(r"\d(?<![\d.]\d)\d{16,}(?=[,\]}])")
 
 

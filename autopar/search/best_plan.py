@@ -192,7 +192,7 @@ def _refusal(
         return main.error.explained if main.explain is None else main.explain()
     advice = timings.advising(request.options, len(request.graph), math.prod(request.mesh))
     error = main.error.explained if main.explain is None else main.error
-    return layout_infeasible(request, error, main.explain, partial(_predicted, pinned), advice)
+    return layout_infeasible(request, error, main.explain, partial(_quickest, pinned), advice)
 
 
 def _main(failures: Sequence[Failure]) -> Failure:
@@ -205,15 +205,15 @@ def _main(failures: Sequence[Failure]) -> Failure:
     return next((failure for failure in failures if failure.explain is not None), failures[0])
 
 
-def _predicted(pinned: Mapping[str, str], request: PlanRequest) -> Predicted:
-    """Predicts the quickest plan for ``request``; the work is counted, as for all advice in errors. Raises
+def _quickest(pinned: Mapping[str, str], request: PlanRequest) -> Plan:
+    """The quickest plan for ``request``; the work is counted, as for all advice in errors. Raises
     :class:`InfeasibleError` or :class:`OptionsError`."""
     check_stages_divide(request)
     tried = _of_arrangements(arrangements(request), pinned, Timings(counted=True))
     if not tried.candidates:
         raise InfeasibleError("nothing fits")
     # Made, since only then it has been rehearsed: figures are counted, of fewer bytes.
-    return min(tried.candidates, key=lambda candidate: candidate.seconds).make().predicted
+    return min(tried.candidates, key=lambda candidate: candidate.seconds).make()
 
 
 def _of_arrangement(request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float) -> Tried:

@@ -1,5 +1,8 @@
 """Tests for the text of graphs of equal layers, whose lines differ in names alone."""
 
+import pytest
+
+from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import print_node
 
@@ -48,3 +51,20 @@ def test_forms_of_lines_tell_apart_which_operands_are_one() -> None:
     forms = {name: graph[name].form for name in ("twice", "both", "again", "k", "k_1", "k_2")}
     assert forms["twice"] == forms["again"] != forms["both"]
     assert forms["k"] == forms["k_1"] != forms["k_2"]
+
+
+@pytest.mark.parametrize("argument", ["%x%y", "%x=1", "VALUE_0_x", "VALUE_0_w, %x=1"])
+def test_what_is_no_operand_is_read_as_it_is_alone(argument: str) -> None:
+    """A value may stand where Python has a name; an error is of this library."""
+
+    def read(*names: str) -> object:
+        placeholders = [f'%{name}: f32[4] = input("{name}")' for name in ("x", "y", "w")]
+        lines = [f"%{name}: f32[4] = aten.relu.default({text})" for name, text in zip(("a", "b"), names, strict=False)]
+        try:
+            graph = Graph.from_text("\n".join(["graph()", *placeholders, *lines, 'return output "0" = %x']))
+        except GraphError as error:
+            return str(error)
+        return graph.nodes[-1].args, graph.nodes[-1].kwargs
+
+    other = argument.replace("%x", "%y")
+    assert read(argument, other) == (read(other) if isinstance(read(other), tuple) else read(argument))

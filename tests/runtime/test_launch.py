@@ -75,8 +75,8 @@ def test_exception_carries_the_traceback_of_its_rank() -> None:
 
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2 raised.*in helpless.*the number was seven"):
-        run_local(work, 2, timeout=30)
-    assert time.monotonic() - started < 10
+        run_local(work, 2, timeout=150)
+    assert time.monotonic() - started < 120  # Not after the other rank's timeout; processes may start slowly.
 
 
 def test_own_errors_keep_their_type() -> None:

@@ -122,12 +122,24 @@ def test_a_degree_is_exchanged_for_another_one_where_that_fits() -> None:
         assert plan.predicted.peak_bytes <= limit
 
 
+def test_of_changes_that_leave_stages_open_those_that_were_found_are_named() -> None:
+    layout = Layout(data=4, zero=0)
+    limit = at_rest_in_layout(under(layout)) * 5 // 8
+    said = refused(layout, limit)
+    named = re.findall(r"(\w+)=(\d) \([^)]*, with pipeline=(\d)\)", said)
+    assert named, said
+    for field, value, stages in named:
+        other = replace(layout, **{field: int(value), "pipeline": int(stages)})
+        plan = planned(layers, (4,), layout=other, memory_limit=limit, offload=False)
+        assert plan.stages == int(stages) and plan.predicted.peak_bytes <= limit
+
+
 def test_devices_that_cannot_hold_the_model_are_said_to_be_too_few() -> None:
     layout = Layout(data=2, zero=0)
     limit = least_at_rest(under(layout, devices=2)) * 3 // 4
     said = refused(layout, limit, devices=2)
     assert "No layout fits on these devices: divided evenly among all 2, weights, gradients and optimizer state" in said
-    assert "take 3 devices or more or an optimizer with less state or offload=None or True" in said
+    assert "for these to fit, take 3 devices or more or an optimizer with less state or offload=None or True" in said
     assert "single change" not in said
 
 

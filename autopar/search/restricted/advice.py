@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.field_text import in_sentence
-from autopar.ir.plan_record import Predicted
+from autopar.ir.plan_record import PlanRecord
 from autopar.planner.memory_advice import ADVICE, FULLER, LESS_STATE, AdviceBudget
 from autopar.planner.request import UNLIMITED, PlanRequest, memory_limit_of
 from autopar.plans.views.quantities import duration, size
@@ -30,22 +30,22 @@ FOR_BYTES = 2
 TRIAL_SECONDS = 10.0
 WORDS: Mapping[str, str] = {"weights": "weights", "gradients": "gradients", "state": "optimizer state"}
 
-# What the quickest plan for a request is predicted to take. Raises InfeasibleError or OptionsError if there is none.
-Predict = Callable[[PlanRequest], Predicted]
+# The quickest plan for a request. Raises InfeasibleError or OptionsError if there is none.
+Plans = Callable[[PlanRequest], PlanRecord]
 
 
 def layout_infeasible(
     request: PlanRequest,
     error: InfeasibleError,
     explain: Callable[[], Exception] | None,
-    predict: Predict,
+    plans: Plans,
     budget: AdviceBudget,
 ) -> InfeasibleError:
     """``error`` with the bytes by which the layout of ``request`` is too big, and the single changes of it that were
-    found to fit. ``explain``: says what would fit of pipelines, where ``error`` is of a stage alone. ``predict`` plans
+    found to fit. ``explain``: says what would fit of pipelines, where ``error`` is of a stage alone. ``plans`` plans
     each change, so that the advice holds, within the ``budget``."""
     is_known = explain is None and error.needed_bytes is not None
-    trials, words = _Trials(request, predict, budget, 0 if is_known else FOR_BYTES), words_of(request.options.layout)
+    trials, words = _Trials(request, plans, budget, 0 if is_known else FOR_BYTES), words_of(request.options.layout)
     fitting, limit = trials.sentences(), memory_limit_of(request)
     needed = error.needed_bytes if is_known else trials.needed(error.needed_bytes)
     if needed is None or needed <= limit:  # Devices have limits of their own, or the search within it ended early.
@@ -68,7 +68,7 @@ class _Trials:
     ``reserved``. ``failed``: changes that do not fit; ``found``: those that do, with what they take."""
 
     request: PlanRequest
-    predict: Predict
+    plans: Plans
     budget: AdviceBudget
     reserved: int
     failed: list[str] = field(default_factory=list)
@@ -94,21 +94,24 @@ class _Trials:
                 return
             if not self.budget.allows(change.text, self.reserved):
                 continue
-            predicted = self._predicted(change)
-            if predicted is None:
+            plan = self._planned(change)
+            if plan is None:
                 self.failed.append(change.text)
                 continue
-            yield f"{change.text} ({size(predicted.peak_bytes)}, {duration(predicted.step_seconds)} a step)"
+            takes = f"{size(plan.predicted.peak_bytes)}, {duration(plan.predicted.step_seconds)} a step"
+            # Of what the layout leaves open, that on which most of a search depends.
+            found = "" if "pipeline" in change.layout.given else f", with pipeline={plan.stages}"
+            yield f"{change.text} ({takes}{found})"
             named += 1
 
-    def _predicted(self, change: Change) -> Predicted | None:
+    def _planned(self, change: Change) -> PlanRecord | None:
         changed = change.of(self.request)
         seconds = min(changed.options.solver_seconds, TRIAL_SECONDS)
         return self._possible(replace(changed, options=replace(changed.options, time_limit=seconds)))
 
-    def _possible(self, request: PlanRequest) -> Predicted | None:
+    def _possible(self, request: PlanRequest) -> PlanRecord | None:
         with suppress(InfeasibleError, OptionsError):
-            return self.predict(request)
+            return self.plans(request)
         return None
 
     def needed(self, stage: int | None) -> int | None:
@@ -117,7 +120,7 @@ class _Trials:
             if self.budget.allows("the bytes that it needs"):
                 found = self._possible(replace(self.request, memory_limit=limit))
                 if found is not None:
-                    return found.peak_bytes
+                    return found.predicted.peak_bytes
         return None
 
 
@@ -129,4 +132,5 @@ def _resting(request: PlanRequest) -> str:
     less = [f"take {math.floor(total / limit) + 1} devices or more"]
     less += [LESS_STATE] if of["state"] else []
     less += ["offload=None or True"] if request.options.offload is False else []
-    return f"{shared}{in_sentence(kinds)} alone take {size(total / devices)} on each; {' or '.join(less)}"
+    each = f"{shared}{in_sentence(kinds)} alone take {size(total / devices)} on each"
+    return f"{each}; for these to fit, {' or '.join(less)}"
