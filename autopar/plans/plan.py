@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os import fspath
+from os import PathLike, fspath
 from typing import Any
 
 from autopar.cluster.description import Cluster
@@ -72,7 +72,14 @@ class Plan(PlanRecord):
         return with_forbidden(self, explanation) if solve else explanation
 
     def diff(self, other: Plan) -> Difference:
-        """What ``other`` does differently, and how its predictions differ from this plan's."""
+        """What ``other`` does differently, and how its predictions differ from this plan's.
+
+        Raises:
+            OptionsError: ``other`` is no plan.
+        """
+        if not isinstance(other, PlanRecord):
+            hint = f"; autopar.Plan.load({other!r}) reads one from a file" if isinstance(other, (str, PathLike)) else ""
+            raise OptionsError(f"diff compares two plans, and {other!r} is a {type(other).__name__}{hint}")
         return difference(self, other)
 
     def tree(self) -> PlanTree:

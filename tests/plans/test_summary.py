@@ -15,6 +15,7 @@ from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placements, Shard, Str
 from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ReshardStep, ResidentTensor
 from autopar.ir.searched import Searched
 from autopar.plans.plan import Plan
+from autopar.plans.views.also_priced import _in_short
 from autopar.plans.views.module_tree import ModuleRow, module_rows, numbers
 from autopar.plans.views.quantities import amount, clip, duration, longer, share, signed_duration, signed_size, size
 
@@ -337,3 +338,9 @@ def test_what_backward_computes_again_is_said() -> None:
 def test_a_prompt_shows_one_line() -> None:
     plan = layered(2, 200).plan()
     assert repr(plan).startswith(f"<Plan of {plan.model} on (dp=2, sp=4, tp=2): ") and repr(plan).endswith(" a step>")
+
+
+def test_a_long_name_of_a_pipeline_leaves_out_the_devices_of_a_stage() -> None:
+    name = "12 stages x (dp=16, tp=8), zb-v, 2 microbatches"
+    assert _in_short(name, 34) == "12 stages, zb-v, 2 microbatches" and _in_short(name, 60) == name
+    assert _in_short("tensor parallel 8 x data parallel 8", 30) == clip("tensor parallel 8 x data parallel 8", 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from autopar.ir.plan_record import PlanRecord, Predicted
@@ -14,6 +15,7 @@ from .quantities import clip, duration, longer, size, trim
 MOST_BASELINES = 6
 # Kinds that people ask for, by how their names begin.
 KINDS = ("no stages", "FSDP", "rule of thumb")
+_OF_A_STAGE = re.compile(r" x \([^)]*\)")
 _Named = tuple[str, Predicted | None]
 
 
@@ -27,11 +29,16 @@ def also_priced(plan: PlanRecord) -> Iterator[str]:
     for position, (name, figures) in enumerate(rows):
         kind, _, described = name.partition(": ")
         room = min(34, page_width() - 13 - len(figures))
-        yield f"{'also priced' if position == 0 else '':<12}{clip(kind, room):<{room}} {figures}"
+        yield f"{'also priced' if position == 0 else '':<12}{_in_short(kind, room):<{room}} {figures}"
         if described:  # What a kind of plan is here: a line of its own, since it is longer than the column.
             yield f"{'':<14}{trim(described, page_width() - 14)}"
     if len(shown) < len(others):
         yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
+
+
+def _in_short(kind: str, room: int) -> str:
+    """A kind of plan in at most ``room`` characters; of pipelines, the devices of a stage are left out first."""
+    return clip(kind if len(kind) <= room else _OF_A_STAGE.sub("", kind), room)
 
 
 def _first(others: Sequence[_Named], most: int) -> list[_Named]:
