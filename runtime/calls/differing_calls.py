@@ -18,7 +18,7 @@ _SAME_BATCH = (
     "- If each rank reads samples of its own (a DistributedSampler, say), join them, here and wherever the model is "
     "called: model.step(*model.from_local(x, y)), or model.step(**model.from_local(**batch)).\n"
     "- Otherwise let every rank read the same samples in the same order: no sampler that divides them among ranks, and "
-    "the same seed in each loader that shuffles or augments; call torch.manual_seed(0) before samples that are drawn by "
+    "the same seed in each loader that shuffles or augments; call torch.manual_seed(0) before samples are drawn, by "
     "torch.randint and the like."
 )
 _SAME_CALLS = (
